@@ -1,0 +1,172 @@
+"""What crosses the two doors: the requests and answers of `JobApi` and `WorkerApi` as plain values.
+
+The engine takes and gives them in process; over HTTP the same values are encoded. No transport is known here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from comfyfleet.model.dispatch import Attempt, Dispatch, Lease, LeaseRef, Phase
+from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.ids import JobId, PollId, WorkerId, WorkflowHash
+from comfyfleet.model.job import Attachment, Job, JobResult, Timeouts
+from comfyfleet.model.worker import Capabilities, LiveState
+
+
+class Submitted(msgspec.Struct, frozen=True, omit_defaults=True):
+    job_id: JobId
+    phase: Phase
+    workflow_hash: WorkflowHash
+    seeds: dict[str, int] | None = None
+    unworkable: tuple[str, ...] = ()
+    """What no live worker has; a warning, not a refusal, unless the caller asked for one."""
+    is_repeat: bool = False
+
+
+class JobView(msgspec.Struct, frozen=True):
+    """A job as its caller sees it: the record, the routing state, every attempt."""
+
+    job: Job
+    dispatch: Dispatch
+    attempts: tuple[Attempt, ...] = ()
+
+
+class CancelAnswer(msgspec.Struct, frozen=True):
+    phase: Phase
+    cancel_requested: bool
+
+
+class MissingFor(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Why one worker does not take the job: the first reason and how many there are."""
+
+    worker_id: WorkerId
+    reason: str
+    reasons: tuple[str, ...] = ()
+
+
+class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to "why is my job not running?"."""
+
+    job_id: JobId
+    phase: Phase
+    summary: str
+    workers: tuple[MissingFor, ...] = ()
+    able: tuple[WorkerId, ...] = ()
+    nearest: WorkerId | None = None
+    position: int | None = None
+    estimated_start_s: float | None = None
+
+
+class RegisterWorker(msgspec.Struct, frozen=True, omit_defaults=True):
+    worker_id: WorkerId
+    capabilities: Capabilities
+    slots: int = 1
+    live: LiveState = LiveState()
+
+
+class Poll(msgspec.Struct, frozen=True, omit_defaults=True):
+    worker_id: WorkerId
+    poll_id: PollId
+    wait_s: float = 30.0
+
+
+class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A lease with what its holder needs to run the job."""
+
+    ref: LeaseRef
+    worker_id: WorkerId
+    ttl_s: float
+    acknowledge_s: float
+    workflow: dict[str, Any]
+    workflow_hash: WorkflowHash
+    service: str = "comfyui"
+    timeouts: Timeouts = Timeouts()
+    include_outputs: tuple[str, ...] = ()
+    attachments: tuple[Attachment, ...] = ()
+    attempt: int = 1
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def job_id(self) -> JobId:
+        return self.ref.job_id
+
+    @property
+    def attempt_id(self) -> str:
+        return self.ref.attempt_id
+
+
+class Command(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a worker is told with any answer it gets."""
+
+    action: Literal["cancel", "retry", "pause", "resume", "drain"]
+    job_id: JobId | None = None
+    lease_number: int = 0
+    reason: str = ""
+
+
+class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to a heartbeat: which leases live on, which are lost, and what to do."""
+
+    ttl_s: float
+    alive: tuple[LeaseRef, ...] = ()
+    lost: tuple[LeaseRef, ...] = ()
+    commands: tuple[Command, ...] = ()
+
+
+class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+    """News from a running attempt."""
+
+    ref: LeaseRef
+    kind: NewsKind
+    data: dict[str, Any] = {}
+    image: bytes | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
+    ref: LeaseRef
+    result: JobResult
+    seconds: float = 0.0
+    live: LiveState | None = None
+
+
+class FailureReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    ref: LeaseRef
+    failure: Failure
+    seconds: float = 0.0
+
+
+class Release(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The worker gives the lease back. `cancelled` confirms that the run was stopped."""
+
+    ref: LeaseRef
+    reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
+
+
+class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer to a report that ends a lease."""
+
+    phase: Phase
+    will_retry: bool = False
+
+
+class QueueStats(msgspec.Struct, frozen=True):
+    waiting: int
+    delayed: int
+    paused: int
+    leased: int
+    completed: int
+    failed: int
+    cancelled: int
+    workers: int
+    idle_slots: int
+
+
+class HeldLease(msgspec.Struct, frozen=True):
+    """A lease as a store hands it out."""
+
+    dispatch: Dispatch
+    lease: Lease

@@ -1,0 +1,128 @@
+"""One text for one JSON value: the bytes that hashes and keys are computed over.
+
+Owns the canonical form (docs/workflow-hash.md is its specification). What the bytes are hashed for, and which
+parts of a value take part, is the business of those who call.
+
+The form is RFC 8785 with two differences, both for the sake of seeds above 2**53. Every integral number is written
+with all its digits, whether it arrived as an integer or as a float, so that numbers that are equal have one text. And
+keys are sorted by code point, which is also the order of their UTF-8 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from json.encoder import encode_basestring
+from math import isfinite
+from typing import Any
+
+MAX_NESTING = 64
+MAX_INTEGER_BITS = 1024
+"""Every finite double fits. Without a bound of our own the interpreter's limit on digits would decide."""
+
+
+class NotCanonicalError(ValueError):
+    """The value has no canonical JSON text; the message says which part and why. The caller has to change it."""
+
+
+def canonical_json(value: Any, *, max_nesting: int = MAX_NESTING) -> bytes:
+    """The canonical UTF-8 text of a JSON value. Raises `NotCanonicalError` for whatever JSON cannot carry."""
+    parts: list[str] = []
+    _write(value, parts.append, max_nesting)
+    try:
+        return "".join(parts).encode()
+    except UnicodeEncodeError as error:
+        raise NotCanonicalError("a string holds a lone surrogate, which UTF-8 cannot carry") from error
+
+
+def canonical_number(number: int | float) -> str:
+    """The text of a number: all digits if it is integral, else the shortest form as ECMAScript writes it."""
+    if isinstance(number, float):
+        if not isfinite(number):
+            raise NotCanonicalError(f"{number} is not a JSON number: use a finite number or null")
+        if not number.is_integer():
+            return _fraction(number)
+        return str(int(number))
+    if number.bit_length() > MAX_INTEGER_BITS:
+        raise NotCanonicalError(f"an integer has more than {MAX_INTEGER_BITS} bits: send it as a string")
+    return int.__repr__(number)
+
+
+def _fraction(number: float) -> str:
+    text = float.__repr__(number)
+    if "e" not in text:
+        return text
+    # Only small numbers get here, as every double from 2**52 on is integral: Python turns to exponents below 1e-4
+    # and pads them to two digits, ECMAScript does so below 1e-6 and without padding.
+    mantissa, _, exponent = text.partition("e")
+    power = int(exponent)
+    if power < -6:
+        return f"{mantissa}e{power}"
+    sign = "-" if mantissa[0] == "-" else ""
+    digits = mantissa.lstrip("-").replace(".", "")
+    return f"{sign}0.{'0' * (-power - 1)}{digits}"
+
+
+def _write(value: Any, write: Callable[[str], None], room: int) -> None:
+    kind = type(value)
+    if kind is str:
+        write(encode_basestring(value))
+    elif kind is int or kind is float:
+        write(canonical_number(value))
+    elif value is None:
+        write("null")
+    elif kind is bool:
+        write("true" if value else "false")
+    elif kind is dict:
+        _write_object(value, write, room)
+    elif kind is list or kind is tuple:
+        _write_array(value, write, room)
+    else:
+        _write_relative(value, write, room)
+
+
+def _write_object(value: Mapping[Any, Any], write: Callable[[str], None], room: int) -> None:
+    if not room:
+        raise NotCanonicalError("the value is nested too deeply: flatten it")
+    if not value:
+        write("{}")
+        return
+    opening = "{"
+    try:
+        names = sorted(value)
+    except TypeError:
+        names = list(value)
+    for name in names:
+        if not isinstance(name, str):
+            raise NotCanonicalError(f"a key is {type(name).__name__}, not a string: {name!r}")
+        write(f"{opening}{encode_basestring(name)}:")
+        _write(value[name], write, room - 1)
+        opening = ","
+    write("}")
+
+
+def _write_array(value: Any, write: Callable[[str], None], room: int) -> None:
+    if not room:
+        raise NotCanonicalError("the value is nested too deeply: flatten it")
+    if not value:
+        write("[]")
+        return
+    opening = "["
+    for item in value:
+        write(opening)
+        _write(item, write, room - 1)
+        opening = ","
+    write("]")
+
+
+def _write_relative(value: Any, write: Callable[[str], None], room: int) -> None:
+    """Subclasses and read-only views of the plain types: rare, so they are not in the way of the others."""
+    if isinstance(value, str):
+        write(encode_basestring(str.__str__(value)))
+    elif isinstance(value, int | float):
+        write(canonical_number(value))
+    elif isinstance(value, Mapping):
+        _write_object(value, write, room)
+    elif isinstance(value, list | tuple):
+        _write_array(value, write, room)
+    else:
+        raise NotCanonicalError(f"{type(value).__name__} is not a JSON type: {value!r:.80}")

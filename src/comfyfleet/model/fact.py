@@ -1,0 +1,77 @@
+"""What happened. Facts are state changes, numbered for each job and never dropped; news may be lost.
+
+A fact is written in the same step as the change it tells of. News (progress, previews) travels on the bus only.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.ids import JobId, WorkerId
+
+
+class FactKind(StrEnum):
+    QUEUED = "queued"
+    LEASED = "leased"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    """Final: no attempt follows by itself."""
+    RETRYING = "retrying"
+    RELEASED = "released"
+    CANCEL_REQUESTED = "cancel_requested"
+    CANCELLED = "cancelled"
+    PAUSED = "paused"
+    RESUMED = "resumed"
+    PRIORITY_CHANGED = "priority_changed"
+    LATE = "late"
+
+
+class FactDraft(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """A fact before the store has numbered it."""
+
+    kind: FactKind
+    data: dict[str, Any] | None = None
+
+
+class Fact(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    job_id: JobId
+    number: int
+    kind: FactKind
+    at: float
+    round: int = 1
+    data: dict[str, Any] | None = None
+
+
+class NewsKind(StrEnum):
+    ACCEPTED = "accepted"
+    STARTED = "started"
+    PROGRESS = "progress"
+    PREVIEW = "preview"
+    OUTPUT = "output"
+
+
+class News(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Newest wins; a watcher who missed one has missed nothing that matters."""
+
+    job_id: JobId
+    kind: NewsKind
+    at: float
+    worker_id: WorkerId | None = None
+    lease_number: int = 0
+    data: dict[str, Any] = {}
+    image: bytes | None = None
+
+
+class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Something about a worker rather than a job: state, block, unblock."""
+
+    kind: str
+    at: float
+    worker_id: WorkerId
+    data: dict[str, Any] = {}
+
+
+Event = Fact | News | FleetEvent

@@ -1,0 +1,58 @@
+"""What became of an attempt that did not complete, and whose fault it was.
+
+A failure is a value. `policy/retry.py` holds the table that says what follows from each kind.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+
+class FailureKind(StrEnum):
+    # the caller's fault: the job can run nowhere
+    INVALID_WORKFLOW = "invalid_workflow"
+    MISSING_INPUT = "missing_input"
+    # this worker cannot, another may
+    MISSING_NODE = "missing_node"
+    MISSING_MODEL = "missing_model"
+    OUT_OF_MEMORY = "out_of_memory"
+    # it may work next time
+    NODE_ERROR = "node_error"
+    TRANSIENT = "transient"
+    CRASHED = "crashed"
+    INTERRUPTED = "interrupted"
+    ACCEPT_TIMEOUT = "accept_timeout"
+    START_TIMEOUT = "start_timeout"
+    STALL_TIMEOUT = "stall_timeout"
+    UNKNOWN = "unknown"
+    # the worker is gone or useless
+    DEAD_WORKER = "dead_worker"
+    LEASE_EXPIRED = "lease_expired"
+    # the job's own limits, fired by the sweeper
+    TOTAL_TIMEOUT = "total_timeout"
+    DEADLINE_PASSED = "deadline_passed"
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
+    kind: FailureKind
+    message: str
+    node_id: str | None = None
+    node_type: str | None = None
+    exception_type: str | None = None
+    traceback: tuple[str, ...] = ()
+    node_errors: dict[str, Any] | None = None
+    missing: tuple[str, ...] = ()
+    """Names of the node classes, models or files that were not there."""
+    vram_gb: float | None = None
+    """Memory of the card that was too small."""
+
+
+class ServiceFailed(Exception):
+    """Raised by a connector when an attempt did not complete. Carries the classified failure."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure

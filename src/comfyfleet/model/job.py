@@ -1,0 +1,103 @@
+"""What a tenant asked for: the submission, its record, and what came of it. The tenant's side of the house."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.requirement import Preferences, Requirements
+
+Urgency = Literal["low", "normal", "high", "critical"]
+
+
+class Timeouts(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Accept, start and stall end an attempt and are watched by the agent; total ends the job, from its submit."""
+
+    accept_s: float | None = None
+    start_s: float | None = None
+    stall_s: float | None = None
+    total_s: float | None = None
+
+
+class Attachment(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file to place on the server before the run, and the node input that gets its name there."""
+
+    filename: str
+    data: bytes
+    node: str
+    input: str
+    kind: Literal["image", "mask"] = "image"
+
+
+class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
+    workflow: dict[str, Any]
+    reference: str | None = None
+    """The caller's own id, unique within the tenant."""
+    tenant: TenantId = DEFAULT_TENANT
+    priority: int = 0
+    urgency: Urgency = "normal"
+    tier: int = 0
+    requirements: Requirements = Requirements()
+    preferences: Preferences = Preferences()
+    metadata: dict[str, Any] | None = None
+    max_attempts: int | None = None
+    retry_delay_s: float | None = None
+    timeouts: Timeouts = Timeouts()
+    not_before: float | None = None
+    deadline: float | None = None
+    on_deadline: Literal["fail", "flag"] = "fail"
+    include_outputs: tuple[str, ...] = ()
+    attachments: tuple[Attachment, ...] = ()
+    require_workable: bool = False
+
+
+class OutputFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file a run left on its server."""
+
+    node_id: str
+    kind: str
+    """images, gifs, video, audio, latents …: the key the node reported it under."""
+    filename: str
+    subfolder: str = ""
+    folder: str = "output"
+    url: str | None = None
+
+
+class NodeTiming(msgspec.Struct, frozen=True, gc=False):
+    node_id: str
+    started_at: float
+    seconds: float
+
+
+class JobResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    outputs: dict[str, dict[str, Any]] = {}
+    """By node id, as the service reported them, narrowed to the included outputs where some were named."""
+    files: tuple[OutputFile, ...] = ()
+    timings: tuple[NodeTiming, ...] = ()
+    cached_nodes: tuple[str, ...] = ()
+
+
+class Job(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The record of a job. Its phase follows the dispatch; payload and result live only here."""
+
+    job_id: JobId
+    tenant: TenantId
+    workflow_hash: WorkflowHash
+    submitted_at: float
+    payload: Submission
+    reference: str | None = None
+    seeds: dict[str, int] | None = None
+    phase: Phase = Phase.QUEUED
+    round: int = 1
+    worker_id: WorkerId | None = None
+    prompt_id: str | None = None
+    started_at: float | None = None
+    completed_at: float | None = None
+    result: JobResult | None = None
+    failure: Failure | None = None
+    """The last attempt's failure; cleared on success."""
+    is_late: bool = False

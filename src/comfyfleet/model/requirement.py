@@ -1,0 +1,100 @@
+"""What a job needs and what it wishes for.
+
+Needs filter, wishes rank. Jobs with equal needs and wishes form a requirement class; whether a worker may take the
+class is decided once (`policy/feasibility.py`) and kept as a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from comfyfleet.model.ids import DEFAULT_TENANT, ClassKey, TenantId, WorkerId
+
+Isolation = Literal["strict", "loose", "none"]
+CostTier = Literal["economy", "standard", "premium"]
+Environment = Literal["cloud", "self_hosted"]
+
+COST_TIERS: tuple[CostTier, ...] = ("economy", "standard", "premium")
+
+
+class HardwareNeed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    gpu_count: int = 0
+    gpu_memory_gb: float = 0
+    gpu_model: str | None = None
+    cpu_cores: int = 0
+    ram_gb: float = 0
+    gpu_memory_above_gb: float = 0
+    """A card of this size was seen to be too small; strictly more is needed."""
+
+
+class LocationNeed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    region: str | None = None
+    compliance: tuple[str, ...] = ()
+
+
+class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Hard needs: a worker that misses one is never offered the job."""
+
+    service: str = "comfyui"
+    provider: str | None = None
+    hardware: HardwareNeed = HardwareNeed()
+    models: tuple[str, ...] = ()
+    node_classes: tuple[str, ...] = ()
+    isolation: Isolation = "none"
+    location: LocationNeed = LocationNeed()
+    max_processing_s: float | None = None
+    environment: Environment | None = None
+    max_cost_tier: CostTier | None = None
+    workers: tuple[WorkerId, ...] | None = None
+    """Only these workers (an affinity). None means any."""
+    exclude_workers: tuple[WorkerId, ...] = ()
+
+
+class Preferences(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Wishes: they rank the workers that may take the job and never keep it from running."""
+
+    workers: tuple[WorkerId, ...] = ()
+    models: tuple[str, ...] = ()
+    quality: str | None = None
+    region: str | None = None
+    cost_tier: CostTier | None = None
+
+
+class RequirementClass(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All jobs of a tenant with equal needs and wishes."""
+
+    requirements: Requirements
+    preferences: Preferences = Preferences()
+    tenant: TenantId = DEFAULT_TENANT
+    workflow_hash: str | None = None
+    """Set only where a need depends on the workflow itself (`max_processing_s` against learned durations)."""
+
+    @property
+    def key(self) -> ClassKey:
+        """Equal classes have equal keys in every process: the text is canonical because the fields are ordered."""
+        return ClassKey(hashlib.sha256(_ENCODER.encode(_normal(self))).hexdigest()[:24])
+
+
+_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+def _normal(cls: RequirementClass) -> RequirementClass:
+    """Sets are written as tuples; their order carries no meaning and must not make two classes of one."""
+    needs, wishes = cls.requirements, cls.preferences
+    return msgspec.structs.replace(
+        cls,
+        requirements=msgspec.structs.replace(
+            needs,
+            models=tuple(sorted(set(needs.models))),
+            node_classes=tuple(sorted(set(needs.node_classes))),
+            location=msgspec.structs.replace(
+                needs.location, compliance=tuple(sorted(set(needs.location.compliance)))
+            ),
+            workers=None if needs.workers is None else tuple(sorted(set(needs.workers))),
+            exclude_workers=tuple(sorted(set(needs.exclude_workers))),
+        ),
+        preferences=msgspec.structs.replace(wishes, models=tuple(sorted(set(wishes.models)))),
+    )

@@ -1,0 +1,127 @@
+"""Who takes leases, and what it offers.
+
+Capabilities are what a worker declares plus what its agent discovered. Live values (free memory, load, what is loaded)
+stand apart: they rank, they never filter, and they are not part of a profile.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from comfyfleet.model.ids import ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.requirement import CostTier, Environment, Isolation
+
+
+class Gpu(msgspec.Struct, frozen=True, omit_defaults=True):
+    count: int = 0
+    memory_gb: float = 0
+    model: str = ""
+
+
+class Cpu(msgspec.Struct, frozen=True, omit_defaults=True):
+    cores: int = 0
+    threads: int = 0
+
+
+class Memory(msgspec.Struct, frozen=True, omit_defaults=True):
+    total_gb: float = 0
+
+
+class Hardware(msgspec.Struct, frozen=True, omit_defaults=True):
+    gpu: Gpu = Gpu()
+    cpu: Cpu = Cpu()
+    memory: Memory = Memory()
+
+
+class Service(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One kind of work a worker does. None for models or node classes: the service has no such list to match."""
+
+    name: str
+    providers: tuple[str, ...] = ()
+    version: str | None = None
+    models: frozenset[str] | None = None
+    node_classes: frozenset[str] | None = None
+
+
+class TenantAccess(msgspec.Struct, frozen=True, omit_defaults=True):
+    isolation: Isolation = "none"
+    allowed: tuple[TenantId, ...] = ()
+    denied: tuple[TenantId, ...] = ()
+
+
+class Location(msgspec.Struct, frozen=True, omit_defaults=True):
+    region: str | None = None
+    compliance: tuple[str, ...] = ()
+
+
+class Performance(msgspec.Struct, frozen=True, omit_defaults=True):
+    quality_levels: tuple[str, ...] = ()
+    speed: float = 1.0
+
+
+class Cost(msgspec.Struct, frozen=True, omit_defaults=True):
+    tier: CostTier = "standard"
+    rate_per_hour: float | None = None
+
+
+class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Seed of every matching decision: the static side of a worker."""
+
+    services: tuple[Service, ...]
+    hardware: Hardware = Hardware()
+    tenant_access: TenantAccess = TenantAccess()
+    location: Location = Location()
+    performance: Performance = Performance()
+    cost: Cost = Cost()
+    environment: Environment = "self_hosted"
+
+    @property
+    def worker_class(self) -> str:
+        """Workers of one class are expected to take equally long for the same workflow."""
+        gpu = self.hardware.gpu
+        return f"{gpu.model or 'unknown'}/{gpu.memory_gb:g}GB/x{gpu.count}"
+
+
+class LiveState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is true just now. Ranks only."""
+
+    free_vram_gb: float | None = None
+    available_ram_gb: float | None = None
+    loaded_models: frozenset[str] = frozenset()
+    last_workflow: WorkflowHash | None = None
+
+
+class WorkerStatus(StrEnum):
+    IDLE = "idle"
+    BUSY = "busy"
+    DRAINING = "draining"
+    PAUSED = "paused"
+    OFFLINE = "offline"
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    worker_id: WorkerId
+    capabilities: Capabilities
+    profile: ProfileKey
+    slots: int
+    connected_at: float
+    last_seen_at: float
+    live: LiveState = LiveState()
+    is_draining: bool = False
+    is_paused: bool = False
+    is_offline: bool = False
+    quarantined_until: float | None = None
+    completed: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+    disconnects: int = 0
+
+    def takes_work(self, now: float) -> bool:
+        return not (
+            self.is_draining
+            or self.is_paused
+            or self.is_offline
+            or (self.quarantined_until is not None and now < self.quarantined_until)
+        )

@@ -1,0 +1,270 @@
+"""The architecture on one page: every seam of the product as a protocol, and no implementation.
+
+Two doors in (`JobApi`, `WorkerApi`), one place to decide (the engine with `policy/`), one door to write (`Store`, with
+`Records` for the tenant's side), facts out (`Bus`). A `Connector` speaks to one kind of service; a `Clock` and `Chance`
+are the only sources of time and randomness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.calls import (
+    Beat,
+    CancelAnswer,
+    Command,
+    Completion,
+    Explanation,
+    FailureReport,
+    JobView,
+    LeasedJob,
+    Poll,
+    QueueStats,
+    RegisterWorker,
+    Release,
+    Report,
+    Settled,
+    Submitted,
+)
+from comfyfleet.model.dispatch import (
+    Attempt,
+    Candidate,
+    Dispatch,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Write,
+    Written,
+)
+from comfyfleet.model.fact import Event, Fact, FactDraft, News
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
+
+
+class JobApi(Protocol):
+    """The callers' door."""
+
+    async def submit(self, submission: Submission) -> Submitted: ...
+    async def get(self, job_id: JobId) -> JobView: ...
+    def watch(self, job_id: JobId, after: int = 0) -> AsyncIterator[Fact | News]: ...
+    async def cancel(self, job_id: JobId) -> CancelAnswer: ...
+    async def retry(self, job_id: JobId) -> Submitted: ...
+    async def pause(self, job_id: JobId) -> None: ...
+    async def resume(self, job_id: JobId) -> None: ...
+    async def set_priority(self, job_id: JobId, priority: int) -> None: ...
+    async def explain(self, job_id: JobId) -> Explanation: ...
+    async def stats(self) -> QueueStats: ...
+
+
+class WorkerApi(Protocol):
+    """The workers' door. A poll that parks is an idle slot."""
+
+    async def register(self, call: RegisterWorker) -> WorkerRecord: ...
+    async def poll(self, call: Poll) -> LeasedJob | None: ...
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat: ...
+    async def progress(self, reports: Sequence[Report]) -> Beat: ...
+    async def complete(self, call: Completion) -> Settled: ...
+    async def fail(self, call: FailureReport) -> Settled: ...
+    async def release(self, call: Release) -> Settled: ...
+    async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
+        """Parks until there is something to tell; heartbeats tell the same, only later."""
+
+    async def unregister(self, worker_id: WorkerId, reason: str) -> None: ...
+
+
+class Table(msgspec.Struct, frozen=True):
+    """Which profile may take which class. The version grows with each class and each profile that is added."""
+
+    version: int
+    classes: Mapping[ClassKey, RequirementClass]
+    profiles: frozenset[ProfileKey]
+
+
+class Peek(msgspec.Struct, frozen=True, gc=False):
+    """What one kind of idle slot wants to see: the heads of lanes it may take, in the store's order."""
+
+    profile: ProfileKey
+    worker_id: WorkerId
+    slots: int
+    lanes: int
+    quantum_s: float
+    skip: frozenset[str] = frozenset()
+    """Workflow hashes to leave out, beside those the store has blocks for."""
+
+
+class LeaseState(msgspec.Struct, frozen=True, gc=False):
+    """One lease in the answer to a heartbeat."""
+
+    ref: LeaseRef
+    is_alive: bool
+    cancel_requested: bool = False
+
+
+class Counts(msgspec.Struct, frozen=True):
+    waiting: int
+    delayed: int
+    paused: int
+    by_phase: dict[Phase, int]
+
+
+class Store(Protocol):
+    """What must survive on the broker's side: dispatches, leases, attempts, workers, profiles, blocks, facts.
+
+    Every method is one atomic step. Ids, tokens and jitter are arguments, so two stores fed alike answer alike.
+    """
+
+    @property
+    def records(self) -> Records: ...
+    @property
+    def epoch(self) -> int: ...
+
+    async def now(self) -> float: ...
+
+    # the table profile × class: an add that saw an old version is refused (False) and repeated
+    async def table(self) -> Table: ...
+    async def put_class(
+        self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int
+    ) -> bool: ...
+    async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool: ...
+    async def drop_profiles(self, unused: Collection[ProfileKey]) -> None: ...
+
+    # workers
+    async def put_worker(self, worker: WorkerRecord) -> None: ...
+    async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None: ...
+    async def workers(self) -> list[WorkerRecord]: ...
+    async def remove_worker(self, worker_id: WorkerId) -> None: ...
+
+    # dispatches
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+        """None: the class is not in the table (any more); put it there and repeat."""
+
+    async def load(self, job_id: JobId) -> Dispatch | None: ...
+    async def peek(self, query: Peek) -> list[Candidate]: ...
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+        """None: the job was taken, moved or blocked in between."""
+
+    async def lease_next(self, offer: LeaseOffer) -> Written | None: ...
+    async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None: ...
+    async def write(self, write: Write) -> Written | None:
+        """None: the guard did not hold, or an open job's class is not in the table; nothing was changed."""
+
+    async def finish_and_lease_next(
+        self, write: Write, offer: LeaseOffer
+    ) -> tuple[Written | None, Written | None]: ...
+    async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]: ...
+    async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]: ...
+    async def due(self, limit: int) -> list[Dispatch]: ...
+    async def next_due(self) -> float | None: ...
+    async def counts(self) -> Counts: ...
+    async def position(self, job_id: JobId) -> int | None: ...
+    async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]: ...
+    async def purge(self, phase: Phase, before: float, limit: int) -> int: ...
+    async def pause_queue(self, is_paused: bool) -> None: ...
+    async def is_queue_paused(self) -> bool: ...
+    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None: ...
+
+    # what is kept with a job
+    async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]: ...
+    async def attempts(self, job_id: JobId) -> list[Attempt]: ...
+    async def mark_late(self, ref: LeaseRef) -> None: ...
+
+    # blocks and lessons
+    async def get_block(self, pair: Pair) -> Block | None: ...
+    async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]: ...
+    async def put_block(self, block: Block) -> None: ...
+    async def lift(self, pairs: Sequence[Pair]) -> list[Block]: ...
+    async def expired_blocks(self) -> list[Block]:
+        """Removes and answers those whose time is over."""
+
+    async def next_block_end(self) -> float | None: ...
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None: ...
+    async def put_lesson(self, lesson: Lesson) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Records(Protocol):
+    """The tenant's side: jobs with payload and result. Where it shares the store's database it joins its writes."""
+
+    async def get(self, job_id: JobId) -> Job | None: ...
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None: ...
+    async def listing(
+        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+    ) -> list[Job]: ...
+
+
+class Subscription(Protocol):
+    """A bounded view of the bus. Facts are never dropped from it; news is, newest wins."""
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+    def close(self) -> None: ...
+
+
+class Bus(Protocol):
+    """News and wake-ups. It may lose a message and holds no state."""
+
+    def publish(self, event: Event) -> None: ...
+    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]: ...
+    def subscribe(self, job_id: JobId | None = None) -> Subscription: ...
+
+
+class Inventory(msgspec.Struct, frozen=True):
+    """What a server really has, as its connector found it."""
+
+    capabilities: Capabilities
+    live: LiveState = LiveState()
+    boot: str = ""
+    """Changes when the server was started anew."""
+
+
+class RunningAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a service knows of an attempt: `unknown`, `waiting`, `running`, or how it ended."""
+
+    state: str
+    result: JobResult | None = None
+
+
+class Connector(Protocol):
+    """Speaks to one kind of service. Knows no leases, tenants or hub."""
+
+    service_name: str
+
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+    async def inventory(self) -> Inventory: ...
+    async def check_health(self) -> bool: ...
+    async def process_job(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+        """Runs the attempt to its end. Raises `ServiceFailed` with a classified failure."""
+
+    async def cancel_job(self, job: LeasedJob) -> None:
+        """Stops the attempt, waiting or running, and returns once it is over; never touches another's prompt."""
+
+    async def reconcile(self, job: LeasedJob) -> RunningAttempt:
+        """Did it finish while we were away?"""
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """Wall-clock seconds, and a way to be called at one."""
+
+    def now(self) -> float: ...
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer: ...
+
+
+class Chance(Protocol):
+    def job_id(self, now: float) -> JobId: ...
+    def token(self) -> str: ...
+    def fraction(self) -> float:
+        """Uniform in [0, 1)."""
+
+    def seed(self) -> int: ...
