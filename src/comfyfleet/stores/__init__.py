@@ -1,0 +1,1 @@
+"""Stores remember and compare; they never decide. One contract, several homes, opened by URL."""

@@ -1,0 +1,392 @@
+"""Which waiting job comes first for a profile, at a cost that does not grow with the jobs or classes that wait.
+
+Jobs stand in lanes; a profile (a set of workers that may take the same classes) has an index of the lanes it may take,
+in two levels: (priority, tenant), then lanes. What an index keeps of a lane is a *lower bound* of its head: a lease
+moves the head up and touches no index, and a bound that has become too low is put right when it comes to the top. Only
+a new, lower head (an empty lane fills, a retried job returns) is told to the profiles at once.
+
+The order is (priority, virtual time of the tenant, sequence). Virtual time moves with each lease of a tenant, so it
+stands one level above the lanes: one entry a tenant. It never falls; that is what makes a bound a bound.
+
+This module holds numbers only. The memory and the SQLite store share it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Container, Generator, Iterable
+from contextlib import closing
+from heapq import heapify, heappop, heappush, heapreplace
+
+from comfyfleet.model.dispatch import LaneKey
+from comfyfleet.model.ids import ClassKey, ProfileKey, TenantId
+
+# Classes no open job belongs to are kept for a while: the next job of the kind finds its verdicts ready.
+MAX_IDLE_CLASSES = 4096
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+class _Lane:
+    """The sequence numbers waiting under one key, ascending. Taking the head is cheap; so is putting one back."""
+
+    __slots__ = ("head", "items", "key", "number")
+
+    def __init__(self, key: LaneKey, number: int) -> None:
+        self.key = key
+        self.number = number
+        self.items: list[int] = []
+        self.head = 0
+
+    def __lt__(self, other: _Lane) -> bool:
+        return self.number < other.number
+
+    def __len__(self) -> int:
+        return len(self.items) - self.head
+
+    @property
+    def first(self) -> int:
+        return self.items[self.head]
+
+    def add(self, sequence: int) -> bool:
+        """True if it became the head."""
+        items, head = self.items, self.head
+        if len(items) == head or sequence > items[-1]:
+            items.append(sequence)
+            return len(items) == head + 1
+        at = bisect_left(items, sequence, head)
+        if head and at - head < 1024:
+            # A retried job returns near the front: moving the few before it is cheaper than moving all behind it.
+            items[head - 1 : at - 1] = items[head:at]
+            items[at - 1] = sequence
+            self.head = head - 1
+            return at == head
+        items.insert(at, sequence)
+        return at == head
+
+    def remove(self, sequence: int) -> None:
+        items, head = self.items, self.head
+        at = head if items[head] == sequence else bisect_left(items, sequence, head)
+        assert items[at] == sequence, "only what stands in a lane is taken out of it"
+        if at - head < 1024:
+            items[head + 1 : at + 1] = items[head:at]
+            self.head = head + 1
+            if self.head > 64 and self.head * 2 > len(items):
+                del items[: self.head]
+                self.head = 0
+        else:
+            del items[at]
+
+
+class _Group:
+    """The lanes of one (priority, tenant) that one profile may take."""
+
+    __slots__ = ("bounds", "heap", "tidy_at")
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[int, _Lane]] = []
+        self.bounds: dict[_Lane, int] = {}
+        self.tidy_at = 64
+
+    def lower(self, sequence: int, lane: _Lane) -> None:
+        known = self.bounds.get(lane)
+        if known is None or sequence < known:
+            self.bounds[lane] = sequence
+            heappush(self.heap, (sequence, lane))
+            if len(self.heap) > self.tidy_at:
+                self._tidy()
+
+    def _tidy(self) -> None:
+        """Lanes come and go; a profile nobody polls for must not collect them."""
+        self.bounds = {lane: bound for lane, bound in self.bounds.items() if lane}
+        self.heap = [(bound, lane) for lane, bound in self.bounds.items()]
+        heapify(self.heap)
+        self.tidy_at = 64 + 2 * len(self.heap)
+
+    def best(self) -> tuple[int, _Lane] | None:
+        """The lane whose head comes first, its bound put right; None when nothing waits."""
+        heap, bounds = self.heap, self.bounds
+        while heap:
+            bound, lane = heap[0]
+            if bounds.get(lane) != bound:
+                heappop(heap)
+            elif not lane:
+                heappop(heap)
+                del bounds[lane]
+            elif (first := lane.first) != bound:
+                bounds[lane] = first
+                heapreplace(heap, (first, lane))
+            else:
+                return heap[0]
+        return None
+
+    def set_aside(self) -> tuple[int, _Lane]:
+        bound, lane = heappop(self.heap)
+        del self.bounds[lane]
+        return bound, lane
+
+
+# (−priority, virtual time, sequence, tenant): the head of a group, each part but the first a lower bound
+_Entry = tuple[int, float, int, TenantId]
+
+
+class _Profile:
+    __slots__ = ("bounds", "classes", "groups", "heap", "tidy_at")
+
+    def __init__(self, classes: set[ClassKey]) -> None:
+        self.classes = classes
+        self.tidy_at = 64
+        self.groups: dict[tuple[int, TenantId], _Group] = {}
+        self.heap: list[_Entry] = []
+        self.bounds: dict[tuple[int, TenantId], _Entry] = {}
+
+    def lower(self, lane: _Lane, sequence: int, virtual_time: float) -> None:
+        tenant, descending = lane.key.tenant, -lane.key.priority
+        at = (descending, tenant)
+        group = self.groups.get(at)
+        if group is None:
+            group = self.groups[at] = _Group()
+        group.lower(sequence, lane)
+        entry = (descending, virtual_time, sequence, tenant)
+        known = self.bounds.get(at)
+        if known is None or entry < known:
+            self.bounds[at] = entry
+            heappush(self.heap, entry)
+            if len(self.heap) > self.tidy_at:
+                self._tidy()
+
+    def _tidy(self) -> None:
+        self.groups = {at: group for at, group in self.groups.items() if group.best() is not None}
+        self.bounds = {at: self.bounds[at] for at in self.groups}
+        self.heap = list(self.bounds.values())
+        heapify(self.heap)
+        self.tidy_at = 64 + 2 * len(self.heap)
+
+    def best(self, virtual_times: dict[TenantId, float]) -> tuple[_Entry, _Group] | None:
+        heap, bounds = self.heap, self.bounds
+        while heap:
+            entry = heap[0]
+            descending, virtual_time, sequence, tenant = entry
+            at = (descending, tenant)
+            if bounds.get(at) != entry:
+                heappop(heap)
+                continue
+            group = self.groups[at]
+            head = group.best()
+            if head is None:
+                heappop(heap)
+                del bounds[at], self.groups[at]
+                continue
+            now = virtual_times.get(tenant, 0.0)
+            if head[0] == sequence and now == virtual_time:
+                return entry, group
+            right = bounds[at] = (descending, now, head[0], tenant)
+            heapreplace(heap, right)
+        return None
+
+    def renew(self, at: tuple[int, TenantId], virtual_times: dict[TenantId, float]) -> None:
+        """After lanes of a group were set aside: its entry follows its new head."""
+        heappop(self.heap)
+        del self.bounds[at]
+        head = self.groups[at].best()
+        if head is None:
+            del self.groups[at]
+            return
+        entry = self.bounds[at] = (at[0], virtual_times.get(at[1], 0.0), head[0], at[1])
+        heappush(self.heap, entry)
+
+
+class LaneIndex:
+    def __init__(self) -> None:
+        self._lanes: dict[LaneKey, _Lane] = {}
+        self._lanes_of: dict[ClassKey, dict[_Lane, None]] = {}
+        self._profiles: dict[ProfileKey, _Profile] = {}
+        self._profiles_of: dict[ClassKey, list[_Profile]] = {}
+        self._pins: dict[ClassKey, int] = {}
+        self._idle_classes: dict[ClassKey, None] = {}
+        self._virtual_times: dict[TenantId, float] = {}
+        self._lane_numbers = 0
+
+    # the table profile × class
+
+    def has_class(self, class_key: ClassKey) -> bool:
+        return class_key in self._profiles_of
+
+    def add_class(self, class_key: ClassKey, fits: Collection[ProfileKey]) -> list[ClassKey]:
+        """Answers the classes that were dropped to make room: idle ones, longest idle first."""
+        if class_key in self._profiles_of:
+            return []
+        profiles = [self._profiles[key] for key in fits]
+        self._profiles_of[class_key] = profiles
+        self._lanes_of[class_key] = {}
+        for profile in profiles:
+            profile.classes.add(class_key)
+        self._idle_classes[class_key] = None
+        dropped = []
+        while len(self._idle_classes) > MAX_IDLE_CLASSES:
+            oldest = next(iter(self._idle_classes))
+            del self._idle_classes[oldest], self._lanes_of[oldest]
+            for profile in self._profiles_of.pop(oldest):
+                profile.classes.discard(oldest)
+            dropped.append(oldest)
+        return dropped
+
+    def pin(self, class_key: ClassKey) -> None:
+        """An open job belongs to this class: it stays in the table, though nobody may wait in its lanes just now."""
+        pins = self._pins.get(class_key, 0)
+        self._pins[class_key] = pins + 1
+        if not pins:
+            del self._idle_classes[class_key]
+
+    def unpin(self, class_key: ClassKey) -> None:
+        pins = self._pins[class_key] - 1
+        if pins:
+            self._pins[class_key] = pins
+        else:
+            del self._pins[class_key]
+            self._idle_classes[class_key] = None
+
+    def add_profile(self, key: ProfileKey, fits: Collection[ClassKey]) -> None:
+        if key in self._profiles:
+            return
+        profile = self._profiles[key] = _Profile(set(fits))
+        for class_key in fits:
+            self._profiles_of[class_key].append(profile)
+            for lane in self._lanes_of[class_key]:
+                profile.lower(lane, lane.first, self._virtual_times.get(lane.key.tenant, 0.0))
+        heapify(profile.heap)
+
+    def drop_profile(self, key: ProfileKey) -> None:
+        profile = self._profiles.pop(key, None)
+        if profile is None:
+            return
+        for class_key in profile.classes:
+            self._profiles_of[class_key].remove(profile)
+
+    def profiles(self) -> Iterable[ProfileKey]:
+        return self._profiles.keys()
+
+    # jobs
+
+    def add(self, key: LaneKey, sequence: int) -> None:
+        lane = self._lanes.get(key)
+        if lane is None:
+            self._lane_numbers += 1
+            lane = self._lanes[key] = _Lane(key, self._lane_numbers)
+            self._lanes_of[key.class_key][lane] = None
+        if lane.add(sequence):
+            virtual_time = self._virtual_times.get(key.tenant, 0.0)
+            for profile in self._profiles_of[key.class_key]:
+                profile.lower(lane, sequence, virtual_time)
+
+    def remove(self, key: LaneKey, sequence: int) -> None:
+        lane = self._lanes[key]
+        lane.remove(sequence)
+        if not lane:
+            # The object may still stand in an index: found empty there, it is dropped.
+            del self._lanes[key]
+            del self._lanes_of[key.class_key][lane]
+
+    def charge(self, tenant: TenantId, seconds: float) -> None:
+        assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
+        self._virtual_times[tenant] = self._virtual_times.get(tenant, 0.0) + seconds
+
+    def virtual_time(self, tenant: TenantId) -> float:
+        return self._virtual_times.get(tenant, 0.0)
+
+    def position(self, key: LaneKey, sequence: int) -> int:
+        """How many waiting jobs stand before this one: by priority, then by age."""
+        ahead = 0
+        for other, lane in self._lanes.items():
+            if other.priority > key.priority:
+                ahead += len(lane)
+            elif other.priority == key.priority:
+                ahead += bisect_left(lane.items, sequence, lane.head) - lane.head
+        return ahead
+
+    # choosing
+
+    def first(
+        self, key: ProfileKey, skip_hashes: Container[str] = _NOTHING, skip_jobs: Container[int] = ()
+    ) -> tuple[LaneKey, int] | None:
+        """The one job this profile takes next, in the store's order."""
+        with closing(self._walk(key, skip_hashes, skip_jobs)) as walk:
+            for lane, sequence, _ in walk:
+                return lane, sequence
+        return None
+
+    def window(
+        self,
+        key: ProfileKey,
+        *,
+        slots: int,
+        lanes: int,
+        quantum_s: float,
+        skip_hashes: Container[str] = _NOTHING,
+        skip_jobs: Container[int] = (),
+    ) -> list[tuple[LaneKey, int, float]]:
+        """What a round needs to see for this profile.
+
+        As many jobs as there are slots, in order; beyond them, of the same priority and of tenants within a quantum of
+        the least served, the heads of further lanes, so that policy has something to choose from.
+        """
+        found: list[tuple[LaneKey, int, float]] = []
+        seen: set[LaneKey] = set()
+        level, least = 0, 0.0
+        with closing(self._walk(key, skip_hashes, skip_jobs, heads_after=slots)) as walk:
+            for lane, sequence, virtual_time in walk:
+                if len(found) >= slots:
+                    if lane.priority != level or len(seen) >= lanes or virtual_time > least + quantum_s:
+                        break
+                    if lane in seen:
+                        continue
+                if not found or lane.priority != level:
+                    level, least = lane.priority, virtual_time
+                    seen = set()
+                seen.add(lane)
+                found.append((lane, sequence, virtual_time))
+        return found
+
+    def _walk(
+        self,
+        key: ProfileKey,
+        skip_hashes: Container[str],
+        skip_jobs: Container[int],
+        heads_after: int = 1,
+    ) -> Generator[tuple[LaneKey, int, float], None, None]:
+        """Jobs in order. The first `heads_after` go as deep into a lane as the order says; beyond them, heads only.
+
+        Lanes that were looked at are set aside meanwhile and put back at the end, with their bounds put right.
+        """
+        profile = self._profiles.get(key)
+        if profile is None:
+            return
+        aside: list[_Lane] = []
+        deeper: list[tuple[int, float, int, _Lane, int]] = []
+        count = 0
+        try:
+            while True:
+                best = profile.best(self._virtual_times)
+                if deeper and (best is None or deeper[0][:3] < best[0][:3]):
+                    descending, virtual_time, sequence, lane, at = heappop(deeper)
+                elif best is None:
+                    return
+                else:
+                    (descending, virtual_time, _, tenant), group = best
+                    _, lane = group.set_aside()
+                    aside.append(lane)
+                    profile.renew((descending, tenant), self._virtual_times)
+                    if lane.key.workflow_hash in skip_hashes:
+                        continue
+                    at = lane.head
+                    sequence = lane.items[at]
+                skipped = sequence in skip_jobs
+                if (count < heads_after or skipped) and at + 1 < len(lane.items):
+                    heappush(deeper, (descending, virtual_time, lane.items[at + 1], lane, at + 1))
+                if not skipped:
+                    count += 1
+                    yield lane.key, sequence, virtual_time
+        finally:
+            for lane in aside:
+                if lane:
+                    profile.lower(lane, lane.first, self._virtual_times.get(lane.key.tenant, 0.0))

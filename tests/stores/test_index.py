@@ -1,0 +1,160 @@
+"""The lazy index against the plain truth: the best of all waiting jobs, found by looking at every one."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from comfyfleet.model.dispatch import LaneKey
+from comfyfleet.model.ids import ClassKey, ProfileKey, TenantId, WorkflowHash
+from comfyfleet.stores.index import MAX_IDLE_CLASSES, LaneIndex
+
+CLASSES = [ClassKey(f"class-{number}") for number in range(5)]
+PROFILES = [ProfileKey(f"profile-{number}") for number in range(4)]
+TENANTS = [TenantId(name) for name in ("ann", "bob", "eve")]
+HASHES = [WorkflowHash(f"hash-{number}") for number in range(3)]
+
+lane_keys = st.builds(
+    LaneKey,
+    st.sampled_from(CLASSES),
+    st.sampled_from(TENANTS),
+    st.sampled_from([-5, 0, 0, 10]),
+    st.sampled_from(HASHES),
+)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), lane_keys),
+        st.tuples(st.just("take"), st.sampled_from(PROFILES), st.sets(st.sampled_from(HASHES), max_size=2)),
+        st.tuples(st.just("take_keeping_off"), st.sampled_from(PROFILES), st.integers(0, 10)),
+        st.tuples(st.just("remove"), st.integers(0, 100)),
+        st.tuples(st.just("put_back"), st.integers(0, 100)),
+        st.tuples(st.just("charge"), st.sampled_from(TENANTS), st.sampled_from([0.0, 1.0, 40.0])),
+        st.tuples(st.just("window"), st.sampled_from(PROFILES), st.integers(1, 6), st.integers(1, 4)),
+        st.tuples(st.just("new_profile"), st.integers(0, 3)),
+    ),
+    max_size=80,
+)
+fits_table = st.lists(st.sets(st.sampled_from(CLASSES)), min_size=4, max_size=4)
+
+
+class Plain:
+    """All waiting jobs in one dictionary; every question is answered by sorting."""
+
+    def __init__(self, fits: dict[ProfileKey, set[ClassKey]]) -> None:
+        self.fits = fits
+        self.waiting: dict[int, LaneKey] = {}
+        self.virtual: dict[TenantId, float] = {}
+
+    def order(
+        self, profile: ProfileKey, skip: set[WorkflowHash], off: set[int]
+    ) -> list[tuple[LaneKey, int, float]]:
+        mine = [
+            (lane, sequence, self.virtual.get(lane.tenant, 0.0))
+            for sequence, lane in self.waiting.items()
+            if lane.class_key in self.fits[profile] and lane.workflow_hash not in skip and sequence not in off
+        ]
+        return sorted(mine, key=lambda job: (-job[0].priority, job[2], job[1]))
+
+
+@settings(max_examples=300, deadline=None)
+@given(fits_table, steps)
+def test_the_index_always_chooses_what_looking_at_every_job_would(
+    fits: list[set[ClassKey]], play: list[tuple[object, ...]]
+) -> None:
+    index = LaneIndex()
+    plain = Plain(dict(zip(PROFILES, fits, strict=True)))
+    for profile in PROFILES:
+        index.add_profile(profile, [])
+    for class_key in CLASSES:
+        index.add_class(class_key, [profile for profile in PROFILES if class_key in plain.fits[profile]])
+    taken: list[tuple[LaneKey, int]] = []
+    sequence = 0
+    for step in play:
+        match step:
+            case ("add", LaneKey() as lane):
+                sequence += 1
+                index.add(lane, sequence)
+                plain.waiting[sequence] = lane
+            case ("take", str() as profile, set() as skip):
+                expected = plain.order(ProfileKey(profile), skip, set())
+                chosen = index.first(ProfileKey(profile), skip)
+                assert chosen == (expected[0][:2] if expected else None)
+                if chosen is not None:
+                    index.remove(*chosen)
+                    taken.append(chosen)
+                    del plain.waiting[chosen[1]]
+            case ("take_keeping_off", str() as profile, int() as count):
+                off = {job[1] for job in plain.order(ProfileKey(profile), set(), set())[:count]}
+                expected = plain.order(ProfileKey(profile), set(), off)
+                chosen = index.first(ProfileKey(profile), skip_jobs=off)
+                assert chosen == (expected[0][:2] if expected else None)
+            case ("remove", int() as at) if plain.waiting:
+                number = sorted(plain.waiting)[at % len(plain.waiting)]
+                index.remove(plain.waiting.pop(number), number)
+            case ("put_back", int() as at) if taken:
+                lane, number = taken.pop(at % len(taken))
+                index.add(lane, number)
+                plain.waiting[number] = lane
+            case ("charge", str() as tenant, float() as seconds):
+                index.charge(TenantId(tenant), seconds)
+                plain.virtual[TenantId(tenant)] = plain.virtual.get(TenantId(tenant), 0.0) + seconds
+            case ("window", str() as profile, int() as slots, int() as lanes):
+                expected = plain.order(ProfileKey(profile), set(), set())
+                seen = index.window(ProfileKey(profile), slots=slots, lanes=lanes, quantum_s=30)
+                assert seen[:slots] == expected[:slots]
+                beyond = seen[slots:]
+                assert all(job in expected for job in beyond)
+                assert all(job[0].priority == seen[slots - 1][0].priority for job in beyond)
+            case ("new_profile", int() as which):
+                index.drop_profile(PROFILES[which])
+                index.add_profile(PROFILES[which], plain.fits[PROFILES[which]])
+    for profile in PROFILES:
+        expected = plain.order(profile, set(), set())
+        assert index.window(profile, slots=len(expected) + 1, lanes=1, quantum_s=0) == expected
+
+
+def test_the_window_shows_the_heads_of_further_lanes_of_the_same_priority() -> None:
+    index = LaneIndex()
+    index.add_profile(PROFILES[0], [])
+    index.add_class(CLASSES[0], PROFILES[:1])
+    lanes = [LaneKey(CLASSES[0], TENANTS[0], 0, WorkflowHash(f"hash-{number}")) for number in range(40)]
+    for number in range(200):
+        index.add(lanes[number % 40], number)
+    seen = index.window(PROFILES[0], slots=1, lanes=32, quantum_s=30)
+    assert [sequence for _, sequence, _ in seen] == list(range(32))
+
+
+def test_the_window_leaves_out_tenants_served_a_quantum_more() -> None:
+    index = LaneIndex()
+    index.add_profile(PROFILES[0], [])
+    index.add_class(CLASSES[0], PROFILES[:1])
+    for number, tenant in enumerate(TENANTS):
+        index.add(LaneKey(CLASSES[0], tenant, 0, HASHES[0]), number)
+    index.charge(TENANTS[0], 31)
+    index.charge(TENANTS[1], 30)
+    seen = index.window(PROFILES[0], slots=1, lanes=32, quantum_s=30)
+    assert [lane.tenant for lane, _, _ in seen] == [TENANTS[2], TENANTS[1]]
+
+
+def test_a_profile_nobody_polls_for_does_not_collect_what_others_took() -> None:
+    index = LaneIndex()
+    for profile in PROFILES[:2]:
+        index.add_profile(profile, [])
+    index.add_class(CLASSES[0], PROFILES[:2])
+    for number in range(20_000):
+        index.add(LaneKey(CLASSES[0], TENANTS[0], 0, WorkflowHash(f"hash-{number}")), number)
+        chosen = index.first(PROFILES[0])
+        assert chosen is not None
+        index.remove(*chosen)
+    quiet = index._profiles[PROFILES[1]]
+    assert sum(len(group.heap) for group in quiet.groups.values()) < 500
+    assert len(quiet.heap) < 500
+
+
+def test_idle_classes_are_bounded_and_the_longest_idle_goes_first() -> None:
+    index = LaneIndex()
+    index.add_profile(PROFILES[0], [])
+    for number in range(MAX_IDLE_CLASSES):
+        assert index.add_class(ClassKey(f"idle-{number}"), PROFILES[:1]) == []
+    assert index.add_class(ClassKey("one more"), PROFILES[:1]) == ["idle-0"]
+    assert not index.has_class(ClassKey("idle-0"))
