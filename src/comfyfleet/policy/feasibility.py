@@ -1,0 +1,239 @@
+"""Which worker may take which class, and why not: the dimensions that filter.
+
+Verdicts are made here and nowhere else; a store only remembers them. What merely ranks the workers that may
+(`scoring.py`), free slots and blocks are left to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from comfyfleet.model.ids import TenantId, WorkerId
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import COST_TIERS, CostTier, HardwareNeed, RequirementClass, Requirements
+from comfyfleet.model.worker import Capabilities, Hardware, Service, TenantAccess
+from comfyfleet.policy.rules import Weights
+
+Dimension = Literal["affinity", "service", "hardware", "models", "tenant", "performance", "location", "cost"]
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """One thing that keeps a worker from a job. The reason reads on after the worker's name."""
+
+    dimension: Dimension
+    reason: str
+
+
+def misses(
+    cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities, lesson: Lesson | None = None
+) -> tuple[Miss, ...]:
+    """Every reason why the worker may not take the class, weightiest dimension first. Empty: it may.
+
+    The lesson is the one of the class's own workflow hash; without one no duration is known.
+    """
+    return tuple(_find(cls, worker_id, capabilities, lesson))
+
+
+def is_feasible(
+    cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities, lesson: Lesson | None = None
+) -> bool:
+    """`misses` without the list: stops at the first reason."""
+    return next(_find(cls, worker_id, capabilities, lesson), None) is None
+
+
+def nearest_miss(missing: Mapping[WorkerId, Collection[Miss]], weights: Weights) -> WorkerId | None:
+    """The worker that misses least: fewest reasons, then the lightest, then by name.
+
+    A worker that misses nothing is no miss and does not count.
+    """
+    measured = (
+        (len(found), sum(weight_of(miss.dimension, weights) for miss in found), worker_id)
+        for worker_id, found in missing.items()
+        if found
+    )
+    nearest = min(measured, default=None)
+    return None if nearest is None else nearest[2]
+
+
+def weight_of(dimension: Dimension, weights: Weights) -> float:
+    # Being the named worker is as absolute as offering the service, and has no weight of its own.
+    if dimension == "affinity":
+        return weights.service
+    weight: float = getattr(weights, dimension)
+    return weight
+
+
+def _find(
+    cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities, lesson: Lesson | None
+) -> Iterator[Miss]:
+    # Lazy on purpose: most pairs of a large fleet fail early, and their later reasons are never put into words.
+    needs = cls.requirements
+    yield from _affinity_misses(needs, worker_id)
+    services = [service for service in capabilities.services if service.name == needs.service]
+    if not services:
+        yield Miss("service", f"does not offer the service '{needs.service}'")
+    service = _best_service(needs, services)
+    if service is not None and not _has_provider(needs, service):
+        yield Miss("service", f"does not offer '{needs.service}' by the provider '{needs.provider}'")
+    yield from _hardware_misses(needs.hardware, capabilities.hardware)
+    if service is not None:
+        yield from _inventory_misses(needs, service)
+    if not admits(capabilities.tenant_access, cls.tenant, is_strict=needs.isolation == "strict"):
+        yield _tenant_miss(capabilities.tenant_access, cls.tenant)
+    yield from _performance_misses(needs, capabilities, lesson)
+    yield from _location_misses(needs, capabilities)
+    if needs.max_cost_tier is not None and not is_within_tier(capabilities.cost.tier, needs.max_cost_tier):
+        yield Miss("cost", f"costs '{capabilities.cost.tier}', at most '{needs.max_cost_tier}' may be paid")
+
+
+def _affinity_misses(needs: Requirements, worker_id: WorkerId) -> Iterator[Miss]:
+    if needs.workers is not None and worker_id not in needs.workers:
+        named = ", ".join(f"'{name}'" for name in needs.workers) or "nobody"
+        yield Miss("affinity", f"is not among the workers the job is restricted to ({named})")
+    if worker_id in needs.exclude_workers:
+        yield Miss("affinity", "is excluded by the job")
+
+
+# --- service and inventory ---------------------------------------------------------------------------------------
+
+
+def _best_service(needs: Requirements, services: list[Service]) -> Service | None:
+    """A worker may offer a service more than once, with other models each time; one of them must do it all."""
+    if len(services) <= 1:
+        return services[0] if services else None
+    return min(
+        services,
+        key=lambda service: (
+            (not _has_provider(needs, service)) + len(list(_inventory_misses(needs, service)))
+        ),
+    )
+
+
+def _has_provider(needs: Requirements, service: Service) -> bool:
+    return needs.provider is None or needs.provider in service.providers
+
+
+def _inventory_misses(needs: Requirements, service: Service) -> Iterator[Miss]:
+    if service.node_classes is not None:
+        for name in needs.node_classes:
+            if name not in service.node_classes:
+                yield Miss("models", f"lacks the node class '{name}'")
+    if service.models is not None:
+        for name in needs.models:
+            if not has_model(service.models, name):
+                yield Miss("models", f"does not have the model '{name}'")
+
+
+def normal_model(name: str) -> str:
+    """Servers on Windows list models with backslashes; a model's name must not depend on that."""
+    return name.replace("\\", "/")
+
+
+def has_model(models: frozenset[str], name: str) -> bool:
+    """A bare name is found in any folder. A name with its folder is found only there: many models of different
+    families share a base name, and a server accepts the path alone."""
+    name = normal_model(name)
+    return name in models or name in model_aliases(models)
+
+
+def collect_aliases(models: frozenset[str]) -> frozenset[str]:
+    """The other names under which the files of an inventory may be asked for."""
+    normal = [normal_model(name) for name in models if "/" in name or "\\" in name]
+    return frozenset(normal).union(name.rpartition("/")[2] for name in normal)
+
+
+# An inventory of a thousand files is read once, not once for each class: it is a value, so its aliases are too.
+model_aliases = lru_cache(maxsize=1024)(collect_aliases)
+
+
+# --- hardware ----------------------------------------------------------------------------------------------------
+
+
+def _hardware_misses(need: HardwareNeed, have: Hardware) -> Iterator[Miss]:
+    # Written as "not at least" because a value that compares with nothing must count as a miss.
+    if need.gpu_count and not have.gpu.count >= need.gpu_count:
+        yield Miss("hardware", f"has {have.gpu.count} GPUs, {need.gpu_count} are needed")
+    if need.gpu_memory_gb and not have.gpu.memory_gb >= need.gpu_memory_gb:
+        yield Miss(
+            "hardware",
+            f"has {have.gpu.memory_gb:g} GB of GPU memory, {need.gpu_memory_gb:g} GB are needed",
+        )
+    if need.gpu_memory_above_gb and not have.gpu.memory_gb > need.gpu_memory_above_gb:
+        yield Miss(
+            "hardware",
+            f"has {have.gpu.memory_gb:g} GB of GPU memory, "
+            f"more than {need.gpu_memory_above_gb:g} GB are needed: that much was seen to be too little",
+        )
+    if need.gpu_model is not None and not is_gpu_model(have.gpu.model, need.gpu_model):
+        yield Miss(
+            "hardware", f"has the GPU '{have.gpu.model or 'unknown'}', one like '{need.gpu_model}' is needed"
+        )
+    if need.cpu_cores and not have.cpu.cores >= need.cpu_cores:
+        yield Miss("hardware", f"has {have.cpu.cores} CPU cores, {need.cpu_cores} are needed")
+    if need.ram_gb and not have.memory.total_gb >= need.ram_gb:
+        yield Miss("hardware", f"has {have.memory.total_gb:g} GB of RAM, {need.ram_gb:g} GB are needed")
+
+
+def is_gpu_model(have: str, wanted: str) -> bool:
+    """'4090' means any card whose full name contains it."""
+    return wanted.casefold() in have.casefold()
+
+
+# --- tenant, performance, location, cost -------------------------------------------------------------------------
+
+
+def admits(access: TenantAccess, tenant: TenantId, *, is_strict: bool) -> bool:
+    """The worker's side is asked whether or not the job cares; being denied outweighs being listed.
+
+    A strict job (`is_strict`) runs only where nobody unlisted does.
+    """
+    if tenant in access.denied:
+        return False
+    if access.isolation == "strict":
+        return tenant in access.allowed
+    return not is_strict
+
+
+def _tenant_miss(access: TenantAccess, tenant: TenantId) -> Miss:
+    if tenant in access.denied:
+        return Miss("tenant", f"denies the tenant '{tenant}'")
+    if access.isolation == "strict":
+        return Miss("tenant", f"works for listed tenants only, and '{tenant}' is not listed")
+    return Miss("tenant", "takes jobs of other tenants too, and the job asks for strict isolation")
+
+
+def _performance_misses(
+    needs: Requirements, capabilities: Capabilities, lesson: Lesson | None
+) -> Iterator[Miss]:
+    if needs.max_processing_s is None or lesson is None:
+        return
+    duration = lesson.durations.get(capabilities.worker_class)
+    if duration is not None and not duration.mean_s <= needs.max_processing_s:
+        yield Miss(
+            "performance",
+            f"takes about {duration.mean_s:.3g} s for this workflow, {needs.max_processing_s:g} s are allowed",
+        )
+
+
+def _location_misses(needs: Requirements, capabilities: Capabilities) -> Iterator[Miss]:
+    have, need = capabilities.location, needs.location
+    if need.region is not None and (have.region is None or have.region.casefold() != need.region.casefold()):
+        yield Miss("location", f"is in the region '{have.region or 'unknown'}', '{need.region}' is required")
+    if need.compliance:
+        complied = {entry.casefold() for entry in have.compliance}
+        for entry in need.compliance:
+            if entry.casefold() not in complied:
+                yield Miss("location", f"does not comply with '{entry}'")
+    if needs.environment is not None and capabilities.environment != needs.environment:
+        yield Miss(
+            "location",
+            f"runs in the environment '{capabilities.environment}', '{needs.environment}' is required",
+        )
+
+
+def is_within_tier(tier: CostTier, limit: CostTier) -> bool:
+    return COST_TIERS.index(tier) <= COST_TIERS.index(limit)

@@ -1,0 +1,56 @@
+"""What the fleet learns from each run: durations by workflow hash and worker class, and the memory a workflow needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.lesson import Duration, Lesson
+from comfyfleet.model.requirement import Requirements
+from comfyfleet.model.worker import Capabilities
+
+# The weight of the newest run once there are many: old runs fade, one odd run does not decide.
+_FADE = 0.2
+_MAX_WORKER_CLASSES = 64
+
+
+def after_run(lesson: Lesson, worker_class: str, seconds: float) -> Lesson:
+    known = lesson.durations.get(worker_class)
+    if known is None:
+        if len(lesson.durations) >= _MAX_WORKER_CLASSES:
+            return lesson
+        learned = Duration(seconds, 1)
+    else:
+        weight = max(_FADE, 1 / (known.runs + 1))
+        learned = Duration(known.mean_s + weight * (seconds - known.mean_s), known.runs + 1)
+    return msgspec.structs.replace(lesson, durations={**lesson.durations, worker_class: learned})
+
+
+def after_out_of_memory(lesson: Lesson, vram_gb: float) -> Lesson:
+    return msgspec.structs.replace(lesson, memory_above_gb=max(lesson.memory_above_gb, vram_gb))
+
+
+def expected_s(lesson: Lesson | None, worker_class: str) -> float | None:
+    """Seconds on this class of worker, else the mean over those that are known, else nothing."""
+    if lesson is None or not lesson.durations:
+        return None
+    exact = lesson.durations.get(worker_class)
+    if exact is not None:
+        return exact.mean_s
+    return sum(duration.mean_s for duration in lesson.durations.values()) / len(lesson.durations)
+
+
+def with_lesson(needs: Requirements, lesson: Lesson | None, fleet: Iterable[Capabilities]) -> Requirements:
+    """Ask for more memory than was seen to be too little, if any worker has more; else a hopeless need helps nobody."""
+    if lesson is None or lesson.memory_above_gb <= needs.hardware.gpu_memory_above_gb:
+        return needs
+    if not any(worker.hardware.gpu.memory_gb > lesson.memory_above_gb for worker in fleet):
+        return needs
+    hardware = msgspec.structs.replace(needs.hardware, gpu_memory_above_gb=lesson.memory_above_gb)
+    return msgspec.structs.replace(needs, hardware=hardware)
+
+
+def no_lesson(workflow_hash: WorkflowHash) -> Lesson:
+    return Lesson(workflow_hash)

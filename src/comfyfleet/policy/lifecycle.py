@@ -1,0 +1,90 @@
+"""The lifecycle of a job: one table of moves, and nothing that is not in it happens.
+
+Two rules. A move is taken only from the phase the table names; anything else raises `IllegalMove` and changes nothing.
+A move that ends a lease clears it, so that no report of the old holder can match again. The diagram in the docs is
+printed from the table by `diagram()`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from comfyfleet.model.dispatch import Change, Dispatch, Phase, Standing
+
+
+class Move(StrEnum):
+    LEASE = "lease"
+    COMPLETE = "complete"
+    REQUEUE = "fail or expire, attempts left"
+    GIVE_UP = "fail or expire, none left"
+    RELEASE = "release"
+    CANCEL = "cancel"
+    END = "deadline or total time over"
+    RETRY = "retry by hand (next round)"
+
+
+MOVES: dict[tuple[Phase, Move], Phase] = {
+    (Phase.QUEUED, Move.LEASE): Phase.LEASED,
+    (Phase.QUEUED, Move.CANCEL): Phase.CANCELLED,
+    (Phase.QUEUED, Move.END): Phase.FAILED,
+    (Phase.LEASED, Move.COMPLETE): Phase.COMPLETED,
+    (Phase.LEASED, Move.REQUEUE): Phase.QUEUED,
+    (Phase.LEASED, Move.RELEASE): Phase.QUEUED,
+    (Phase.LEASED, Move.GIVE_UP): Phase.FAILED,
+    (Phase.LEASED, Move.END): Phase.FAILED,
+    (Phase.LEASED, Move.CANCEL): Phase.CANCELLED,
+    (Phase.FAILED, Move.RETRY): Phase.QUEUED,
+    (Phase.CANCELLED, Move.RETRY): Phase.QUEUED,
+}
+
+
+class IllegalMove(Exception):
+    """A move the table does not have. Always a bug of ours or a race that a guard must catch first."""
+
+
+def target(phase: Phase, move: Move) -> Phase:
+    try:
+        return MOVES[phase, move]
+    except KeyError:
+        raise IllegalMove(f"a {phase.value} job cannot {move.value}") from None
+
+
+def completed(dispatch_phase: Phase = Phase.LEASED) -> Change:
+    return Change(phase=target(dispatch_phase, Move.COMPLETE), lease=None, wake_at=None)
+
+
+def failed(dispatch: Dispatch, move: Move) -> Change:
+    assert move in (Move.GIVE_UP, Move.END), "only these two moves end in failure"
+    return Change(phase=target(dispatch.phase, move), lease=None, wake_at=None)
+
+
+def cancelled(dispatch: Dispatch) -> Change:
+    return Change(phase=target(dispatch.phase, Move.CANCEL), lease=None, wake_at=None)
+
+
+def cancel_requested(dispatch: Dispatch, now: float, grace_s: float) -> Change:
+    """Not a phase: the lease runs on until its holder confirms, or until the grace is over."""
+    assert dispatch.phase is Phase.LEASED, "a waiting job is cancelled at once"
+    wake = now + grace_s if dispatch.wake_at is None else min(dispatch.wake_at, now + grace_s)
+    return Change(cancel_requested_at=now, wake_at=wake)
+
+
+def paused(dispatch: Dispatch) -> Change:
+    assert dispatch.phase is Phase.QUEUED, "only a waiting job can be paused"
+    return Change(standing=Standing.PAUSED)
+
+
+def standing_at(not_before: float | None, now: float) -> Standing:
+    return Standing.DELAYED if not_before is not None and not_before > now else Standing.IN_LANE
+
+
+def diagram() -> str:
+    """The table as Mermaid, in the table's own order."""
+    lines = ["stateDiagram-v2", "    [*] --> queued: submit"]
+    merged: dict[tuple[Phase, Phase], list[str]] = {}
+    for (source, move), goal in MOVES.items():
+        merged.setdefault((source, goal), []).append(move.value)
+    for (source, goal), moves in merged.items():
+        lines.append(f"    {source.value} --> {goal.value}: {'; '.join(moves)}")
+    lines.extend(f"    {phase.value} --> [*]" for phase in Phase if phase.is_final)
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""What follows from a failure: try again or not, where, when, and who is charged.
+
+`TABLE` is the whole of it for what a worker reports; `after_failure` applies it to one dispatch with its limits. The
+block on the pair (worker, workflow hash) that the same failure causes is `failover.py`'s.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.policy.rules import Rules
+
+
+class Charge(StrEnum):
+    ATTEMPTS = "attempts"
+    WORKER_FAULTS = "worker_faults"
+    NOTHING = "nothing"
+
+
+class BlockRule(StrEnum):
+    NONE = "none"
+    INVENTORY = "inventory"
+    AT_ONCE = "at_once"
+    COUNTED = "counted"
+
+
+class Row(msgspec.Struct, frozen=True):
+    charge: Charge
+    block: BlockRule
+    is_final: bool = False
+    backs_off: bool = False
+
+
+_CALLERS_FAULT = Row(Charge.NOTHING, BlockRule.NONE, is_final=True)
+_WORKER_CANNOT = Row(Charge.WORKER_FAULTS, BlockRule.INVENTORY)
+_MAY_WORK_LATER = Row(Charge.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
+_WORKER_IS_GONE = Row(Charge.WORKER_FAULTS, BlockRule.COUNTED)
+_JOBS_OWN_LIMIT = Row(Charge.NOTHING, BlockRule.NONE, is_final=True)
+
+TABLE: dict[FailureKind, Row] = {
+    FailureKind.INVALID_WORKFLOW: _CALLERS_FAULT,
+    FailureKind.MISSING_INPUT: _CALLERS_FAULT,
+    FailureKind.MISSING_NODE: _WORKER_CANNOT,
+    FailureKind.MISSING_MODEL: _WORKER_CANNOT,
+    FailureKind.OUT_OF_MEMORY: Row(Charge.ATTEMPTS, BlockRule.AT_ONCE),
+    FailureKind.NODE_ERROR: _MAY_WORK_LATER,
+    FailureKind.TRANSIENT: _MAY_WORK_LATER,
+    FailureKind.CRASHED: _MAY_WORK_LATER,
+    FailureKind.INTERRUPTED: _MAY_WORK_LATER,
+    FailureKind.ACCEPT_TIMEOUT: _MAY_WORK_LATER,
+    FailureKind.START_TIMEOUT: _MAY_WORK_LATER,
+    FailureKind.STALL_TIMEOUT: _MAY_WORK_LATER,
+    FailureKind.UNKNOWN: _MAY_WORK_LATER,
+    FailureKind.DEAD_WORKER: _WORKER_IS_GONE,
+    FailureKind.LEASE_EXPIRED: _WORKER_IS_GONE,
+    FailureKind.TOTAL_TIMEOUT: _JOBS_OWN_LIMIT,
+    FailureKind.DEADLINE_PASSED: _JOBS_OWN_LIMIT,
+}
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """What the fleet offers this job after the failure."""
+
+    others: int
+    """Live workers, beside the one that failed, that may take it now."""
+    is_blocked_everywhere: bool
+    """Every compatible worker is blocked for its workflow."""
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    will_retry: bool
+    charge: Charge
+    charged: int
+    worker_faults: int
+    failed_on: tuple[WorkerId, ...]
+    expired_on: tuple[WorkerId, ...]
+    not_before: float | None
+    keep_off_worker: bool
+    """Another worker can run it: not on this one again for a while."""
+    why: str
+
+
+def backoff_s(failures: int, rules: Rules, fraction: float, retry_delay_s: float | None = None) -> float:
+    """Full jitter, capped. A delay the caller chose is taken as it is."""
+    if retry_delay_s is not None:
+        return retry_delay_s
+    return fraction * min(rules.retry_cap_s, rules.retry_base_s * (1 << min(max(failures - 1, 0), 16)))
+
+
+def after_failure(
+    dispatch: Dispatch,
+    worker_id: WorkerId,
+    failure: Failure,
+    choice: Choice,
+    *,
+    rules: Rules,
+    now: float,
+    fraction: float,
+    retry_delay_s: float | None = None,
+) -> Verdict:
+    row = TABLE[failure.kind]
+    charged = dispatch.charged + (row.charge is Charge.ATTEMPTS)
+    worker_faults = dispatch.worker_faults + (row.charge is Charge.WORKER_FAULTS)
+    failed_on = _with(dispatch.failed_on, worker_id)
+    expired_on = dispatch.expired_on
+    if failure.kind is FailureKind.LEASE_EXPIRED:
+        expired_on = _with(expired_on, worker_id)
+
+    why = ""
+    if row.is_final:
+        why = failure.message
+    elif len(expired_on) >= rules.give_up_workers:
+        why = f"its lease expired on {len(expired_on)} different workers: the workflow is to blame"
+    elif len(failed_on) >= rules.give_up_workers and choice.is_blocked_everywhere:
+        why = f"it failed on {len(failed_on)} different workers and no other can run it: the workflow is to blame"
+    elif charged >= dispatch.max_attempts:
+        why = f"all {dispatch.max_attempts} attempts failed"
+    elif worker_faults >= rules.max_worker_faults:
+        why = f"{worker_faults} workers could not run it"
+
+    will_retry = not why
+    not_before = None
+    if will_retry and row.backs_off:
+        not_before = now + backoff_s(charged, rules, fraction, retry_delay_s)
+    return Verdict(
+        will_retry=will_retry,
+        charge=row.charge,
+        charged=charged,
+        worker_faults=worker_faults,
+        failed_on=failed_on,
+        expired_on=expired_on,
+        not_before=not_before,
+        keep_off_worker=will_retry and choice.others > 0,
+        why=why,
+    )
+
+
+def _with(workers: tuple[WorkerId, ...], worker_id: WorkerId) -> tuple[WorkerId, ...]:
+    return workers if worker_id in workers else (*workers, worker_id)

@@ -1,0 +1,85 @@
+"""Every number policy uses, in one place: bounds, waits, weights. Settings, not constants of the code."""
+
+from __future__ import annotations
+
+import msgspec
+
+MIN_PRIORITY = -1000
+MAX_PRIORITY = 1000
+
+
+class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How much each of the eight dimensions counts in a score."""
+
+    service: float = 100
+    hardware: float = 90
+    models: float = 80
+    tenant: float = 70
+    performance: float = 60
+    location: float = 50
+    cost: float = 40
+    load: float = 30
+
+
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    # leases
+    lease_ttl_s: float = 60.0
+    heartbeat_s: float = 15.0
+    heartbeat_jitter: float = 0.2
+    acknowledge_s: float = 10.0
+    """A lease whose first heartbeat does not come in this time goes back uncharged."""
+    abandon_share: float = 0.8
+    """A worker stops its run after this share of the lease without a confirmed heartbeat."""
+    worker_lost_s: float = 60.0
+    cancel_grace_s: float = 30.0
+    """After this long a lease whose cancel was not confirmed is revoked."""
+    sweep_s: float = 2.0
+    """The longest a sweep waits where no timer could be set."""
+
+    # attempts
+    max_attempts: int = 3
+    max_worker_faults: int = 5
+    max_releases: int = 20
+    retry_base_s: float = 1.0
+    retry_cap_s: float = 60.0
+    give_up_workers: int = 3
+    """So many different workers failed a job: the workflow is to blame."""
+    accept_timeout_s: float = 30.0
+    start_timeout_s: float | None = None
+    stall_timeout_s: float | None = None
+
+    # blocks
+    cooldown_s: float = 60.0
+    max_failures_before_block: int = 1
+    inventory_block_s: float = 3600.0
+    """The longest a worker stays blocked for something it lacked, should its inventory never be seen to change."""
+    quarantine_blocks: int = 32
+    quarantine_s: float = 300.0
+    max_pairs_per_worker: int = 1024
+
+    # matching
+    window_lanes: int = 32
+    quantum_s: float = 30.0
+    affinity_wait_s: float = 3.0
+    weights: Weights = Weights()
+    round_s: float = 1.0
+    """Parked slots are matched at least this often, should a wake-up be lost."""
+
+    # priority
+    urgency_points: dict[str, int] = msgspec.field(
+        default_factory=lambda: {"low": -10, "normal": 0, "high": 10, "critical": 50}
+    )
+    deadline_window_s: float = 600.0
+    """In this time before its deadline a job's priority rises …"""
+    deadline_points: int = 100
+    """… to this much above its own, in steps."""
+    deadline_steps: int = 10
+
+    # bounds
+    max_nodes: int = 10_000
+    max_depth: int = 64
+    max_payload_bytes: int = 64 * 1024 * 1024
+    max_waiting: int = 2_000_000
+    max_metadata_bytes: int = 64 * 1024
+    keep_completed_s: float = 24 * 3600.0
+    keep_failed_s: float = 7 * 24 * 3600.0

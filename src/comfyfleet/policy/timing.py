@@ -1,0 +1,117 @@
+"""Everything a dispatch waits for, as one time; and what is due when that time has come.
+
+A dispatch carries one `wake_at`. Whatever waits (a delay, a preference, a rising priority, a deadline, the end of its
+total time, an unconfirmed cancel) puts its moment there, and the sweeper comes back with `review`.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from comfyfleet.model.dispatch import Change, Dispatch, Phase, Standing
+from comfyfleet.policy.lifecycle import standing_at
+from comfyfleet.policy.priority import effective_priority, next_priority_change
+from comfyfleet.policy.rules import Rules
+
+
+class Due(StrEnum):
+    NOTHING = "nothing"
+    """Only the dispatch's own place changes, if anything."""
+    LEASE_OVER = "lease_over"
+    CANCEL_OVERDUE = "cancel_overdue"
+    TOTAL_OVER = "total_over"
+    DEADLINE_OVER = "deadline_over"
+    DEADLINE_FLAGGED = "deadline_flagged"
+
+
+class Review(msgspec.Struct, frozen=True):
+    due: Due
+    change: Change | None = None
+
+
+def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
+    """The next moment policy wants to see this dispatch. What a paused job was waiting for goes on waiting."""
+    moments = [dispatch.expires_at]
+    if dispatch.phase is Phase.QUEUED:
+        moments += [dispatch.deadline_at, dispatch.relax_at]
+        moments.append(
+            next_priority_change(dispatch.base_priority, 0, "normal", dispatch.deadline_at, now, rules)
+        )
+        if dispatch.standing is Standing.DELAYED:
+            moments.append(dispatch.not_before)
+    elif dispatch.cancel_requested_at is not None:
+        moments.append(dispatch.cancel_requested_at + rules.cancel_grace_s)
+    return min((moment for moment in moments if moment is not None), default=None)
+
+
+def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
+    """What time has brought. The first that ends the job or the lease wins; else the job's place is put right."""
+    if dispatch.phase.is_final:
+        return Review(Due.NOTHING)
+    if dispatch.expires_at is not None and dispatch.expires_at <= now:
+        return Review(Due.TOTAL_OVER)
+    if dispatch.phase is Phase.LEASED:
+        assert dispatch.lease is not None
+        asked_at = dispatch.cancel_requested_at
+        if asked_at is not None and asked_at + rules.cancel_grace_s <= now:
+            return Review(Due.CANCEL_OVERDUE)
+        if dispatch.lease.expires_at <= now:
+            return Review(Due.LEASE_OVER)
+        return Review(Due.NOTHING, _only_wake(dispatch, now, rules))
+    if dispatch.deadline_at is not None and dispatch.deadline_at <= now:
+        if dispatch.fails_at_deadline:
+            return Review(Due.DEADLINE_OVER)
+        # What the deadline added becomes the job's own: late is no reason to fall behind again.
+        raised = _priority(dispatch, now, rules)
+        flagged = msgspec.structs.replace(dispatch, deadline_at=None, base_priority=raised)
+        placed = _placed(flagged, now, rules)
+        change = msgspec.structs.replace(placed, deadline_at=None, base_priority=raised)
+        return Review(Due.DEADLINE_FLAGGED, change)
+    return Review(Due.NOTHING, _placed(dispatch, now, rules))
+
+
+def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:
+    """Back in line after a lease, with all that time has brought meanwhile: while it ran nobody looked."""
+    standing = standing_at(not_before, now)
+    waiting = msgspec.structs.replace(
+        dispatch, phase=phase, lease=None, standing=standing, not_before=not_before
+    )
+    placed = _placed(waiting, now, rules)
+    return msgspec.structs.replace(placed, phase=phase, lease=None, not_before=not_before)
+
+
+def _priority(dispatch: Dispatch, now: float, rules: Rules) -> int:
+    return effective_priority(dispatch.base_priority, 0, "normal", dispatch.deadline_at, now, rules)
+
+
+def _placed(dispatch: Dispatch, now: float, rules: Rules) -> Change:
+    relaxes = dispatch.relax_at is not None and dispatch.relax_at <= now
+    class_key = dispatch.class_key
+    if relaxes:
+        assert dispatch.relaxed_class is not None, "what relaxes says into which class"
+        class_key = dispatch.relaxed_class
+    standing = dispatch.standing
+    if standing is Standing.DELAYED and (dispatch.not_before or 0.0) <= now:
+        standing = Standing.IN_LANE
+    placed = msgspec.structs.replace(
+        dispatch,
+        priority=_priority(dispatch, now, rules),
+        class_key=class_key,
+        standing=standing,
+        relax_at=None if relaxes else dispatch.relax_at,
+        relaxed_class=None if relaxes else dispatch.relaxed_class,
+    )
+    return Change(
+        priority=placed.priority,
+        class_key=placed.class_key,
+        standing=placed.standing,
+        relax_at=placed.relax_at,
+        relaxed_class=placed.relaxed_class,
+        wake_at=wake_at(placed, now, rules),
+    )
+
+
+def _only_wake(dispatch: Dispatch, now: float, rules: Rules) -> Change:
+    return Change(wake_at=wake_at(dispatch, now, rules))

@@ -1,0 +1,63 @@
+"""What a run teaches, and what is made of it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.requirement import HardwareNeed, Requirements
+from comfyfleet.model.worker import Capabilities, Gpu, Hardware, Service
+from comfyfleet.policy.learning import after_out_of_memory, after_run, expected_s, no_lesson, with_lesson
+
+EMPTY = no_lesson(WorkflowHash("hash"))
+
+
+def card(memory_gb: float) -> Capabilities:
+    return Capabilities((Service("comfyui"),), Hardware(gpu=Gpu(1, memory_gb, "RTX")))
+
+
+@given(st.lists(st.floats(0.1, 1000), min_size=1, max_size=30))
+def test_an_expected_duration_lies_between_the_shortest_and_the_longest_run(runs: list[float]) -> None:
+    lesson = EMPTY
+    for seconds in runs:
+        lesson = after_run(lesson, "card", seconds)
+    expected = expected_s(lesson, "card")
+    assert expected is not None
+    assert min(runs) - 1e-6 <= expected <= max(runs) + 1e-6
+    assert lesson.durations["card"].runs == len(runs)
+
+
+def test_the_first_runs_count_alike_and_old_ones_fade() -> None:
+    lesson = after_run(after_run(EMPTY, "card", 10), "card", 20)
+    assert expected_s(lesson, "card") == 15
+    for _ in range(30):
+        lesson = after_run(lesson, "card", 100)
+    assert (expected_s(lesson, "card") or 0) > 95
+
+
+def test_an_unknown_card_is_expected_to_take_as_long_as_the_known_ones() -> None:
+    lesson = after_run(after_run(EMPTY, "slow", 30), "fast", 10)
+    assert expected_s(lesson, "other") == 20
+    assert expected_s(EMPTY, "other") is None
+    assert expected_s(None, "other") is None
+
+
+def test_the_number_of_worker_classes_in_a_lesson_is_bounded() -> None:
+    lesson = EMPTY
+    for number in range(100):
+        lesson = after_run(lesson, f"card-{number}", 1)
+    assert len(lesson.durations) == 64
+
+
+def test_a_workflow_asks_for_more_than_the_largest_card_that_was_too_small() -> None:
+    lesson = after_out_of_memory(after_out_of_memory(EMPTY, 24), 12)
+    needs = with_lesson(Requirements(), lesson, [card(12), card(24), card(48)])
+    assert needs.hardware.gpu_memory_above_gb == 24
+
+
+def test_nothing_more_is_asked_for_when_no_card_is_bigger() -> None:
+    lesson = after_out_of_memory(EMPTY, 24)
+    needs = Requirements(hardware=HardwareNeed(gpu_count=1))
+    assert with_lesson(needs, lesson, [card(12), card(24)]) is needs
+    assert with_lesson(needs, None, [card(48)]) is needs
