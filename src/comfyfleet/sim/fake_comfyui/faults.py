@@ -1,0 +1,121 @@
+"""Everything that can be made to go wrong, as data.
+
+`Faults` is a set of switches that may be turned while the server runs, in process or as JSON. It only remembers and
+tells a listener that something changed; the worker, the sockets and the routes look at it and act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+ACTIONS = ("crash", "restart", "drop_sockets")
+
+
+class NodeFault(msgspec.Struct, kw_only=True):
+    """Make a node raise. It is met by class, by id, or (with neither) by every node."""
+
+    class_type: str | None = None
+    node_id: str | None = None
+    times: int = 1
+    """How often it still happens; -1 means always."""
+    exception_type: str = "RuntimeError"
+    message: str = "the fake was told to fail"
+
+
+class Faults(msgspec.Struct, kw_only=True, dict=True, forbid_unknown_fields=True):
+    """The switches of one fake server; all off by default. Counts run down by themselves, -1 means always."""
+
+    fail_nodes: list[NodeFault] = msgspec.field(default_factory=list)
+    """Nodes that raise."""
+    out_of_memory: int = 0
+    """So many nodes that use the card raise torch.OutOfMemoryError."""
+    never_start: bool = False
+    """Prompts are accepted and stay pending."""
+    stall: str | None = None
+    """A class name or node id: that node stops half-way and goes on when the switch is cleared."""
+    dead_worker: bool = False
+    """The worker thread dies at the next node or when idle; HTTP still answers. Only a restart revives it."""
+    crash_after_nodes: int | None = None
+    """Crash once so many more nodes have run."""
+    down_seconds: float | None = None
+    """After a crash by switch, come back on the same port after so many wall-clock seconds; None stays away."""
+    crash: bool = False
+    """Crash now. Turns itself off."""
+    restart: bool = False
+    """Crash now and come back at once. Turns itself off."""
+    drop_sockets: bool = False
+    """Cut every websocket now. Turns itself off."""
+    drop_sockets_after_nodes: int | None = None
+    """Cut every websocket once so many more nodes have run."""
+    deaf_sockets: bool = False
+    """Websockets stay open and nothing is sent on them."""
+    slow_answer_s: float = 0.0
+    """Every HTTP answer comes so many wall-clock seconds late."""
+    slow_paths: list[str] = msgspec.field(default_factory=list)
+    """Only paths that begin so are slow; empty means all."""
+    fail_requests: int = 0
+    """So many HTTP requests are answered with 500."""
+    fail_request_paths: list[str] = msgspec.field(default_factory=list)
+    """Only paths that begin so are answered with 500; empty means all."""
+    lose_submit_answers: int = 0
+    """So many prompts are queued without their submitter ever getting an answer."""
+    lost_answer_manner: Literal["drop", "hang"] = "drop"
+    """How such an answer is lost: the connection drops, or stays open in silence."""
+    missing_models: list[str] = msgspec.field(default_factory=list)
+    """File names that are no longer installed."""
+    added_models: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    """Models installed since the start: folder, then file name, then size in gigabytes."""
+    corrupt_models: list[str] = msgspec.field(default_factory=list)
+    """File names that are listed but cannot be loaded."""
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the switch's name after every assignment."""
+        self.__dict__["listener"] = listener
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        listener: Callable[[str], None] | None = self.__dict__.get("listener")
+        if listener is not None:
+            listener(name)
+
+    def change(self, switches: dict[str, Any]) -> None:
+        """Set several switches from JSON; an unknown name or a wrong type changes nothing and raises."""
+        merged = {**msgspec.to_builtins(self), **switches}
+        checked = msgspec.convert(merged, Faults)
+        for name in switches:
+            setattr(self, name, getattr(checked, name))
+
+    def takes_node(self, class_type: str, node_id: str) -> NodeFault | None:
+        """The fault that meets this node, one use of it spent."""
+        for fault in self.fail_nodes:
+            if fault.times == 0:
+                continue
+            if fault.class_type not in (None, class_type) or fault.node_id not in (None, node_id):
+                continue
+            fault.times -= 1 if fault.times > 0 else 0
+            return fault
+        return None
+
+    def takes_one(self, counter: Literal["out_of_memory", "fail_requests", "lose_submit_answers"]) -> bool:
+        """Spend one use of a counted switch."""
+        left: int = getattr(self, counter)
+        if left > 0:
+            setattr(self, counter, left - 1)
+        return left != 0
+
+    def counts_down(self, counter: Literal["crash_after_nodes", "drop_sockets_after_nodes"]) -> bool:
+        """One more node has run: is the counter's moment come?"""
+        left: int | None = getattr(self, counter)
+        if left is None:
+            return False
+        setattr(self, counter, None if left <= 1 else left - 1)
+        return left <= 1
+
+
+def path_meets(path: str, prefixes: list[str]) -> bool:
+    """Whether a path switch with these prefixes applies; the `/api` twin of a path counts as the path."""
+    plain = path.removeprefix("/api")
+    return not prefixes or any(path.startswith(prefix) or plain.startswith(prefix) for prefix in prefixes)

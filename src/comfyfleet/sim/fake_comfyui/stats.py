@@ -1,0 +1,47 @@
+"""What really happened on a fake server, for tests to assert on.
+
+Stats belong to the test, not to the simulated process: they outlive a crash. Nothing in the server reads them back.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class PromptRun(msgspec.Struct, kw_only=True):
+    """One start of one prompt; `ended_at` stays None when the server died first."""
+
+    prompt_id: str
+    started_at: float
+    ended_at: float | None = None
+    outcome: str | None = None
+    """"success", "error" or "interrupted"."""
+
+
+class FakeStats(msgspec.Struct, kw_only=True):
+    """Counts since the fake was made."""
+
+    prompts_accepted: int = 0
+    prompts_run: dict[str, int] = msgspec.field(default_factory=dict)
+    """How often each prompt id was started."""
+    prompt_log: list[PromptRun] = msgspec.field(default_factory=list)
+    nodes_executed: int = 0
+    nodes_by_class: dict[str, int] = msgspec.field(default_factory=dict)
+    model_loads: int = 0
+    model_swaps: int = 0
+    """Loads that had to throw another model off the card."""
+    previews_sent: int = 0
+    uploads: int = 0
+    crashes: int = 0
+
+    def starts(self, prompt_id: str, now: float) -> PromptRun:
+        """Note the start of a prompt and give back its line in the log."""
+        self.prompts_run[prompt_id] = self.prompts_run.get(prompt_id, 0) + 1
+        run = PromptRun(prompt_id=prompt_id, started_at=now)
+        self.prompt_log.append(run)
+        return run
+
+    def executes(self, class_type: str) -> None:
+        """Note one node that ran (not one taken from the cache)."""
+        self.nodes_executed += 1
+        self.nodes_by_class[class_type] = self.nodes_by_class.get(class_type, 0) + 1
