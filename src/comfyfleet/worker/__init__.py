@@ -1,0 +1,1 @@
+"""Agents: poll, run, report, drain. No store and no engine is known here."""

@@ -1,0 +1,403 @@
+"""The program that polls, runs, reports and drains, for one worker with its services and slots.
+
+It knows `WorkerApi` and `Connector`s alone, so it is the same in a pool, behind a hub and directly on a store. One
+lease is `attempt.py`'s, polling `slots.py`'s, heartbeats `heart.py`'s, news `news.py`'s, health `presence.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Self, assert_never
+
+from comfyfleet.model.calls import Beat, Command, LeasedJob, RegisterWorker, Release
+from comfyfleet.model.dispatch import LeaseRef
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import FailureKind
+from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.worker import Capabilities, LiveState
+from comfyfleet.ports import Connector, WorkerApi
+from comfyfleet.worker.attempt import AttemptRun, StopReason
+from comfyfleet.worker.commands import CommandListener
+from comfyfleet.worker.heart import Heart
+from comfyfleet.worker.news import NewsSender
+from comfyfleet.worker.offer import Offer, join
+from comfyfleet.worker.presence import Server, TellsConnection, check_all
+from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff
+from comfyfleet.worker.slots import Slots
+
+__all__ = ["Agent", "AgentSettings", "AgentState", "AgentStatus"]
+
+_log = logging.getLogger(__name__)
+
+_INVENTORY_IS_OLD = frozenset({FailureKind.MISSING_MODEL, FailureKind.MISSING_NODE, FailureKind.CRASHED})
+_SERVER_MAY_BE_GONE = frozenset({FailureKind.TRANSIENT, FailureKind.CRASHED, FailureKind.ACCEPT_TIMEOUT})
+
+
+class Agent:
+    def __init__(
+        self,
+        api: WorkerApi,
+        worker_id: WorkerId,
+        connectors: Sequence[Connector],
+        settings: AgentSettings | None = None,
+        declared: Capabilities | None = None,
+        on_state: Callable[[AgentState], None] | None = None,
+    ) -> None:
+        self.worker_id = worker_id
+        self.state = AgentState(AgentStatus.STARTING)
+        self._api = api
+        self._settings = settings or AgentSettings()
+        self._declared = declared
+        self._on_state = on_state
+        self._servers = [Server(connector, self._settings) for connector in connectors]
+        self._by_service = {server.name: server for server in self._servers}
+        if not connectors or len(self._by_service) != len(connectors):
+            raise ValueError(
+                "An agent needs one connector for each service, each with a name of its own; got: "
+                + (", ".join(server.name for server in self._servers) or "none")
+            )
+        self._news = NewsSender(api, self._settings, self._obey)
+        self._heart = Heart(api, worker_id, self._settings, self._obey, self._heartbeat_refused)
+        self._commands = CommandListener(api, worker_id, self._settings, self._do)
+        self._slots = Slots(
+            api, worker_id, self._settings, self._run, lambda: self._registration, self._register_again
+        )
+        self._runs: dict[LeaseRef, AttemptRun] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending: asyncio.Task[None] | None = None
+
+        self._offer: Offer | None = None
+        """What is registered. None: nothing is."""
+        self._registration = 0
+        self._registering = asyncio.Lock()
+        self._looked_at = 0.0
+        self._last_workflow: WorkflowHash | None = None
+        self._tend_now = asyncio.Event()
+        self._first_verdict = asyncio.Event()
+        self._disconnects = 0
+        self._is_paused = False
+        self._is_draining = False
+
+        self._drained = asyncio.Event()
+
+    # life
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Returns at once; a server that is down is waited for in the background."""
+        assert not self._tasks and self._ending is None, "an agent is started once"
+        for server in self._servers:
+            if isinstance(server.connector, TellsConnection):
+                server.connector.on_connection = self._connection_hint
+        self._own(self._keep_going(self._tend))
+        self._own(self._keep_going(self._heart.run))
+        self._own(self._keep_going(self._news.run))
+        self._own(self._keep_going(self._commands.run))
+        for _ in range(self._settings.slots):
+            self._own(self._keep_going(self._slots.run_one))
+
+    async def first_verdict(self) -> AgentState:
+        """Waits until the servers were asked once; then the agent is online, or offline and trying."""
+        await self._first_verdict.wait()
+        return self.state
+
+    async def refresh(self) -> None:
+        """Looks at once what the servers have, and registers again, changed or not: whoever asks has a reason."""
+        if self._offer is not None:
+            await self._look(is_asked=True)
+
+    async def drain(self, reason: str = "drain") -> None:
+        """Takes nothing new, finishes what runs or gives it back after the grace, and leaves."""
+        assert self._tasks or self._ending, "an agent is drained after its start"
+        if not self._is_draining:
+            self._is_draining = True
+            self._update(reason)
+            # Owned by the agent: a caller that stops waiting does not stop the drain.
+            self._own(self._drain())
+        await self._drained.wait()
+
+    async def wait_drained(self) -> None:
+        await self._drained.wait()
+
+    async def _drain(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.drain_grace_s):
+                await self._slots.quiet.wait()
+        except TimeoutError:
+            self._stop_runs()
+            await self._slots.quiet.wait()
+        await self._unregister("drain")
+        self._drained.set()
+
+    async def stop(self) -> None:
+        """Stops at once: what runs is cancelled and given back. Can be called twice, and by several."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+        await asyncio.shield(self._ending)
+
+    async def _end(self) -> None:
+        is_started = bool(self._tasks)
+        self._is_draining = True
+        self._update("stop")
+        if is_started:
+            self._stop_runs()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.stop_grace_s):
+                    await self._slots.quiet.wait()
+        while self._tasks:
+            for task in self._tasks:
+                task.cancel()
+            # A connector may swallow a cancellation; then it gets another.
+            await asyncio.wait(self._tasks, timeout=self._settings.stop_grace_s)
+        await self._unregister("stopped")
+        for server in self._servers:
+            if isinstance(server.connector, TellsConnection):
+                server.connector.on_connection = None
+            await server.close()
+        self._drained.set()
+        self._tell(AgentStatus.STOPPED, "stop")
+        self._first_verdict.set()
+
+    def _own(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        assert isinstance(task, asyncio.Task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep_going(self, duty: Callable[[], Awaitable[None]]) -> None:
+        """A duty ends with its agent. One that fell to a defect is noted and taken up again."""
+        backoff = Backoff(self._settings)
+        while True:
+            try:
+                await duty()
+            except Exception:
+                _log.exception("worker %s: a duty failed and starts again", self.worker_id)
+            await asyncio.sleep(backoff.next_s())
+
+    # leases
+
+    async def _run(self, job: LeasedJob) -> None:
+        server = self._by_service.get(job.service)
+        if server is None or not server.is_up or self._is_draining:
+            await self._decline(job)
+            return
+        run = AttemptRun(job, server.connector, self._api, self._news, self._settings, self._live_after(job))
+        self._runs[job.ref] = run
+        self._heart.add(run)
+        try:
+            failure = await run.run()
+        finally:
+            self._heart.remove(run)
+            del self._runs[job.ref]
+        if failure is None or self._is_draining:
+            return
+        if failure.kind in _SERVER_MAY_BE_GONE:
+            # Asked before the next poll: a dead server must not fail one job after the other.
+            self._disconnects += await server.check()
+            self._tend_now.set()
+        if failure.kind in _INVENTORY_IS_OLD:
+            server.wants_look = True
+            self._tend_now.set()
+
+    async def _decline(self, job: LeasedJob) -> None:
+        try:
+            await self._api.release(Release(job.ref, "drain" if self._is_draining else "declined"))
+        except Exception as error:
+            # Never acknowledged, it goes back by itself.
+            _log.info("worker %s: a lease could not be declined: %r", self.worker_id, error)
+
+    def _live_after(self, job: LeasedJob) -> LiveState | None:
+        """Told with a completion only where it changed what is warm."""
+        if job.workflow_hash == self._last_workflow or self._offer is None:
+            return None
+        self._last_workflow = job.workflow_hash
+        live = self._offer.live
+        return LiveState(live.free_vram_gb, live.available_ram_gb, live.loaded_models, job.workflow_hash)
+
+    def _stop_runs(self) -> None:
+        for run in list(self._runs.values()):
+            run.stop(StopReason.DRAIN)
+
+    # what the other side tells
+
+    def _obey(self, beat: Beat) -> None:
+        for ref in beat.lost:
+            if (run := self._runs.get(ref)) is not None:
+                run.stop(StopReason.LOST)
+        for command in beat.commands:
+            self._do(command)
+
+    def _do(self, command: Command) -> None:
+        match command.action:
+            case "cancel" | "retry":
+                reason = StopReason.CANCELLED if command.action == "cancel" else StopReason.RETRY
+                for ref, run in list(self._runs.items()):
+                    if ref.job_id == command.job_id and command.lease_number in (0, ref.number):
+                        run.stop(reason)
+            case "pause":
+                self._is_paused = True
+                self._update(command.reason or "paused from outside")
+            case "resume":
+                self._is_paused = False
+                self._update(command.reason or "resumed")
+            case "drain":
+                self._own(self.drain(command.reason or "told to drain"))
+            case _:
+                assert_never(command.action)
+
+    def _heartbeat_refused(self, refusal: Refusal) -> None:
+        if refusal.code is RefusalCode.NOT_FOUND and self._offer is not None:
+            self._own(self._register_again(self._registration))
+
+    # servers and registration
+
+    def _connection_hint(self, is_connected: bool) -> None:
+        if is_connected:
+            for server in self._servers:
+                server.wants_look = True
+        self._tend_now.set()
+
+    async def _tend(self) -> None:
+        backoff = Backoff(self._settings)
+        while True:
+            self._tend_now.clear()
+            try:
+                wait_s = await self._turn(backoff)
+            except Exception as error:
+                wait_s = backoff.next_s()
+                _log.warning("worker %s could not register: %r", self.worker_id, error)
+                if self._offer is None:
+                    self._tell(AgentStatus.OFFLINE, f"The worker could not be registered: {error}")
+            self._first_verdict.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._tend_now.wait()
+
+    async def _turn(self, backoff: Backoff) -> float:
+        """Looks after the servers once. Answers when to look again."""
+        if self._is_draining:
+            return self._settings.health_interval_s
+        self._disconnects += await check_all(self._servers)
+        now = asyncio.get_running_loop().time()
+        if not any(server.is_usable(now) for server in self._servers):
+            await self._leave()
+            if coming := [server.usable_at - now for server in self._servers if server.is_up]:
+                return min(coming)
+            return backoff.next_s()
+        is_look_due = now >= self._looked_at + self._settings.inventory_interval_s
+        offered = self._offer.boots.keys() if self._offer else set()
+        usable = {server.name for server in self._servers if server.is_usable(now)}
+        is_wanted = any(server.wants_look for server in self._servers if server.is_usable(now))
+        if is_wanted or is_look_due or offered != usable:
+            await self._look()
+        if self._offer is None or any(server.missed for server in self._servers if server.is_up):
+            return backoff.next_s()
+        backoff.reset()
+        ends = [server.usable_at - now for server in self._servers if server.is_up and server.usable_at > now]
+        return min(
+            self._settings.health_interval_s,
+            *ends,
+            self._looked_at + self._settings.inventory_interval_s - now,
+        )
+
+    async def _leave(self) -> None:
+        """No server can be used: nothing more is taken until one can."""
+        was_registered, self._offer = self._offer is not None, None
+        self._update()
+        if was_registered:
+            await self._say_goodbye("offline")
+
+    async def _look(self, is_asked: bool = False) -> None:
+        async with self._registering:
+            now = asyncio.get_running_loop().time()
+            usable = [server for server in self._servers if server.is_usable(now)]
+            for server in usable:
+                if not await server.look() and server.miss():
+                    self._disconnects += 1
+            self._looked_at = now
+            found = {server.name: server.inventory for server in usable if server.is_up and server.inventory}
+            if not found or self._is_draining:
+                return
+            offer = join(self._declared, found)
+            if is_asked or offer.differs_from(self._offer):
+                await self._register(offer)
+
+    async def _register(self, offer: Offer) -> None:
+        await self._api.register(
+            RegisterWorker(self.worker_id, offer.capabilities, self._settings.slots, offer.live)
+        )
+        is_new, self._offer = self._offer is None, offer
+        self._registration += 1
+        if not is_new:
+            # Parked under the old capabilities, they are asked again under the new.
+            self._slots.recall()
+        self._update()
+
+    async def _register_again(self, registration: int) -> None:
+        """The other side has forgotten us (it was started anew). One of those who notice is enough."""
+        try:
+            async with self._registering:
+                if self._registration == registration and self._offer is not None:
+                    await self._register(self._offer)
+        except Exception as error:
+            _log.info("worker %s could not register again: %r", self.worker_id, error)
+
+    async def _unregister(self, reason: str) -> None:
+        async with self._registering:
+            was_registered, self._offer = self._offer is not None, None
+            self._update()
+            if was_registered:
+                await self._say_goodbye(reason)
+
+    async def _say_goodbye(self, reason: str) -> None:
+        try:
+            async with asyncio.timeout(self._settings.heartbeat_timeout_s):
+                await self._api.unregister(self.worker_id, reason)
+        except Exception as error:
+            # Without polls and heartbeats it is missed soon enough.
+            _log.info("worker %s could not unregister: %r", self.worker_id, error)
+
+    # state
+
+    def _update(self, reason: str = "") -> None:
+        """Brings gate, parked polls and status in line with what is true now."""
+        is_registered = self._offer is not None
+        self._heart.is_registered = is_registered
+        self._commands.set_registered(is_registered)
+        if is_registered and not self._is_paused and not self._is_draining:
+            self._slots.open()
+        else:
+            self._slots.close()
+        down = "; ".join(server.reason for server in self._servers if not server.is_up)
+        if self._is_draining:
+            self._tell(AgentStatus.DRAINING, reason)
+        elif not is_registered and any(server.is_up for server in self._servers):
+            self._tell(AgentStatus.RECONNECTING, "The server answers again; its grace is not over")
+        elif not is_registered:
+            self._tell(AgentStatus.OFFLINE, down)
+        elif self._is_paused:
+            self._tell(AgentStatus.PAUSED, reason)
+        else:
+            self._tell(AgentStatus.ONLINE, reason or down)
+
+    def _tell(self, status: AgentStatus, reason: str) -> None:
+        if status is self.state.status or self.state.status is AgentStatus.STOPPED:
+            return
+        self.state = AgentState(status, reason, self._disconnects)
+        if self._on_state is not None:
+            try:
+                self._on_state(self.state)
+            except Exception:
+                _log.exception("worker %s: the listener to its state failed", self.worker_id)

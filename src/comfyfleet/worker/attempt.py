@@ -1,0 +1,291 @@
+"""One lease from its receipt to its report: run the job on its service, tell how it ended, stop it when told to.
+
+The connector knows how a job runs, the hub what follows from an end; what lies between is here. Heartbeats are
+`heart.py`'s and the sending of news `news.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Literal
+
+import msgspec
+
+from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release, Report, Settled
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
+from comfyfleet.model.job import JobResult, Timeouts
+from comfyfleet.model.worker import LiveState
+from comfyfleet.ports import Connector, WorkerApi
+from comfyfleet.worker.news import NewsSender, Outbox
+from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
+
+_log = logging.getLogger(__name__)
+
+ReleaseReason = Literal["drain", "cancelled", "declined", "retry"]
+
+# What may have hit the way to the server rather than the run on it.
+_STOPPED_BY_CONNECTOR = frozenset({FailureKind.START_TIMEOUT, FailureKind.STALL_TIMEOUT})
+_MAY_HAVE_FINISHED = frozenset(
+    {
+        FailureKind.TRANSIENT,
+        FailureKind.CRASHED,
+        FailureKind.ACCEPT_TIMEOUT,
+        FailureKind.START_TIMEOUT,
+        FailureKind.STALL_TIMEOUT,
+        FailureKind.UNKNOWN,
+    }
+)
+_LEASE_IS_OVER = frozenset({RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE})
+
+
+class StopReason(Enum):
+    """Why a run is stopped, with what the lease is given back as. None: there is no lease to give back."""
+
+    CANCELLED = "cancelled"
+    RETRY = "retry"
+    DRAIN = "drain"
+    LOST = "lost"
+    ABANDONED = "abandoned"
+
+    @property
+    def release(self) -> ReleaseReason | None:
+        match self:
+            case StopReason.CANCELLED:
+                return "cancelled"
+            case StopReason.RETRY:
+                return "retry"
+            case StopReason.DRAIN:
+                return "drain"
+            case StopReason.LOST | StopReason.ABANDONED:
+                return None
+
+
+class AttemptRun:
+    """The job runs in the task that calls `run`: a job that ends at once costs no task, timer or future."""
+
+    __slots__ = (
+        "_api",
+        "_connector",
+        "_interrupter",
+        "_is_torn_off",
+        "_left",
+        "_live",
+        "_news",
+        "_outbox",
+        "_runner",
+        "_settings",
+        "_stop_reason",
+        "confirmed_at",
+        "job",
+        "ref",
+        "ttl_s",
+    )
+
+    def __init__(
+        self,
+        job: LeasedJob,
+        connector: Connector,
+        api: WorkerApi,
+        news: NewsSender,
+        settings: AgentSettings,
+        live: LiveState | None = None,
+    ) -> None:
+        self.job = with_default_timeouts(job, settings)
+        self.ref = job.ref
+        self.ttl_s = job.ttl_s
+        self.confirmed_at = asyncio.get_running_loop().time()
+        self._connector = connector
+        self._api = api
+        self._news = news
+        self._settings = settings
+        self._live = live
+        self._outbox: Outbox | None = None
+        self._runner: asyncio.Task[object] | None = None
+        """The task to tear off; set only while the service runs the job."""
+        self._stop_reason: StopReason | None = None
+        self._interrupter: asyncio.Task[None] | None = None
+        self._left: asyncio.Event | None = None
+        self._is_torn_off = False
+
+    async def run(self) -> Failure | None:
+        """Ends when nothing is left to do for the lease. Answers the failure that was reported, if one was."""
+        try:
+            started_at = asyncio.get_running_loop().time()
+            outcome = await self._process() if self._stop_reason is None else None
+            seconds = asyncio.get_running_loop().time() - started_at
+            if isinstance(outcome, Failure) and outcome.kind in _MAY_HAVE_FINISHED and not self._stop_reason:
+                outcome = await self._reconcile(outcome)
+            if self._stop_reason is not None:
+                return await self._give_back(outcome, seconds)
+            if isinstance(outcome, JobResult):
+                return await self._complete(outcome, seconds)
+            assert outcome is not None, "a run that nobody stopped has an outcome"
+            return await self._fail(outcome, seconds)
+        finally:
+            if self._outbox is not None:
+                self._outbox.close()
+            if self._interrupter is not None and not self._interrupter.done():
+                self._interrupter.cancel()
+                await asyncio.wait({self._interrupter})
+
+    def stop(self, reason: StopReason) -> None:
+        """Stops the run. Once its end is being reported it is too late: whichever commits first wins."""
+        if self._stop_reason is None:
+            self._stop_reason = reason
+            if self._runner is not None:
+                self._left = asyncio.Event()
+                self._interrupter = asyncio.create_task(self._interrupt())
+        elif reason.release is None:
+            self._stop_reason = reason
+
+    def abandon(self) -> None:
+        self.stop(StopReason.ABANDONED)
+
+    # the run
+
+    async def _process(self) -> JobResult | Failure | None:
+        """None: the run was torn off."""
+        runner = self._runner = asyncio.current_task()
+        assert runner is not None
+        try:
+            return await self._connector.process_job(self.job, self._tell)
+        except ServiceFailed as failed:
+            return failed.failure
+        except asyncio.CancelledError as error:
+            if runner.cancelling() > self._is_torn_off:
+                raise
+            # With nobody to have cancelled us, the connector let its own cancellation escape.
+            return None if self._is_torn_off else _unexpected(error)
+        except Exception as error:
+            return _unexpected(error)
+        finally:
+            self._runner = None
+            if self._is_torn_off:
+                runner.uncancel()
+            if self._left is not None:
+                self._left.set()
+
+    def _tell(self, report: Report) -> None:
+        if self._runner is None:
+            return
+        if self._outbox is None:
+            self._outbox = self._news.outbox()
+        self._news.put(self._outbox, report)
+
+    async def _interrupt(self) -> None:
+        await self._cancel_on_service()
+        assert self._left is not None
+        try:
+            async with asyncio.timeout(self._settings.cancel_settle_s):
+                await self._left.wait()
+        except TimeoutError:
+            pass
+        if self._runner is not None:
+            self._is_torn_off = True
+            self._runner.cancel()
+
+    async def _cancel_on_service(self) -> None:
+        try:
+            async with asyncio.timeout(self._settings.cancel_timeout_s):
+                await self._connector.cancel_job(self.job)
+        except Exception as error:
+            _log.warning("%s could not stop %s: %r", self.job.service, self.ref.attempt_id, error)
+
+    async def _reconcile(self, failure: Failure) -> JobResult | Failure:
+        """The failure may be ours alone: ask the service what became of the attempt before it is run again."""
+        try:
+            async with asyncio.timeout(self._settings.reconcile_timeout_s):
+                found = await self._connector.reconcile(self.job)
+        except Exception:
+            return failure
+        if found.result is not None:
+            return found.result
+        # At its own timeouts a connector has tried to stop the run already; insisting would only keep the job waiting.
+        if found.state in ("waiting", "running") and failure.kind not in _STOPPED_BY_CONNECTOR:
+            await self._cancel_on_service()
+        return failure
+
+    # its end
+
+    async def _give_back(self, outcome: JobResult | Failure | None, seconds: float) -> Failure | None:
+        assert self._stop_reason is not None
+        if self._interrupter is not None:
+            await self._interrupter
+        if self._is_torn_off:
+            # Torn off in the middle of handing the job over, it may have arrived after the first cancel.
+            await self._cancel_on_service()
+        if self._stop_reason is StopReason.DRAIN and isinstance(outcome, JobResult):
+            return await self._complete(outcome, seconds)
+        if (reason := self._stop_reason.release) is not None:
+            await self._flush()
+            await self._report(lambda: self._api.release(Release(self.ref, reason)))
+        return None
+
+    async def _complete(self, result: JobResult, seconds: float) -> Failure | None:
+        await self._flush()
+        call = Completion(self.ref, result, seconds, self._live)
+        refusal = await self._report(lambda: self._api.complete(call))
+        if refusal is None or refusal.code in _LEASE_IS_OVER:
+            return None
+        # Unreported, the job would run again and end the same way.
+        return await self._fail(
+            Failure(FailureKind.UNKNOWN, f"The result was refused ({refusal.code}): {refusal.message}"),
+            seconds,
+        )
+
+    async def _fail(self, failure: Failure, seconds: float) -> Failure | None:
+        await self._flush()
+        call = FailureReport(self.ref, failure, seconds)
+        await self._report(lambda: self._api.fail(call))
+        return failure
+
+    async def _flush(self) -> None:
+        if self._outbox is not None:
+            await self._news.flush(self._outbox)
+
+    async def _report(self, call: Callable[[], Awaitable[Settled]]) -> Refusal | None:
+        """Repeats a report through faults until it is answered or the lease is over. Reports are idempotent."""
+        backoff: Backoff | None = None
+        while True:
+            try:
+                await call()
+                return None
+            except Exception as error:
+                if not is_worth_a_retry(error):
+                    assert isinstance(error, Refusal)
+                    if error.code not in _LEASE_IS_OVER:
+                        _log.warning("the end of %s was refused: %s", self.ref.attempt_id, error)
+                    return error
+                if backoff is None:
+                    backoff = Backoff(self._settings)
+                pause_s = backoff.next_s()
+                is_lost = self._stop_reason is StopReason.LOST
+                if is_lost or asyncio.get_running_loop().time() + pause_s >= self.confirmed_at + self.ttl_s:
+                    _log.warning("the end of %s could not be reported: %r", self.ref.attempt_id, error)
+                    return None
+            await asyncio.sleep(pause_s)
+
+
+def with_default_timeouts(job: LeasedJob, settings: AgentSettings) -> LeasedJob:
+    own = job.timeouts
+    filled = Timeouts(
+        settings.accept_timeout_s if own.accept_s is None else own.accept_s,
+        settings.start_timeout_s if own.start_s is None else own.start_s,
+        settings.stall_timeout_s if own.stall_s is None else own.stall_s,
+        own.total_s,
+    )
+    return job if filled == own else msgspec.structs.replace(job, timeouts=filled)
+
+
+def _unexpected(error: BaseException) -> Failure:
+    return Failure(
+        FailureKind.UNKNOWN,
+        f"The connector raised {type(error).__name__}: {error}",
+        exception_type=type(error).__name__,
+        traceback=tuple(traceback.format_exception(error)),
+    )

@@ -1,0 +1,198 @@
+"""A connector without a server: jobs end as a behaviour says. For tests, benchmarks and simulations.
+
+It keeps the promises of every connector (cancel stops a run and returns once it is over; failures are classified), so
+an agent cannot tell it from a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Literal
+
+from comfyfleet.model.calls import LeasedJob, Report
+from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
+from comfyfleet.model.ids import prompt_id_of
+from comfyfleet.model.job import JobResult
+from comfyfleet.model.worker import Capabilities, LiveState, Service
+from comfyfleet.ports import Inventory, RunningAttempt
+
+Reporter = Callable[[Report], None]
+Behaviour = Callable[[LeasedJob, Reporter], Awaitable[JobResult]]
+Sleep = Callable[[float], Awaitable[object]]
+
+RunState = Literal["running", "completed", "failed", "cancelled"]
+
+_EMPTY = JobResult()
+
+
+def instant(result: JobResult = _EMPTY) -> Behaviour:
+    """Completes at once and tells nothing on the way."""
+
+    async def behave(_job: LeasedJob, _report: Reporter) -> JobResult:
+        return result
+
+    return behave
+
+
+def takes(
+    seconds: float, *, steps: int = 4, sleep: Sleep = asyncio.sleep, result: JobResult = _EMPTY
+) -> Behaviour:
+    """Completes after a time, with the news a real run gives: accepted, started, each step."""
+
+    async def behave(job: LeasedJob, report: Reporter) -> JobResult:
+        report(Report(job.ref, NewsKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
+        report(Report(job.ref, NewsKind.STARTED))
+        for step in range(steps):
+            await sleep(seconds / steps)
+            report(Report(job.ref, NewsKind.PROGRESS, {"value": step + 1, "max": steps}))
+        if not steps:
+            await sleep(seconds)
+        return result
+
+    return behave
+
+
+def fails(failure: Failure, times: int | None = None, then: Behaviour | None = None) -> Behaviour:
+    """Fails so many times (None: always), then behaves as told, at once by default."""
+    left = times
+    afterwards = then or instant()
+
+    async def behave(job: LeasedJob, report: Reporter) -> JobResult:
+        nonlocal left
+        if left is None or left > 0:
+            left = None if left is None else left - 1
+            raise ServiceFailed(failure)
+        return await afterwards(job, report)
+
+    return behave
+
+
+def hangs() -> Behaviour:
+    """Runs until it is cancelled."""
+
+    async def behave(job: LeasedJob, report: Reporter) -> JobResult:
+        report(Report(job.ref, NewsKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
+        report(Report(job.ref, NewsKind.STARTED))
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
+
+    return behave
+
+
+class SimulatedRun:
+    """One call of `process_job`, kept for whoever wants to know what happened."""
+
+    __slots__ = ("job", "state", "task")
+
+    def __init__(self, job: LeasedJob) -> None:
+        self.job = job
+        self.state: RunState = "running"
+        self.task: asyncio.Task[JobResult] | None = None
+
+
+class SimulatedConnector:
+    """`behaviour` is a function, a number of seconds, or None for at once.
+
+    What the pretended server is can be changed at any time: `capabilities`, `live`, `boot`, `is_healthy`.
+    """
+
+    def __init__(
+        self,
+        service_name: str = "comfyui",
+        capabilities: Capabilities | None = None,
+        behaviour: Behaviour | float | None = None,
+        *,
+        live: LiveState | None = None,
+        sleep: Sleep = asyncio.sleep,
+        keep_runs: int = 1000,
+    ) -> None:
+        self.service_name = service_name
+        self.capabilities = capabilities or Capabilities(services=(Service(service_name),))
+        self.live = live or LiveState()
+        self.boot = "1"
+        self.is_healthy = True
+        self.on_connection: Callable[[bool], None] | None = None
+        if isinstance(behaviour, (int, float)):
+            behaviour = takes(behaviour, sleep=sleep)
+        self._behaviour = behaviour
+        self.runs: deque[SimulatedRun] = deque(maxlen=keep_runs)
+        """The newest ones."""
+        self.run_count = 0
+        self.cancels: deque[LeasedJob] = deque(maxlen=keep_runs)
+        self.inventory_count = 0
+        self.is_open = False
+        self._running: dict[str, SimulatedRun] = {}
+
+    # what happens to the pretended server
+
+    def go_down(self) -> None:
+        self.is_healthy = False
+        if self.on_connection is not None:
+            self.on_connection(False)
+
+    def come_back(self, *, restarted: bool = False) -> None:
+        self.is_healthy = True
+        if restarted:
+            self.boot = str(int(self.boot) + 1)
+        if self.on_connection is not None:
+            self.on_connection(True)
+
+    # the port
+
+    async def open(self) -> None:
+        self.is_open = True
+
+    async def close(self) -> None:
+        self.is_open = False
+
+    async def inventory(self) -> Inventory:
+        if not self.is_healthy:
+            raise ConnectionError(f"the simulated {self.service_name} is down")
+        self.inventory_count += 1
+        return Inventory(self.capabilities, self.live, self.boot)
+
+    async def check_health(self) -> bool:
+        return self.is_healthy
+
+    async def process_job(self, job: LeasedJob, report: Reporter) -> JobResult:
+        self.run_count += 1
+        run = SimulatedRun(job)
+        self.runs.append(run)
+        if self._behaviour is None:
+            run.state = "completed"
+            return _EMPTY
+        self._running[job.attempt_id] = run
+        # A task of its own, so that a cancel of the job is not a cancel of whoever waits for it.
+        run.task = asyncio.ensure_future(self._behaviour(job, report))
+        try:
+            result = await run.task
+        except asyncio.CancelledError:
+            is_job_cancelled, run.state = run.state == "cancelled", "cancelled"
+            caller = asyncio.current_task()
+            if not is_job_cancelled or (caller is not None and caller.cancelling()):
+                raise
+            raise ServiceFailed(
+                Failure(FailureKind.INTERRUPTED, "The simulated run was cancelled.")
+            ) from None
+        except BaseException:
+            run.state = "failed"
+            raise
+        finally:
+            del self._running[job.attempt_id]
+        run.state = "completed"
+        return result
+
+    async def cancel_job(self, job: LeasedJob) -> None:
+        self.cancels.append(job)
+        run = self._running.get(job.attempt_id)
+        if run is not None and run.task is not None:
+            run.state = "cancelled"
+            run.task.cancel()
+            await asyncio.wait({run.task})
+
+    async def reconcile(self, job: LeasedJob) -> RunningAttempt:
+        run = self._running.get(job.attempt_id)
+        return RunningAttempt("unknown" if run is None else run.state)

@@ -1,0 +1,140 @@
+"""What running attempts have to tell, gathered for a few milliseconds and sent in one call.
+
+Progress and previews give way to newer ones of the same lease; everything else is kept, in order. What an answer says
+(lost leases, commands) is passed on, not understood here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from comfyfleet.model.calls import Beat, Report
+from comfyfleet.model.fact import NewsKind
+from comfyfleet.ports import WorkerApi
+from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
+
+
+class Outbox:
+    """The unsent reports of one lease."""
+
+    __slots__ = ("_bound", "_count", "in_flight", "is_closed", "pending")
+
+    def __init__(self, bound: int) -> None:
+        self.pending: dict[NewsKind | int, Report] = {}
+        self.in_flight: asyncio.Future[None] | None = None
+        self.is_closed = False
+        self._bound = bound
+        self._count = 0
+
+    def add(self, report: Report) -> None:
+        key: NewsKind | int
+        if report.kind is NewsKind.PROGRESS or report.kind is NewsKind.PREVIEW:
+            key = report.kind
+            # Taken out first, so that the newer one stands where it belongs in the order.
+            self.pending.pop(key, None)
+        else:
+            self._count += 1
+            key = self._count
+            if len(self.pending) >= self._bound:
+                del self.pending[next(iter(self.pending))]
+        self.pending[key] = report
+
+    def put_back(self, unsent: dict[NewsKind | int, Report]) -> None:
+        newer, self.pending = self.pending, unsent
+        for key, report in newer.items():
+            self.pending.pop(key, None)
+            self.pending[key] = report
+
+    def close(self) -> None:
+        self.is_closed = True
+        self.pending = {}
+
+
+class NewsSender:
+    def __init__(self, api: WorkerApi, settings: AgentSettings, on_beat: Callable[[Beat], None]) -> None:
+        self._api = api
+        self._settings = settings
+        self._on_beat = on_beat
+        self._waiting: dict[Outbox, None] = {}
+        self._wake = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def outbox(self) -> Outbox:
+        return Outbox(self._settings.max_pending_reports)
+
+    def put(self, outbox: Outbox, report: Report) -> None:
+        outbox.add(report)
+        self._waiting[outbox] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._settings.batch_s, self._ring)
+
+    async def run(self) -> None:
+        """Sends what has been gathered, for ever."""
+        backoff = Backoff(self._settings)
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                if not (outboxes := [outbox for outbox in self._waiting if outbox.pending]):
+                    continue
+                try:
+                    await self._send_marked(outboxes)
+                    backoff.reset()
+                except Exception:
+                    await asyncio.sleep(backoff.next_s())
+                    self._wake.set()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    async def flush(self, outbox: Outbox) -> None:
+        """Sends what is left of one lease before its end is reported; gives up after a while."""
+        if outbox.in_flight is None and not outbox.pending:
+            return
+        try:
+            async with asyncio.timeout(self._settings.flush_s):
+                backoff = Backoff(self._settings)
+                while outbox.in_flight is not None:
+                    await asyncio.wait({outbox.in_flight})
+                while outbox.pending:
+                    try:
+                        await self._send([outbox])
+                    except Exception:
+                        await asyncio.sleep(backoff.next_s())
+        except TimeoutError:
+            pass
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._wake.set()
+
+    async def _send_marked(self, outboxes: Sequence[Outbox]) -> None:
+        done = asyncio.get_running_loop().create_future()
+        for outbox in outboxes:
+            outbox.in_flight = done
+        try:
+            await self._send(outboxes)
+        finally:
+            for outbox in outboxes:
+                outbox.in_flight = None
+            done.set_result(None)
+
+    async def _send(self, outboxes: Sequence[Outbox]) -> None:
+        taken = [(outbox, outbox.pending) for outbox in outboxes]
+        for outbox in outboxes:
+            outbox.pending = {}
+            self._waiting.pop(outbox, None)
+        try:
+            beat = await self._api.progress([report for _, reports in taken for report in reports.values()])
+        except BaseException as error:
+            # A batch that was refused stays refused; any other may have been lost on the way.
+            if not isinstance(error, Exception) or is_worth_a_retry(error):
+                for outbox, reports in taken:
+                    if not outbox.is_closed:
+                        outbox.put_back(reports)
+                        self._waiting[outbox] = None
+                raise
+            return
+        self._on_beat(beat)

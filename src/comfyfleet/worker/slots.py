@@ -1,0 +1,133 @@
+"""The slots of an agent: each polls, hands over what it got, and polls again; all can be called back from their polls.
+
+A parked poll is an idle slot, so closing the gate here is what takes a worker out of the matching. What becomes of a
+lease is for whoever takes it (`agent.py`, `attempt.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from comfyfleet.model.calls import LeasedJob, Poll
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.ports import WorkerApi
+from comfyfleet.worker.settings import AgentSettings, Backoff
+
+_log = logging.getLogger(__name__)
+
+_LONGEST_TURN_S = 0.01
+"""A slot whose calls all end at once still lets the others run this often."""
+
+
+class Slots:
+    """`take` runs a lease to its end. `register_again` is called when the other side does not know the worker, with
+    what `registration` said before the poll.
+    """
+
+    def __init__(
+        self,
+        api: WorkerApi,
+        worker_id: WorkerId,
+        settings: AgentSettings,
+        take: Callable[[LeasedJob], Awaitable[None]],
+        registration: Callable[[], int],
+        register_again: Callable[[int], Awaitable[None]],
+    ) -> None:
+        self.quiet = asyncio.Event()
+        """Set while every slot rests: nothing is polled, run or reported."""
+        self._api = api
+        self._worker_id = worker_id
+        self._settings = settings
+        self._take = take
+        self._registration = registration
+        self._register_again = register_again
+        self._gate = asyncio.Event()
+        self._parked: set[asyncio.Task[Any]] = set()
+        self._recalled: set[asyncio.Task[Any]] = set()
+        self._resting = 0
+        # The same poll asked again must have the same id, another one never: also after a restart under one name.
+        self._poll_prefix = secrets.token_hex(8)
+        self._polls = 0
+
+    def open(self) -> None:
+        self._gate.set()
+
+    def close(self) -> None:
+        """Takes nothing more. What runs goes on."""
+        self._gate.clear()
+        self.recall()
+
+    def recall(self) -> None:
+        """Ends the parked polls; while the gate is open they are asked again at once, under the same ids."""
+        # The task that calls is not parked, whatever it was about to do.
+        for task in self._parked - self._recalled - {asyncio.current_task()}:
+            self._recalled.add(task)
+            task.cancel()
+
+    async def run_one(self) -> None:
+        """The life of one slot."""
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(self._settings)
+        poll: Poll | None = None
+        turn_ends_at = loop.time() + _LONGEST_TURN_S
+        while True:
+            if not self._gate.is_set():
+                await self._rest()
+            if poll is None:
+                self._polls += 1
+                poll_id = PollId(f"{self._poll_prefix}-{self._polls}")
+                poll = Poll(self._worker_id, poll_id, self._settings.poll_wait_s)
+            is_answered, job = await self._poll(poll, backoff)
+            if not is_answered:
+                # The answer may be lost, not the lease: the same poll is asked again.
+                continue
+            poll = None
+            if job is not None:
+                await self._take(job)
+            if loop.time() >= turn_ends_at:
+                await asyncio.sleep(0)
+                turn_ends_at = loop.time() + _LONGEST_TURN_S
+
+    async def _rest(self) -> None:
+        self._resting += 1
+        if self._resting == self._settings.slots:
+            self.quiet.set()
+        try:
+            await self._gate.wait()
+        finally:
+            self._resting -= 1
+            self.quiet.clear()
+
+    async def _poll(self, poll: Poll, backoff: Backoff) -> tuple[bool, LeasedJob | None]:
+        """Whether there was an answer, and the answer."""
+        task = asyncio.current_task()
+        assert task is not None
+        registration = self._registration()
+        self._parked.add(task)
+        try:
+            try:
+                job = await self._api.poll(poll)
+                backoff.reset()
+                return True, job
+            except Refusal as refusal:
+                if refusal.code is RefusalCode.NOT_FOUND:
+                    await self._register_again(registration)
+                else:
+                    _log.warning("worker %s: a poll was refused: %s", self._worker_id, refusal)
+            except Exception as error:
+                _log.info("worker %s: a poll was not answered: %r", self._worker_id, error)
+            await asyncio.sleep(backoff.next_s())
+        except asyncio.CancelledError:
+            if task.cancelling() > (task in self._recalled):
+                raise
+        finally:
+            self._parked.discard(task)
+            if task in self._recalled:
+                self._recalled.discard(task)
+                task.uncancel()
+        return False, None
