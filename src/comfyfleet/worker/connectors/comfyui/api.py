@@ -1,0 +1,188 @@
+"""HTTP to one ComfyUI server: one method for each question, an answer or `Unreachable`.
+
+Owns the session, timeouts, credentials and the reading of JSON that is not quite JSON. It never repeats a request:
+whether that is safe is known only to those who ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from comfyfleet.model.job import OutputFile
+from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, ServerAddress
+
+LARGE_BODY = 1 << 20
+"""JSON beyond this size is parsed in a thread: a catalogue of nodes has megabytes."""
+
+
+class Unreachable(Exception):
+    """No useful answer came. What was asked for may have happened all the same, unless the connection was refused."""
+
+    def __init__(
+        self, reason: str, *, is_refused: bool = False, is_timeout: bool = False, status: int | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.status = status
+        """Of an answer that was no use."""
+        self.is_refused = is_refused
+        self.is_timeout = is_timeout
+
+
+class Answer(msgspec.Struct, frozen=True):
+    status: int
+    body: Any
+    """Parsed where it is JSON, else its text."""
+
+    @property
+    def is_ok(self) -> bool:
+        return 200 <= self.status < 300
+
+
+class Upload(msgspec.Struct, frozen=True):
+    """A file to place in the server's input folder."""
+
+    filename: str
+    data: bytes
+    subfolder: str
+    original: dict[str, str] | None = None
+    """For a mask: the image it is laid upon."""
+
+
+class Api:
+    """The session with one server, from `open` to `close`."""
+
+    def __init__(self, address: ServerAddress, settings: ComfyUISettings) -> None:
+        self.address = address
+        self._settings = settings
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        if self._session is not None:
+            return
+        headers = dict(self._settings.headers)
+        if self.address.user is not None and "authorization" not in {name.lower() for name in headers}:
+            secret = f"{self.address.user}:{self.address.password}".encode()
+            headers["Authorization"] = f"Basic {base64.b64encode(secret).decode()}"
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._settings.verify_tls),
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            raise RuntimeError("the ComfyUI connector is not open: call open() first")
+        return self._session
+
+    async def submit(self, graph: dict[str, Any], prompt_id: str, client_id: str, timeout_s: float) -> Answer:
+        # Never a `number`: two prompts with one number and one id kill the server's worker thread.
+        body = {"prompt": graph, "prompt_id": prompt_id, "client_id": client_id}
+        return await self._ask("POST", "/prompt", timeout_s, json=body)
+
+    async def queue(self) -> Answer:
+        return await self._ask("GET", "/queue")
+
+    async def history(self, prompt_id: str) -> Answer:
+        return await self._ask("GET", f"/history/{quote(prompt_id, safe='')}")
+
+    async def queue_length(self) -> Answer:
+        return await self._ask("GET", "/prompt")
+
+    async def delete(self, prompt_id: str) -> Answer:
+        return await self._ask("POST", "/queue", json={"delete": [prompt_id]})
+
+    async def interrupt(self, prompt_id: str) -> Answer:
+        return await self._ask("POST", "/interrupt", json={"prompt_id": prompt_id})
+
+    async def system_stats(self) -> Answer:
+        return await self._ask("GET", "/system_stats")
+
+    async def get(self, path: str, timeout_s: float) -> Answer:
+        return await self._ask("GET", path, timeout_s)
+
+    async def upload(self, upload: Upload) -> Answer:
+        form = aiohttp.FormData()
+        form.add_field(
+            "image", upload.data, filename=upload.filename, content_type="application/octet-stream"
+        )
+        form.add_field("subfolder", upload.subfolder)
+        form.add_field("type", "input")
+        form.add_field("overwrite", "true")
+        path = "/upload/image"
+        if upload.original is not None:
+            path = "/upload/mask"
+            form.add_field("original_ref", json.dumps(upload.original))
+        return await self._ask("POST", path, self._settings.transfer_s, data=form)
+
+    @asynccontextmanager
+    async def view(self, file: OutputFile) -> AsyncIterator[aiohttp.ClientResponse]:
+        query = {"filename": file.filename, "subfolder": file.subfolder, "type": file.folder}
+        async with (
+            _reaching(),
+            self.session.get(
+                self.address.url("/view"),
+                params=query,
+                timeout=self._timeout(self._settings.transfer_s),
+                allow_redirects=False,
+            ) as response,
+        ):
+            yield response
+
+    async def _ask(self, method: str, path: str, timeout_s: float | None = None, **content: Any) -> Answer:
+        timeout = self._timeout(self._settings.request_s if timeout_s is None else timeout_s)
+        async with (
+            _reaching(),
+            # Redirected, a POST would arrive as a GET and look like success, and credentials would go astray.
+            self.session.request(
+                method, self.address.url(path), timeout=timeout, allow_redirects=False, **content
+            ) as response,
+        ):
+            body = await response.read()
+            return Answer(response.status, await read_json(body))
+
+    def _timeout(self, total_s: float) -> aiohttp.ClientTimeout:
+        return aiohttp.ClientTimeout(total=total_s, sock_connect=min(total_s, self._settings.connect_s))
+
+
+@asynccontextmanager
+async def _reaching() -> AsyncIterator[None]:
+    try:
+        yield
+    except aiohttp.ClientConnectorError as error:
+        raise Unreachable(str(error), is_refused=True) from error
+    except aiohttp.ConnectionTimeoutError as error:
+        # The connection was never made, so nothing was sent.
+        raise Unreachable("no connection in time", is_refused=True) from error
+    except TimeoutError as error:
+        raise Unreachable("no answer in time", is_timeout=True) from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise Unreachable(f"the connection was lost: {error!r}") from error
+
+
+async def read_json(body: bytes) -> Any:
+    """The parsed body, or its text where it is none. NaN and infinities are read as such."""
+    if len(body) > LARGE_BODY:
+        return await asyncio.to_thread(_parse, body)
+    return _parse(body)
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):
+        return body.decode("utf-8", "replace").strip()

@@ -1,0 +1,365 @@
+"""The ComfyUI connector: the port `Connector` for one server.
+
+Owns what is shared by the attempts on that server (session, websocket, prompts on their way) and the order of their
+steps. What each step means is in the modules beside it; leases, retries and routing are known to neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from comfyfleet.model.calls import LeasedJob, Report
+from comfyfleet.model.failure import FailureKind, ServiceFailed
+from comfyfleet.model.ids import prompt_id_of
+from comfyfleet.model.job import JobResult, OutputFile
+from comfyfleet.model.worker import Capabilities, LiveState
+from comfyfleet.model.workflow import (
+    InvalidWorkflow,
+    Workflow,
+    parse_workflow,
+    read_needs,
+    with_filename_prefix,
+)
+from comfyfleet.ports import Inventory, RunningAttempt
+from comfyfleet.worker.connectors.comfyui import failures, inventory
+from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.attachments import place
+from comfyfleet.worker.connectors.comfyui.failures import fail
+from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, Machine
+from comfyfleet.worker.connectors.comfyui.listener import Listener
+from comfyfleet.worker.connectors.comfyui.outputs import read_entry
+from comfyfleet.worker.connectors.comfyui.run import Run
+from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, parse_address
+from comfyfleet.worker.connectors.comfyui.stopping import Stopped, parse_version, stop
+from comfyfleet.worker.connectors.comfyui.submission import Accepted, Submission, Unwanted
+from comfyfleet.worker.connectors.comfyui.truth import State, look_up
+
+log = logging.getLogger(__name__)
+
+CHUNK = 1 << 18
+
+T = TypeVar("T")
+
+
+class ComfyUI:
+    """One ComfyUI server as a `Connector`. Also an async context manager: it opens and closes."""
+
+    service_name = "comfyui"
+
+    def __init__(
+        self, url: str, settings: ComfyUISettings | None = None, declared: Capabilities | None = None
+    ) -> None:
+        self.address = parse_address(url)
+        self.settings = settings or ComfyUISettings()
+        self._declared = declared
+        self._api = Api(self.address, self.settings)
+        self._listener: Listener | None = None
+        self._client_id = ""
+        self._runs: dict[str, Run] = {}
+        self._submits: dict[str, asyncio.Task[Accepted]] = {}
+        self._chores: set[asyncio.Task[Any]] = set()
+        self._boot = BootWatch()
+        self._losses_seen = 0
+        self._machine: Machine | None = None
+        self._live = LiveState()
+
+    @property
+    def server_id(self) -> str:
+        return self.address.server_id
+
+    async def __aenter__(self) -> ComfyUI:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def open(self) -> None:
+        """Does not fail when the server is away: it is listened for until it comes."""
+        if self._listener is not None:
+            return
+        await self._api.open()
+        self._client_id = uuid.uuid4().hex
+        self._losses_seen = 0
+        self._listener = Listener(self._api, self.settings, self._client_id, self._restarted)
+        self._listener.start()
+
+    async def close(self) -> None:
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        # A prompt on its way is waited for a little: cut off, nobody would know whether it arrived.
+        if self._submits:
+            await asyncio.wait(set(self._submits.values()), timeout=self.settings.close_s)
+        for task in self._chores:
+            task.cancel()
+        if self._chores:
+            await asyncio.wait(set(self._chores))
+        await listener.close()
+        await self._api.close()
+
+    # the port
+
+    async def check_health(self) -> bool:
+        try:
+            answer = await self._api.queue_length()
+        except Unreachable:
+            return False
+        return answer.is_ok and isinstance(answer.body, dict)
+
+    async def inventory(self) -> Inventory:
+        """Raises `ServiceFailed` when the server does not tell."""
+        try:
+            await self._notice_restart()
+            service, machine = await inventory.ask(
+                self._api, self.settings.inventory_s, self.settings.providers
+            )
+        except Unreachable as error:
+            raise fail(FailureKind.TRANSIENT, f"The server did not tell what it has: {error}") from error
+        self._machine = machine
+        return Inventory(
+            capabilities=inventory.combine(self._declared, service, machine),
+            live=inventory.live_state(machine, self._live),
+            boot=self._boot.value,
+        )
+
+    async def process_job(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+        listener = self._listening()
+        prompt_id = prompt_id_of(job.attempt_id)
+        if prompt_id in self._runs:
+            raise fail(FailureKind.UNKNOWN, f"Attempt {job.attempt_id} is already running here.")
+        workflow = self._prepare(job, prompt_id)
+        # Known from the first step on, so that a cancel finds it at any time.
+        run = self._runs[prompt_id] = Run(job, prompt_id, report, self._api, listener, self.settings)
+        listener.attach(prompt_id, run)
+        try:
+            await self._learn()
+            run.vram_gb = self._vram_gb
+            workflow = await self._place(job, workflow, prompt_id)
+            # Cached results are finished before the submit is answered: listen first.
+            await listener.wait_open(self.settings.listen_s)
+            accepted = await self._submit(run, workflow.to_graph(), job.timeouts.accept_s)
+            run.accepted(accepted.number)
+            result = await run.until_end(lambda: self._take_back(prompt_id))
+        finally:
+            listener.detach(prompt_id)
+            del self._runs[prompt_id]
+            run.close()
+        self._boot.remembered = prompt_id
+        self._live = LiveState(loaded_models=read_needs(workflow).models, last_workflow=job.workflow_hash)
+        return result
+
+    async def cancel_job(self, job: LeasedJob) -> None:
+        """Raises `ServiceFailed` when the prompt could not be stopped in time."""
+        self._listening()
+        prompt_id = prompt_id_of(job.attempt_id)
+        run = self._runs.get(prompt_id)
+        if run is not None:
+            run.cancelled()
+        await self._learn()
+        stopped = await self._stop_all_of(prompt_id)
+        if run is not None:
+            run.stopped(stopped.standing)
+
+    async def reconcile(self, job: LeasedJob) -> RunningAttempt:
+        """States besides those of the port: `completed` with its result, `interrupted`, `failed`."""
+        try:
+            standing = await look_up(self._api, prompt_id_of(job.attempt_id))
+        except Unreachable as error:
+            raise fail(FailureKind.TRANSIENT, f"The server could not be asked: {error}") from error
+        if standing.entry is None:
+            return RunningAttempt(standing.state.value)
+        outcome = read_entry(standing.entry, self.address.base, included=job.include_outputs)
+        if isinstance(outcome, JobResult):
+            return RunningAttempt("completed", outcome)
+        return RunningAttempt("interrupted" if outcome.kind is FailureKind.INTERRUPTED else "failed")
+
+    # files
+
+    async def fetch(self, file: OutputFile) -> bytes:
+        """The content of a file the server has. Raises `ServiceFailed`."""
+        parts: list[bytes] = []
+        await self._stream(file, parts.append)
+        return b"".join(parts)
+
+    async def save(self, file: OutputFile, path: Path) -> int:
+        """Stream a file of the server to a path; the number of bytes. Raises `ServiceFailed`."""
+        with path.open("wb") as target:
+            return await self._stream(file, target.write)
+
+    async def _stream(self, file: OutputFile, write: Callable[[bytes], object]) -> int:
+        size = 0
+        try:
+            async with self._api.view(file) as response:
+                if response.status != 200:
+                    what = f"the file {file.filename!r} in {file.folder}/{file.subfolder}"
+                    raise ServiceFailed(failures.refused_file(response.status, what))
+                async for chunk in response.content.iter_chunked(CHUNK):
+                    write(chunk)
+                    size += len(chunk)
+        except Unreachable as error:
+            raise fail(
+                FailureKind.TRANSIENT, f"The file {file.filename!r} did not arrive: {error}"
+            ) from error
+        return size
+
+    # the steps of an attempt
+
+    def _listening(self) -> Listener:
+        if self._listener is None:
+            raise RuntimeError("the ComfyUI connector is not open: call open() first")
+        return self._listener
+
+    def _prepare(self, job: LeasedJob, prompt_id: str) -> Workflow:
+        try:
+            # A graph that this turns away could kill the server's only worker thread.
+            workflow = parse_workflow(job.workflow)
+            # Outputs of two attempts never mix, and a cached run never names a file that is gone.
+            return with_filename_prefix(workflow, f"{self.settings.subfolder}/{prompt_id}")
+        except InvalidWorkflow as error:
+            raise ServiceFailed(failures.invalid_workflow(error)) from error
+
+    async def _place(self, job: LeasedJob, workflow: Workflow, prompt_id: str) -> Workflow:
+        folder = f"{self.settings.subfolder}/{prompt_id}"
+        try:
+            return await place(self._api, self.settings, job.attachments, workflow, folder)
+        except InvalidWorkflow as error:
+            raise ServiceFailed(failures.invalid_workflow(error)) from error
+
+    async def _submit(self, run: Run, graph: dict[str, Any], accept_s: float | None) -> Accepted:
+        if run.is_cancelled:
+            raise fail(FailureKind.INTERRUPTED, "The attempt was cancelled before it was submitted.")
+        prompt_id = run.prompt_id
+        submission = Submission(self._api, self.settings, graph, prompt_id, self._client_id)
+        # A task of its own: cut off in the middle, a submit may arrive all the same, and nobody would know.
+        task = self._chore(submission.submit(self.settings.accept_s if accept_s is None else accept_s))
+        self._submits[prompt_id] = task
+        task.add_done_callback(lambda _: self._submits.pop(prompt_id, None))
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            self._chore(self._take_back_when_submitted(prompt_id, task, submission))
+            raise
+        if task.cancelled():
+            raise fail(FailureKind.INTERRUPTED, "The attempt was cancelled while it was submitted.")
+        try:
+            accepted = task.result()
+        except Unwanted as unwanted:
+            await self._take_back(unwanted.prompt_id)
+            raise unwanted.failure from unwanted
+        except ServiceFailed:
+            if submission.may_arrive_late:
+                self._chore(self._sweep(prompt_id))
+            raise
+        if accepted.is_fresh and self._boot.numbered(accepted.number, len(self._runs)):
+            self._machine = None
+        return accepted
+
+    async def _take_back_when_submitted(
+        self, prompt_id: str, task: asyncio.Task[Accepted], submission: Submission
+    ) -> None:
+        await asyncio.wait({task})
+        if not task.cancelled() and (task.exception() is None or submission.may_arrive_late):
+            await self._sweep(prompt_id)
+
+    async def _sweep(self, prompt_id: str) -> None:
+        """Remove a prompt that nobody waits for, should it turn up late."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.settings.sweep_s
+        while loop.time() < deadline:
+            try:
+                stopped = await self._stop(prompt_id, deadline - loop.time())
+            except Unreachable:
+                return
+            if stopped.was_seen or stopped.standing.state is State.ENDED:
+                return
+            await asyncio.sleep(min(self.settings.poll_s, max(self.settings.settle_s, 0.05)))
+
+    async def _take_back(self, prompt_id: str) -> None:
+        """With bounded effort: what cannot be stopped now is left to the server."""
+        try:
+            await self._stop(prompt_id, self.settings.stop_s)
+        except Unreachable as error:
+            log.warning("prompt %s on %s could not be stopped: %s", prompt_id, self.server_id, error)
+
+    async def _stop(self, prompt_id: str, within_s: float) -> Stopped:
+        version = parse_version(self._machine.version) if self._machine is not None else None
+        return await stop(self._api, self.settings, prompt_id, version, within_s)
+
+    async def _stop_all_of(self, prompt_id: str) -> Stopped:
+        """Stop the prompt, and again when its submit was still under way."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.settings.cancel_s
+        while True:
+            submit = self._submits.get(prompt_id)
+            # Asked before the look: a submit that gets through in between is seen the next time round.
+            was_submitted = submit is None or submit.done()
+            try:
+                stopped = await self._stop(prompt_id, deadline - loop.time())
+            except Unreachable as error:
+                raise fail(
+                    FailureKind.CRASHED,
+                    f"The server could not be reached to stop prompt {prompt_id}: {error}",
+                ) from error
+            if stopped.standing.state in (State.WAITING, State.RUNNING):
+                raise fail(
+                    FailureKind.STALL_TIMEOUT,
+                    f"Prompt {prompt_id} was asked to stop for {self.settings.cancel_s:g} s and is still "
+                    f"{stopped.standing.state.value}: a node does not react, or the worker thread is dead.",
+                )
+            if submit is None or was_submitted:
+                return stopped
+            if stopped.was_seen or stopped.standing.state is State.ENDED or loop.time() >= deadline:
+                # It has arrived (or will be swept): nothing more can come of the answer.
+                submit.cancel()
+                if not stopped.was_seen:
+                    self._chore(self._sweep(prompt_id))
+                return stopped
+            await asyncio.wait({submit}, timeout=self.settings.cancel_interval_s)
+
+    # what is known of the server
+
+    @property
+    def _vram_gb(self) -> float | None:
+        return (self._machine.hardware.gpu.memory_gb or None) if self._machine is not None else None
+
+    async def _learn(self) -> None:
+        """The version decides how a run may be interrupted. Not to know it is taken as the oldest."""
+        if self._machine is not None:
+            return
+        try:
+            answer = await self._api.system_stats()
+        except Unreachable:
+            return
+        if answer.is_ok and isinstance(answer.body, dict):
+            self._machine = inventory.read_machine(answer.body)
+
+    def _restarted(self) -> None:
+        self._boot.restarted()
+        self._machine = None
+        self._live = LiveState()
+
+    async def _notice_restart(self) -> None:
+        losses = self._listening().losses
+        remembered = self._boot.remembered
+        if remembered is not None and losses > self._losses_seen:
+            standing = await look_up(self._api, remembered)
+            if standing.state is State.UNKNOWN:
+                self._restarted()
+        self._losses_seen = losses
+
+    def _chore(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chore_done)
+        return task
+
+    def _chore_done(self, task: asyncio.Task[Any]) -> None:
+        self._chores.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.debug("%s: %r", self.server_id, task.exception())

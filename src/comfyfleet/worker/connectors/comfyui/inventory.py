@@ -1,0 +1,179 @@
+"""What a server really has: its node classes, models, card and memory.
+
+Owns the reading of `/object_info`, `/models`, `/embeddings` and `/system_stats`, and the signs by which a restart is
+noticed. No list of ComfyUI is complete by itself, so models are the union of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from comfyfleet.model.worker import Capabilities, Gpu, Hardware, LiveState, Memory, Service
+from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
+
+GIGABYTE = 1024**3
+MAX_FOLDERS = 200
+NOT_MODELS = frozenset({"configs", "custom_nodes"})
+_DEVICE = re.compile(r"^(?:\w+:\d+ )?(?P<name>.*?)(?: : .*)?$")
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What `/system_stats` tells."""
+
+    version: str | None = None
+    hardware: Hardware = Hardware()
+    free_vram_gb: float | None = None
+    available_ram_gb: float | None = None
+
+
+class BootWatch:
+    """Notices that a server was started anew. No endpoint tells, so it goes by signs.
+
+    They are: connections refused after the socket was lost; queue numbers that begin again; a prompt that had ended
+    and is forgotten, after the socket was lost. A value is never used twice, by another connector neither.
+    """
+
+    def __init__(self) -> None:
+        self._instance = uuid.uuid4().hex[:12]
+        self._count = 0
+        self._highest: float | None = None
+        self.remembered: str | None = None
+        """A prompt id that the server's history had."""
+
+    @property
+    def value(self) -> str:
+        return f"{self._instance}-{self._count}"
+
+    def restarted(self) -> None:
+        self._count += 1
+        self._highest = None
+        self.remembered = None
+
+    def numbered(self, number: float | None, under_way: int) -> bool:
+        """Whether this queue number of a fresh submit shows a restart; others under way may be answered late."""
+        if number is None:
+            return False
+        is_reset = self._highest is not None and number + under_way < self._highest
+        if is_reset:
+            self.restarted()
+        self._highest = max(number, self._highest or 0)
+        return is_reset
+
+
+async def ask(api: Api, timeout_s: float, providers: tuple[str, ...]) -> tuple[Service, Machine]:
+    """Raises `Unreachable` when the server does not tell what it is or what nodes it has."""
+    stats = await _object(api, "/system_stats", timeout_s)
+    nodes = await _object(api, "/object_info", timeout_s)
+    embeddings = await _names(api, "/embeddings", timeout_s)
+    folders = await _names(api, "/models", timeout_s)
+    listings = [
+        await _names(api, f"/models/{quote(folder, safe='')}", timeout_s)
+        for folder in folders[:MAX_FOLDERS]
+        if folder not in NOT_MODELS
+    ]
+    machine = read_machine(stats)
+    models = combo_models(nodes).union(embeddings, *listings)
+    service = Service(
+        name="comfyui",
+        providers=providers,
+        version=machine.version,
+        # A graph names models with '/' between folders, whatever the server's system writes.
+        models=frozenset(model.replace("\\", "/") for model in models),
+        node_classes=frozenset(nodes),
+    )
+    return service, machine
+
+
+def combo_models(object_info: Mapping[str, Any]) -> set[str]:
+    """File names of models among the choices of any node's inputs."""
+    found: set[str] = set()
+    for content in object_info.values():
+        inputs = content.get("input") if isinstance(content, Mapping) else None
+        for group in inputs.values() if isinstance(inputs, Mapping) else ():
+            for config in group.values() if isinstance(group, Mapping) else ():
+                found.update(filter(looks_like_model, choices_of(config)))
+    return found
+
+
+def read_machine(stats: Mapping[str, Any]) -> Machine:
+    system = stats.get("system")
+    system = system if isinstance(system, Mapping) else {}
+    listing = stats.get("devices")
+    devices = [
+        device
+        for device in (listing if isinstance(listing, list) else [])
+        if isinstance(device, Mapping) and device.get("type") != "cpu"
+    ]
+    version = system.get("comfyui_version")
+    return Machine(
+        version=version if isinstance(version, str) else None,
+        hardware=Hardware(gpu=_gpu(devices), memory=Memory(_sold_gb(system.get("ram_total")))),
+        free_vram_gb=_smallest(device.get("vram_free") for device in devices),
+        available_ram_gb=_smallest([system.get("ram_free")]),
+    )
+
+
+def live_state(machine: Machine, remembered: LiveState) -> LiveState:
+    return msgspec.structs.replace(
+        remembered, free_vram_gb=machine.free_vram_gb, available_ram_gb=machine.available_ram_gb
+    )
+
+
+def combine(declared: Capabilities | None, service: Service, machine: Machine) -> Capabilities:
+    """What was declared stands; what was found fills it in."""
+    if declared is None:
+        return Capabilities(services=(service,), hardware=machine.hardware)
+    others = tuple(other for other in declared.services if other.name != service.name)
+    for own in declared.services:
+        if own.name == service.name:
+            models = service.models if own.models is None else (service.models or frozenset()) | own.models
+            service = msgspec.structs.replace(
+                service, providers=own.providers or service.providers, models=models
+            )
+    hardware = declared.hardware
+    if hardware.gpu == Gpu():
+        hardware = msgspec.structs.replace(hardware, gpu=machine.hardware.gpu)
+    if hardware.memory == Memory():
+        hardware = msgspec.structs.replace(hardware, memory=machine.hardware.memory)
+    return msgspec.structs.replace(declared, services=(service, *others), hardware=hardware)
+
+
+def _gpu(devices: list[Mapping[str, Any]]) -> Gpu:
+    if not devices:
+        return Gpu()
+    found = _DEVICE.match(str(devices[0].get("name") or ""))
+    smallest = min(_sold_gb(device.get("vram_total")) for device in devices)
+    return Gpu(len(devices), smallest, found["name"].strip() if found else "")
+
+
+def _sold_gb(size: Any) -> float:
+    """Whole gigabytes, rounded up: a card sold as 24 GB shows a little less, and jobs ask for 24."""
+    return float(math.ceil(size / GIGABYTE)) if isinstance(size, int | float) and size > 0 else 0.0
+
+
+def _smallest(sizes: Iterable[Any]) -> float | None:
+    known = [size for size in sizes if isinstance(size, int | float)]
+    return round(min(known) / GIGABYTE, 2) if known else None
+
+
+async def _object(api: Api, path: str, timeout_s: float) -> dict[str, Any]:
+    answer = await api.get(path, timeout_s)
+    if answer.is_ok and isinstance(answer.body, dict):
+        return answer.body
+    raise Unreachable(f"the server answered {answer.status} to {path}")
+
+
+async def _names(api: Api, path: str, timeout_s: float) -> list[str]:
+    """A list that older servers may not have."""
+    answer = await api.get(path, timeout_s)
+    if not answer.is_ok or not isinstance(answer.body, list):
+        return []
+    return [name for name in answer.body if isinstance(name, str)]

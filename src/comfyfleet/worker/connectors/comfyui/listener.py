@@ -1,0 +1,186 @@
+"""The one websocket to a server, shared by every attempt that runs there.
+
+Owns connecting, reconnecting with backoff, and who a message is for. It always closes the old socket before it opens
+a new one: a server that sees the old of two sockets with one client id close forgets the new one as well. Nothing
+here decides what became of a run; whoever listens is told when news may have been missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import aiohttp
+
+from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, Api
+from comfyfleet.worker.connectors.comfyui.messages import FEATURE_FLAGS, Message, parse_binary, parse_text
+from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
+
+log = logging.getLogger(__name__)
+
+
+class Ear(Protocol):
+    """Who listens for one prompt id."""
+
+    def hear(self, message: Message) -> None: ...
+    def reconnected(self) -> None:
+        """News may have been missed: look the prompt up."""
+
+
+class Listener:
+    def __init__(
+        self, api: Api, settings: ComfyUISettings, client_id: str, on_restart: Callable[[], None]
+    ) -> None:
+        self._api = api
+        self._settings = settings
+        self._client_id = client_id
+        self._on_restart = on_restart
+        self._ears: dict[str, Ear] = {}
+        self._executing: str | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._open = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._is_reopening = False
+        self.lost_at: float | None = None
+        """When the socket was last lost against our will, on the event loop's clock."""
+        self.losses = 0
+        self.reopened = 0
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._keep_listening(), name=f"listen {self._api.address.server_id}")
+
+    async def close(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    def attach(self, prompt_id: str, ear: Ear) -> None:
+        self._ears[prompt_id] = ear
+        self._hurry.set()
+
+    def detach(self, prompt_id: str) -> None:
+        self._ears.pop(prompt_id, None)
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    async def wait_open(self, timeout_s: float) -> bool:
+        self._hurry.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._open.wait()
+        return self.is_open
+
+    def reopen(self) -> None:
+        """The socket is open and says nothing: close it and open another."""
+        if self._reading is None or self._is_reopening:
+            return
+        self._is_reopening = True
+        self.reopened += 1
+        self._hurry.set()
+        self._reading.cancel()
+
+    async def _keep_listening(self) -> None:
+        delay_s = self._settings.reconnect_min_s
+        failed = 0
+        while True:
+            self._hurry.clear()
+            try:
+                await self._listen_once(had_failures=failed > 0)
+                delay_s, failed = self._settings.reconnect_min_s, 0
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                failed += 1
+                log.debug("no websocket to %s: %r", self._api.address.server_id, error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._hurry.wait()
+            longest_s = self._settings.reconnect_max_s
+            # While somebody listens the socket is wanted at least as often as its prompt is looked up.
+            delay_s = min(delay_s * 2, min(longest_s, self._settings.poll_s) if self._ears else longest_s)
+
+    async def _listen_once(self, *, had_failures: bool) -> None:
+        async with asyncio.timeout(self._settings.connect_s):
+            socket = await self._api.session.ws_connect(
+                self._api.address.websocket,
+                params={"clientId": self._client_id},
+                # An output may be tens of megabytes and comes in one message.
+                max_msg_size=0,
+                compress=0,
+                heartbeat=self._settings.heartbeat_s,
+            )
+        try:
+            await socket.send_str(FEATURE_FLAGS)
+            self._reading = reading = asyncio.create_task(self._read(socket))
+            try:
+                self._opened(had_failures)
+                await asyncio.wait({reading})
+            finally:
+                reading.cancel()
+                await asyncio.wait({reading})
+            if not reading.cancelled():
+                reading.result()
+        finally:
+            self._closed()
+            # This waits for the server's own close, within a bound: only then is the client id free again.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.close_s):
+                    await socket.close()
+
+    async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        async for frame in socket:
+            await self._deliver(frame)
+
+    def _opened(self, had_failures: bool) -> None:
+        self._is_reopening = False
+        self._open.set()
+        if had_failures and self.lost_at is not None:
+            self._on_restart()
+        for ear in list(self._ears.values()):
+            ear.reconnected()
+
+    def _closed(self) -> None:
+        if self._reading is not None and not self._is_reopening:
+            self.lost_at = asyncio.get_running_loop().time()
+            self.losses += 1
+        self._reading = None
+        self._executing = None
+        self._open.clear()
+
+    async def _deliver(self, frame: aiohttp.WSMessage) -> None:
+        if frame.type is aiohttp.WSMsgType.TEXT:
+            text: str = frame.data
+            message = (
+                await asyncio.to_thread(parse_text, text) if len(text) > LARGE_BODY else parse_text(text)
+            )
+        elif frame.type is aiohttp.WSMsgType.BINARY:
+            message = parse_binary(frame.data)
+        else:
+            return
+        if message is not None:
+            self.route(message)
+
+    def route(self, message: Message) -> None:
+        """To the attempt the message is about. Frames without a prompt id belong to the prompt that is executing."""
+        prompt_id = message.prompt_id
+        if prompt_id is None:
+            if message.kind not in ("preview", "text") or self._executing is None:
+                return
+            prompt_id = self._executing
+        elif message.is_end_of_run:
+            self._executing = None
+        elif message.kind in ("execution_start", "executing", "progress", "progress_state"):
+            self._executing = prompt_id
+        ear = self._ears.get(prompt_id)
+        if ear is None:
+            return
+        try:
+            ear.hear(message)
+        except Exception:
+            # Custom nodes send what they like: one message that cannot be made sense of must not deafen everybody.
+            log.warning("a %s message of prompt %s was passed over", message.kind, prompt_id, exc_info=True)

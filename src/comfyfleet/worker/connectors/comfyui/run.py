@@ -1,0 +1,382 @@
+"""One prompt on one server from its acceptance to its end.
+
+Owns the timers of an attempt and the meeting of news and truth: the websocket makes it fast, the lookups make it
+certain. Ends with a result or a classified failure; submitting and cancelling are others' business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from comfyfleet.model.calls import LeasedJob, Report
+from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
+from comfyfleet.model.job import JobResult
+from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.listener import Listener
+from comfyfleet.worker.connectors.comfyui.messages import Message
+from comfyfleet.worker.connectors.comfyui.outputs import read_entry
+from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
+from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
+from comfyfleet.worker.connectors.comfyui.truth import Standing, State, look_up
+
+
+class Run:
+    """An attempt while this connector looks after it. It is the `Ear` of its prompt id."""
+
+    def __init__(
+        self,
+        job: LeasedJob,
+        prompt_id: str,
+        report: Callable[[Report], None],
+        api: Api,
+        listener: Listener,
+        settings: ComfyUISettings,
+    ) -> None:
+        self.prompt_id = prompt_id
+        self._job = job
+        self._report = report
+        self._api = api
+        self._listener = listener
+        self._settings = settings
+        self.vram_gb: float | None = None
+        self._loop = asyncio.get_running_loop()
+        self._tracker = Tracker(job.workflow, api.address.base, job.include_outputs)
+        self._wake = asyncio.Event()
+        self._end_told = asyncio.Event()
+        self._look_now = False
+        self._broken: Exception | None = None
+        self._is_over = False
+        self.is_cancelled = False
+        self._is_removed = False
+        self._losses_at_submit = listener.losses
+        self._had_trouble = False
+
+        # What is heard before the submit is answered waits for its place behind "accepted".
+        self._held: list[News] | None = []
+        self._pending: News | None = None
+        self._flush: asyncio.TimerHandle | None = None
+        self._reported_at = float("-inf")
+
+        self._accepted_at = 0.0
+        self._started_at: float | None = None
+        self._sign_at = 0.0
+        self._looked_at = 0.0
+        self._quiet_since = 0.0
+        self._reopens = 0
+        self._idle_since: float | None = None
+        self._trouble_since: float | None = None
+        self._unknown_since: float | None = None
+
+    # what others tell the run
+
+    def hear(self, message: Message) -> None:
+        if self._is_over:
+            return
+        now = self._loop.time()
+        self._sign_at = self._quiet_since = now
+        self._reopens = 0
+        for news in self._tracker.hear(message, now, time.time()):
+            self._tell(news)
+        if self._started_at is None:
+            self._started_at = now
+        if self._tracker.is_end_told:
+            self._end_told.set()
+            self._look_now = True
+            self._wake.set()
+
+    def reconnected(self) -> None:
+        self._look_now = True
+        self._wake.set()
+
+    def cancelled(self) -> None:
+        """A cancel has begun: nothing may be submitted any more."""
+        self.is_cancelled = True
+
+    def stopped(self, standing: Standing) -> None:
+        """A cancel is through: the prompt has ended, or it is no longer there."""
+        self._is_removed = standing.state is State.UNKNOWN
+        self._look_now = True
+        self._wake.set()
+
+    def close(self) -> None:
+        self._is_over = True
+        if self._flush is not None:
+            self._flush.cancel()
+
+    # the run itself
+
+    def accepted(self, number: float | None) -> None:
+        now = self._loop.time()
+        self._accepted_at = self._looked_at = now
+        self._quiet_since = max(self._quiet_since, now)
+        held, self._held = self._held or [], None
+        for news in [News(NewsKind.ACCEPTED, {"prompt_id": self.prompt_id, "number": number}), *held]:
+            self._tell(news)
+
+    async def until_end(self, stop: Callable[[], Any]) -> JobResult:
+        """Raises `ServiceFailed`. `stop` takes the prompt back before a timeout is raised."""
+        while True:
+            await self._sleep()
+            if self._broken is not None:
+                raise self._broken
+            if self._look_now or self._loop.time() >= self._next_look():
+                outcome = await self._look()
+                if outcome is not None:
+                    return self._finish(outcome)
+            if self._overdue() is not None:
+                # It may have started or ended while the socket was deaf: the truth has the last word.
+                outcome = await self._look()
+                if outcome is not None:
+                    return self._finish(outcome)
+                overdue = self._overdue()
+                if overdue is not None:
+                    await stop()
+                    return self._finish(await self._last_word() or overdue)
+            self._reopen_if_quiet()
+
+    def _finish(self, outcome: JobResult | Failure) -> JobResult:
+        self._send_pending()
+        if self._broken is not None:
+            raise self._broken
+        if isinstance(outcome, Failure):
+            raise ServiceFailed(outcome)
+        return outcome
+
+    async def _sleep(self) -> None:
+        if not self._look_now:
+            delay_s = max(0.0, self._next_moment() - self._loop.time())
+            try:
+                async with asyncio.timeout(delay_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+        self._wake.clear()
+
+    async def _look(self) -> JobResult | Failure | None:
+        """Ask for the truth; None while the run goes on."""
+        self._look_now = False
+        self._looked_at = self._loop.time()
+        try:
+            is_end_told = self._tracker.is_end_told
+            standing = await look_up(self._api, self.prompt_id, is_end_told=is_end_told)
+        except Unreachable as error:
+            return self._no_answer(error)
+        self._trouble_since = None
+        self._looked_at = now = self._loop.time()
+        match standing.state:
+            case State.ENDED:
+                assert standing.entry is not None
+                await self._await_end_news()
+                return self._read(standing.entry)
+            case State.UNKNOWN:
+                return self._gone()
+            case State.RUNNING:
+                self._idle_since = self._unknown_since = None
+                if self._started_at is None:
+                    self._started_at = self._sign_at = now
+                    # The socket should have told: if it does not do so now, it is deaf.
+                    self._quiet_since = now + self._settings.end_news_s - self._quiet_s()
+                    for news in self._tracker.begin():
+                        self._tell(news)
+            case State.WAITING:
+                self._unknown_since = None
+                self._idle_since = (self._idle_since or now) if standing.is_server_idle else None
+        return None
+
+    def _read(self, entry: dict[str, Any]) -> JobResult | Failure:
+        return read_entry(
+            entry,
+            self._api.address.base,
+            included=self._job.include_outputs,
+            timings=self._tracker.timings,
+            vram_gb=self.vram_gb,
+        )
+
+    async def _await_end_news(self) -> None:
+        """The socket should have told as well; one that does not is deaf and is opened anew for the next run."""
+        if not self._listener.is_open:
+            return
+        try:
+            async with asyncio.timeout(self._settings.end_news_s):
+                await self._end_told.wait()
+        except TimeoutError:
+            self._listener.reopen()
+
+    def _gone(self) -> JobResult | Failure | None:
+        """The server answers and does not know the prompt (any more)."""
+        heard = self._heard()
+        if heard is not None:
+            return heard
+        if self._is_removed:
+            return Failure(FailureKind.INTERRUPTED, "The prompt was cancelled before it ran.")
+        now = self._loop.time()
+        if self._unknown_since is None or now < self._unknown_since + self._settings.settle_s:
+            # Once is not believed: a proxy may have asked a server that is still coming up.
+            self._unknown_since = self._unknown_since or now
+            return None
+        if self._had_trouble or self._listener.losses > self._losses_at_submit:
+            return Failure(
+                FailureKind.CRASHED,
+                f"The server was gone and came back without knowledge of prompt {self.prompt_id}: it was restarted.",
+            )
+        return Failure(
+            FailureKind.INTERRUPTED,
+            f"Prompt {self.prompt_id} is no longer on the server: somebody else removed it from the queue.",
+        )
+
+    def _no_answer(self, error: Unreachable) -> JobResult | Failure | None:
+        now = self._loop.time()
+        self._had_trouble = True
+        self._trouble_since = self._trouble_since or now
+        patience_s = self._settings.unreachable_s if error.is_refused else self._settings.unresponsive_s
+        if now < self._trouble_since + patience_s:
+            return None
+        heard = self._heard()
+        if heard is not None:
+            return heard
+        return Failure(
+            FailureKind.CRASHED,
+            f"The server could not be reached for {patience_s:g} s during the run: {error}",
+        )
+
+    def _heard(self) -> JobResult | Failure | None:
+        """What the socket told of the end: good enough where the history can no longer be asked."""
+        return self._tracker.outcome(self.vram_gb) if self._tracker.is_end_told else None
+
+    async def _last_word(self) -> JobResult | None:
+        """A run that was to be stopped may have completed in the last moment."""
+        try:
+            standing = await look_up(self._api, self.prompt_id)
+        except Unreachable:
+            return None
+        outcome = None if standing.entry is None else self._read(standing.entry)
+        return outcome if isinstance(outcome, JobResult) else None
+
+    # timers
+
+    def _overdue(self) -> Failure | None:
+        now = self._loop.time()
+        timeouts = self._job.timeouts
+        if self._started_at is None:
+            if timeouts.start_s is not None and now >= self._accepted_at + timeouts.start_s:
+                return Failure(
+                    FailureKind.START_TIMEOUT,
+                    f"The server accepted the prompt and did not start it within {timeouts.start_s:g} s.",
+                )
+            if self._idle_since is not None and now >= self._idle_since + self._settings.idle_queue_s:
+                return Failure(
+                    FailureKind.DEAD_WORKER,
+                    f"The server answers, prompts wait, and for {self._settings.idle_queue_s:g} s nothing has run: "
+                    "its worker thread is dead. Restart the server.",
+                )
+            return None
+        if timeouts.stall_s is not None:
+            if now >= self._stalled_at(timeouts.stall_s):
+                return Failure(
+                    FailureKind.STALL_TIMEOUT,
+                    f"The run gave no sign of life for {timeouts.stall_s:g} s.",
+                    node_id=self._tracker.node,
+                )
+        elif now >= self._sign_at + self._settings.silent_run_s:
+            return self._dead(self._settings.silent_run_s)
+        if self._is_stuck_at_start() and now >= self._sign_at + self._settings.silent_start_s:
+            return self._dead(self._settings.silent_start_s)
+        return None
+
+    def _dead(self, silence_s: float) -> Failure:
+        return Failure(
+            FailureKind.DEAD_WORKER,
+            f"The server answers and calls the prompt running, but for {silence_s:g} s there was no sign of it: "
+            "its worker thread is dead. Restart the server.",
+            node_id=self._tracker.node,
+        )
+
+    def _is_stuck_at_start(self) -> bool:
+        """The start was heard on a socket that was never lost, and what follows it at once never was."""
+        return (
+            self._tracker.is_heard
+            and not self._tracker.is_cached_told
+            and self._listener.losses == self._losses_at_submit
+        )
+
+    def _stalled_at(self, stall_s: float) -> float:
+        """Silence counts double where the socket was lost since the last sign: we may just not have heard."""
+        lost_at = self._listener.lost_at
+        is_trusted = self._listener.is_open and (lost_at is None or lost_at < self._sign_at)
+        return self._sign_at + (stall_s if is_trusted else 2 * stall_s)
+
+    def _next_moment(self) -> float:
+        timeouts, settings = self._job.timeouts, self._settings
+        moments = [self._next_look()]
+        if self._started_at is None:
+            if timeouts.start_s is not None:
+                moments.append(self._accepted_at + timeouts.start_s)
+            if self._idle_since is not None:
+                moments.append(self._idle_since + settings.idle_queue_s)
+        else:
+            moments.append(self._quiet_since + self._quiet_s())
+            if timeouts.stall_s is not None:
+                moments.append(self._stalled_at(timeouts.stall_s))
+        return min(moments)
+
+    def _next_look(self) -> float:
+        is_in_doubt = self._unknown_since is not None or self._trouble_since is not None
+        poll_s, settle_s = self._settings.poll_s, self._settings.settle_s
+        return self._looked_at + (min(poll_s, settle_s) if is_in_doubt else poll_s)
+
+    def _quiet_s(self) -> float:
+        """Each time longer, but in time for a deaf socket to be replaced before the silence counts as a stall."""
+        stall_s = self._job.timeouts.stall_s
+        quiet_s: float = self._settings.quiet_s * 2 ** min(self._reopens, 6)
+        return quiet_s if stall_s is None else min(quiet_s, stall_s / 3)
+
+    def _reopen_if_quiet(self) -> None:
+        now = self._loop.time()
+        if self._started_at is not None and now >= self._quiet_since + self._quiet_s():
+            self._quiet_since = now
+            self._reopens += 1
+            self._listener.reopen()
+
+    # reports
+
+    def _tell(self, news: News) -> None:
+        if self._held is not None:
+            self._held.append(news)
+            return
+        if news.kind is not NewsKind.PROGRESS:
+            self._send_pending()
+            self._send(news)
+            return
+        due_s = self._reported_at + self._settings.progress_interval_s - self._loop.time()
+        if due_s <= 0:
+            self._pending = None
+            self._reported_at = self._loop.time()
+            self._send(news)
+            return
+        if self._pending is not None and "message" in self._pending.data and "message" not in news.data:
+            news = News(news.kind, {**news.data, "message": self._pending.data["message"]})
+        self._pending = news
+        if self._flush is None:
+            self._flush = self._loop.call_later(due_s, self._send_pending)
+
+    def _send_pending(self) -> None:
+        news, self._pending = self._pending, None
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        if news is not None and not self._is_over:
+            self._reported_at = self._loop.time()
+            self._send(news)
+
+    def _send(self, news: News) -> None:
+        data = {"prompt_id": self.prompt_id} if news.kind is NewsKind.STARTED else news.data
+        try:
+            self._report(Report(self._job.ref, news.kind, data, news.image))
+        except Exception as error:
+            # The listener serves others too: what a receiver of reports raises ends its own attempt only.
+            self._broken = self._broken or error
+            self._wake.set()

@@ -1,0 +1,149 @@
+"""Bringing a prompt to a server once, whatever happens to the answer.
+
+A server takes our id and does not de-duplicate it, so before anything is sent, and whenever no clear answer came, the
+id is looked up: the prompt may be waiting, running or already done. Owns the way to acceptance; the run follows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.failure import FailureKind, ServiceFailed
+from comfyfleet.worker.connectors.comfyui import failures
+from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.failures import fail
+from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
+from comfyfleet.worker.connectors.comfyui.truth import State, look_up
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    number: float | None
+    is_fresh: bool = False
+    """The server's own answer to this submit, not what a lookup found."""
+
+
+class Unwanted(Exception):
+    """The server took the prompt in a way we do not want: it has to be stopped, then the failure stands."""
+
+    def __init__(self, prompt_id: str, failure: ServiceFailed) -> None:
+        super().__init__(str(failure))
+        self.prompt_id = prompt_id
+        self.failure = failure
+
+
+class Submission:
+    """One prompt on its way. `may_arrive_late` tells whether it may turn up on the server after a failure."""
+
+    def __init__(
+        self, api: Api, settings: ComfyUISettings, graph: dict[str, Any], prompt_id: str, client_id: str
+    ) -> None:
+        self._api = api
+        self._settings = settings
+        self._graph = graph
+        self._prompt_id = prompt_id
+        self._client_id = client_id
+        self.may_arrive_late = False
+
+    async def submit(self, accept_s: float) -> Accepted:
+        """Raises `ServiceFailed` or `Unwanted`."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            try:
+                known = await self._known()
+                if known is not None:
+                    return known
+                left_s = max(0.05, began + accept_s - loop.time())
+                return await self._post(left_s, accept_s)
+            except Unreachable as error:
+                if error.status is not None and error.status < 500:
+                    # Another program, or a gate that does not let us in: waiting does not help.
+                    raise ServiceFailed(
+                        failures.refused_request(error.status, None, "a look at its queue")
+                    ) from error
+                # Nothing was sent: it is safe to come again.
+                waited_s = loop.time() - began
+                if error.is_refused and waited_s >= self._settings.unreachable_s:
+                    raise fail(
+                        FailureKind.CRASHED, f"The server was not there for {waited_s:.1f} s: {error}"
+                    ) from error
+                if waited_s >= accept_s:
+                    raise self._timed_out(accept_s) from error
+            await asyncio.sleep(self._settings.settle_s)
+
+    async def _known(self) -> Accepted | None:
+        standing = await look_up(self._api, self._prompt_id)
+        return None if standing.state is State.UNKNOWN else Accepted(standing.number)
+
+    async def _post(self, timeout_s: float, accept_s: float) -> Accepted:
+        self.may_arrive_late = True
+        try:
+            answer = await self._api.submit(self._graph, self._prompt_id, self._client_id, timeout_s)
+        except Unreachable as error:
+            if error.is_refused:
+                self.may_arrive_late = False
+                raise
+            lost = self._timed_out(accept_s) if error.is_timeout else None
+            return await self._find_out(
+                lost or fail(FailureKind.TRANSIENT, f"The submit got no answer and did not arrive: {error}")
+            )
+        if answer.status >= 500:
+            # Seen in the wild: the answer is 500 and the prompt is in the queue.
+            return await self._find_out(ServiceFailed(failures.refused_prompt(answer.status, answer.body)))
+        self.may_arrive_late = False
+        return self._read(answer)
+
+    async def _find_out(self, otherwise: ServiceFailed) -> Accepted:
+        """The submit got no clear answer: did the prompt arrive?"""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.unreachable_s
+        misses = 0
+        while True:
+            try:
+                known = await self._known()
+            except Unreachable as error:
+                if loop.time() >= deadline:
+                    raise fail(
+                        FailureKind.CRASHED,
+                        f"The server did not answer the submit and was not there afterwards: {error}",
+                    ) from error
+            else:
+                if known is not None:
+                    return known
+                misses += 1
+                if misses > 1:
+                    raise otherwise
+            await asyncio.sleep(self._settings.settle_s)
+
+    def _read(self, answer: Answer) -> Accepted:
+        body = answer.body
+        if not answer.is_ok:
+            raise ServiceFailed(failures.refused_prompt(answer.status, body))
+        if not isinstance(body, dict) or not isinstance(body.get("prompt_id"), str):
+            raise fail(
+                FailureKind.DEAD_WORKER,
+                "The answer to the submit is not ComfyUI's: check the server's address.",
+            )
+        if body["prompt_id"] != self._prompt_id:
+            raise Unwanted(
+                body["prompt_id"],
+                fail(
+                    FailureKind.DEAD_WORKER,
+                    "The server gave the prompt an id of its own: it is older than 0.3.45. Update it.",
+                ),
+            )
+        errors = body.get("node_errors")
+        if isinstance(errors, dict) and errors:
+            # Accepted by half: outputs with errors are left out and the rest runs.
+            message = "The server would run only a part of the workflow"
+            raise Unwanted(self._prompt_id, ServiceFailed(failures.invalid_nodes(errors, message)))
+        number = body.get("number")
+        return Accepted(number if isinstance(number, int | float) else None, is_fresh=True)
+
+    def _timed_out(self, accept_s: float) -> ServiceFailed:
+        return fail(
+            FailureKind.ACCEPT_TIMEOUT, f"The server did not accept the prompt within {accept_s:g} s."
+        )

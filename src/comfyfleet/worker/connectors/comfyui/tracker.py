@@ -1,0 +1,241 @@
+"""What the websocket told of one run: progress, timings, outputs, and whether it said anything at all.
+
+Pure: messages and moments in, state and reports out. It decides nothing about the end of a run but remembers what was
+heard, for the case that the history is no longer there to ask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.job import JobResult, NodeTiming
+from comfyfleet.worker.connectors.comfyui import failures
+from comfyfleet.worker.connectors.comfyui.messages import Message, text_or_none
+from comfyfleet.worker.connectors.comfyui.outputs import build_result, files_of, is_included
+
+
+class News(msgspec.Struct, frozen=True):
+    """A report to be made, without the lease it is made under."""
+
+    kind: NewsKind
+    data: dict[str, Any]
+    image: bytes | None = None
+
+
+class _Busy:
+    """The time one node of the submitted graph was at work, those made by its expansion included."""
+
+    __slots__ = ("open", "since", "started_at", "total_s")
+
+    def __init__(self, started_at: float) -> None:
+        self.started_at = started_at
+        self.open: set[str] = set()
+        self.since = 0.0
+        self.total_s = 0.0
+
+
+class Tracker:
+    """Hears the messages of one prompt id, in their order."""
+
+    def __init__(self, graph: Mapping[str, Any], base: str, included: tuple[str, ...] = ()) -> None:
+        self._nodes = frozenset(graph)
+        self._base = base
+        self._included = included
+        self._busy: dict[str, _Busy] = {}
+        self._done: set[str] = set()
+        self._has_states = False
+        self._value: float | None = None
+        self._max: float | None = None
+        self._node: str | None = None
+        self._percentage = 0.0
+        self._outputs: dict[str, Any] = {}
+        self._display: dict[str, str] = {}
+        self._cached: tuple[str, ...] = ()
+        self.is_started = False
+        self.is_heard = False
+        self.is_cached_told = False
+        """`execution_cached` came, or anything that comes after it: the run got past its beginning."""
+        self.is_success_told = False
+        self.is_end_told = False
+        self._failure: Failure | None = None
+
+    def hear(self, message: Message, at: float, wall: float) -> list[News]:
+        """`at` measures durations, `wall` is the time of day."""
+        data = message.data
+        self.is_heard = True
+        news = self.begin()
+        if message.kind != "execution_start":
+            self.is_cached_told = True
+        match message.kind:
+            case "execution_cached":
+                nodes = data.get("nodes")
+                self._cached = tuple(map(str, nodes)) if isinstance(nodes, list) else ()
+                self._done.update(self._nodes.intersection(self._cached))
+                news.append(self._progress())
+            case "executing" if message.is_end_of_run:
+                self.is_end_told = True
+                self._close_all(at)
+            case "executing" if message.node is not None:
+                self._begin(message.node, text_or_none(data.get("display_node")), at, wall)
+                news.append(self._progress())
+            case "progress":
+                self._step(data.get("value"), data.get("max"), self._shown(message.node))
+                news.append(self._progress())
+            case "progress_state":
+                self._states(data.get("nodes"), at)
+                news.append(self._progress())
+            case "executed" if message.node is not None:
+                news += self._executed(message.node, text_or_none(data.get("display_node")), data, at)
+            case "execution_success":
+                self.is_success_told = True
+            case "execution_error" if failures.is_end(data):
+                self._failure = failures.execution_error(data)
+            case "execution_interrupted":
+                self._failure = failures.interrupted(data)
+            case "preview":
+                node = message.node or self._node
+                news.append(News(NewsKind.PREVIEW, {**data, "node": node}, message.image))
+            case "text":
+                news.append(self._progress(str(data.get("text", "")), self._shown(message.node)))
+        return news
+
+    def begin(self) -> list[News]:
+        """The run has started, whoever told: told on only once."""
+        if self.is_started:
+            return []
+        self.is_started = True
+        return [News(NewsKind.STARTED, {})]
+
+    @property
+    def node(self) -> str | None:
+        """The node of the submitted graph that was last heard of."""
+        return self._node
+
+    @property
+    def timings(self) -> tuple[NodeTiming, ...]:
+        return tuple(NodeTiming(node, busy.started_at, busy.total_s) for node, busy in self._busy.items())
+
+    def outcome(self, vram_gb: float | None = None) -> JobResult | Failure | None:
+        """What came of the run by the websocket alone; None where it did not tell."""
+        if self._failure is not None:
+            is_memory = self._failure.kind is FailureKind.OUT_OF_MEMORY
+            return msgspec.structs.replace(self._failure, vram_gb=vram_gb if is_memory else None)
+        if not self.is_success_told:
+            return None
+        return build_result(
+            self._outputs,
+            self._base,
+            included=self._included,
+            display_nodes=self._display,
+            timings=self.timings,
+            cached_nodes=self._cached,
+        )
+
+    def _shown(self, node: str | None) -> str | None:
+        """The node of the submitted graph that this one stands for: expansions make ids such as 1.0.0.1."""
+        if node is None or node in self._nodes:
+            return node
+        return self._display.get(node) or node.split(".", 1)[0]
+
+    def _begin(self, node: str, display: str | None, at: float, wall: float) -> None:
+        if display is not None:
+            self._display[node] = display
+        if not self._has_states:
+            # Without states only the next node tells that the one before has finished.
+            self._close_all(at)
+        shown = self._shown(node) or node
+        busy = self._busy.setdefault(shown, _Busy(wall))
+        if not busy.open:
+            busy.since = at
+        busy.open.add(node)
+        self._done.discard(shown)
+        self._step(None, None, shown)
+
+    def _finish(self, node: str, at: float) -> None:
+        shown = self._shown(node) or node
+        busy = self._busy.get(shown)
+        if busy is not None and node in busy.open:
+            busy.open.remove(node)
+            if not busy.open:
+                busy.total_s += at - busy.since
+        if (busy is None or not busy.open) and shown in self._nodes:
+            self._done.add(shown)
+
+    def _close_all(self, at: float) -> None:
+        for busy in list(self._busy.values()):
+            for node in list(busy.open):
+                self._finish(node, at)
+
+    def _states(self, nodes: Any, at: float) -> None:
+        if not isinstance(nodes, Mapping):
+            return
+        self._has_states = True
+        for node, content in nodes.items():
+            if not isinstance(content, Mapping):
+                continue
+            display = text_or_none(content.get("display_node_id"))
+            if display is not None:
+                self._display[node] = display
+            if content.get("state") == "finished":
+                self._finish(node, at)
+            elif content.get("state") == "running":
+                self._step(content.get("value"), content.get("max"), self._shown(node))
+
+    def _step(self, value: Any, maximum: Any, node: str | None) -> None:
+        self._value = _finite(value)
+        self._max = _finite(maximum)
+        self._node = node or self._node
+
+    def _executed(self, node: str, display: str | None, data: Mapping[str, Any], at: float) -> list[News]:
+        if display is not None:
+            self._display[node] = display
+        self._finish(node, at)
+        output = data.get("output")
+        if not isinstance(output, Mapping):
+            return []
+        self._outputs[node] = dict(output)
+        if not is_included(node, display, self._included):
+            return []
+        files = [msgspec.to_builtins(file) for file in files_of(node, output, self._base)]
+        return [News(NewsKind.OUTPUT, {"node": node, "output": dict(output), "files": files})]
+
+    def _progress(self, message: str | None = None, node: str | None = None) -> News:
+        fraction = 0.0
+        if (
+            self._value is not None
+            and self._max is not None
+            and self._max > 0
+            and self._node not in self._done
+        ):
+            fraction = min(1.0, max(0.0, self._value / self._max))
+        share = 100.0 * (len(self._done) + fraction) / max(1, len(self._nodes))
+        # A watcher's bar does not go back when a finished node turns out to have more to do.
+        self._percentage = max(self._percentage, min(100.0, share))
+        data: dict[str, Any] = {
+            "value": self._value,
+            "max": self._max,
+            "node": node or self._node,
+            "percentage": round(self._percentage, 1),
+            "nodes_done": len(self._done),
+            "nodes_total": len(self._nodes),
+        }
+        if message is not None:
+            data["message"] = message
+        return News(NewsKind.PROGRESS, data)
+
+
+def _finite(value: Any) -> float | None:
+    """A number that can be shown; a server's JSON may have NaN, infinities and integers of any length."""
+    if not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

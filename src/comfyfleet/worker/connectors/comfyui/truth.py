@@ -1,0 +1,88 @@
+"""Where a prompt stands on its server: waiting, running, ended or unknown.
+
+The websocket is news and may be lost; the queue and the history are the truth. Owns the one order of questions that
+has no gap: a server moves a prompt from its queue to its history in one step, so whoever is no longer found in the
+queue is looked for in the history afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Unreachable
+
+
+class State(StrEnum):
+    UNKNOWN = "unknown"
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+class Standing(msgspec.Struct, frozen=True):
+    state: State
+    number: float | None = None
+    """The queue number the server gave the prompt."""
+    entry: dict[str, Any] | None = None
+    """The history entry of an ended prompt."""
+    is_server_idle: bool = False
+    """Nothing runs there at this moment."""
+
+
+async def look_up(api: Api, prompt_id: str, *, is_end_told: bool = False) -> Standing:
+    """Raises `Unreachable` unless the server answered as a ComfyUI does.
+
+    Where the end was told the history is asked first: a queue carries the graphs of all who wait and may be large.
+    """
+    if is_end_told:
+        standing = await _in_history(api, prompt_id)
+        if standing is not None:
+            return standing
+    queue = _object(await api.queue(), "the queue")
+    standing = find_in_queue(queue, prompt_id)
+    if standing.state is not State.UNKNOWN:
+        return standing
+    return await _in_history(api, prompt_id) or standing
+
+
+async def _in_history(api: Api, prompt_id: str) -> Standing | None:
+    entry = find_in_history(_object(await api.history(prompt_id), "the history"), prompt_id)
+    return None if entry is None else Standing(State.ENDED, _number(entry.get("prompt")), entry)
+
+
+def find_in_queue(queue: Mapping[str, Any], prompt_id: str) -> Standing:
+    running = _items(queue.get("queue_running"))
+    for item in running:
+        if item[1] == prompt_id:
+            return Standing(State.RUNNING, _number(item))
+    for item in _items(queue.get("queue_pending")):
+        if item[1] == prompt_id:
+            return Standing(State.WAITING, _number(item), is_server_idle=not running)
+    return Standing(State.UNKNOWN, is_server_idle=not running)
+
+
+def find_in_history(history: Mapping[str, Any], prompt_id: str) -> dict[str, Any] | None:
+    entry = history.get(prompt_id)
+    return entry if isinstance(entry, dict) else None
+
+
+def _object(answer: Answer, what: str) -> dict[str, Any]:
+    if answer.is_ok and isinstance(answer.body, dict):
+        return answer.body
+    reason = f"the server answered {answer.status} when asked for {what}: {str(answer.body)[:200]}"
+    raise Unreachable(reason, status=answer.status)
+
+
+def _items(listing: Any) -> list[list[Any]]:
+    if not isinstance(listing, list):
+        return []
+    return [item for item in listing if isinstance(item, list) and len(item) > 1]
+
+
+def _number(item: Any) -> float | None:
+    number = item[0] if isinstance(item, list) and item else None
+    return number if isinstance(number, int | float) else None
