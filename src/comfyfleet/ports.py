@@ -143,7 +143,10 @@ class Store(Protocol):
 
     # dispatches
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
-        """None: the class is not in the table (any more); put it there and repeat."""
+        """None: the class is not in the table (any more); put it there and repeat.
+
+        If the tenant has a job of the same reference, that one is the answer, without facts, and nothing is written.
+        """
 
     async def load(self, job_id: JobId) -> Dispatch | None: ...
     async def peek(self, query: Peek) -> list[Candidate]: ...

@@ -63,8 +63,8 @@ def test_the_index_always_chooses_what_looking_at_every_job_would(
 ) -> None:
     index = LaneIndex()
     plain = Plain(dict(zip(PROFILES, fits, strict=True)))
-    for profile in PROFILES:
-        index.add_profile(profile, [])
+    for each in PROFILES:
+        index.add_profile(each, [])
     for class_key in CLASSES:
         index.add_class(class_key, [profile for profile in PROFILES if class_key in plain.fits[profile]])
     taken: list[tuple[LaneKey, int]] = []
@@ -108,9 +108,9 @@ def test_the_index_always_chooses_what_looking_at_every_job_would(
             case ("new_profile", int() as which):
                 index.drop_profile(PROFILES[which])
                 index.add_profile(PROFILES[which], plain.fits[PROFILES[which]])
-    for profile in PROFILES:
-        expected = plain.order(profile, set(), set())
-        assert index.window(profile, slots=len(expected) + 1, lanes=1, quantum_s=0) == expected
+    for each in PROFILES:
+        expected = plain.order(each, set(), set())
+        assert index.window(each, slots=len(expected) + 1, lanes=1, quantum_s=0) == expected
 
 
 def test_the_window_shows_the_heads_of_further_lanes_of_the_same_priority() -> None:

@@ -55,7 +55,6 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The longest a worker stays blocked for something it lacked, should its inventory never be seen to change."""
     quarantine_blocks: int = 32
     quarantine_s: float = 300.0
-    max_pairs_per_worker: int = 1024
 
     # matching
     window_lanes: int = 32
@@ -77,8 +76,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # bounds
     max_nodes: int = 10_000
-    max_depth: int = 64
-    max_payload_bytes: int = 64 * 1024 * 1024
+    max_attachment_bytes: int = 256 * 1024 * 1024
     max_waiting: int = 2_000_000
     max_metadata_bytes: int = 64 * 1024
     keep_completed_s: float = 24 * 3600.0

@@ -3,7 +3,8 @@
 Jobs stand in lanes; a profile (a set of workers that may take the same classes) has an index of the lanes it may take,
 in two levels: (priority, tenant), then lanes. What an index keeps of a lane is a *lower bound* of its head: a lease
 moves the head up and touches no index, and a bound that has become too low is put right when it comes to the top. Only
-a new, lower head (an empty lane fills, a retried job returns) is told to the profiles at once.
+a new, lower head (an empty lane fills, a retried job returns) is told to the profiles at once, and each takes the news
+in when it next looks: with hundreds of unequal workers most lanes are empty again by then.
 
 The order is (priority, virtual time of the tenant, sequence). Virtual time moves with each lease of a tenant, so it
 stands one level above the lanes: one entry a tenant. It never falls; that is what makes a bound a bound.
@@ -131,10 +132,13 @@ _Entry = tuple[int, float, int, TenantId]
 
 
 class _Profile:
-    __slots__ = ("bounds", "classes", "groups", "heap", "tidy_at")
+    __slots__ = ("bounds", "classes", "groups", "heap", "news", "sort_news_at", "tidy_at")
 
     def __init__(self, classes: set[ClassKey]) -> None:
         self.classes = classes
+        self.news: dict[_Lane, None] = {}
+        """Lanes that got a new head since this profile last looked."""
+        self.sort_news_at = 64
         self.tidy_at = 64
         self.groups: dict[tuple[int, TenantId], _Group] = {}
         self.heap: list[_Entry] = []
@@ -162,7 +166,20 @@ class _Profile:
         heapify(self.heap)
         self.tidy_at = 64 + 2 * len(self.heap)
 
+    def sort_news(self) -> None:
+        """A profile nobody polls for must not collect lanes that have emptied."""
+        self.news = {lane: None for lane in self.news if lane}
+        self.sort_news_at = 64 + 2 * len(self.news)
+
+    def _take_in(self, virtual_times: dict[TenantId, float]) -> None:
+        news, self.news = self.news, {}
+        for lane in news:
+            if lane:
+                self.lower(lane, lane.first, virtual_times.get(lane.key.tenant, 0.0))
+
     def best(self, virtual_times: dict[TenantId, float]) -> tuple[_Entry, _Group] | None:
+        if self.news:
+            self._take_in(virtual_times)
         heap, bounds = self.heap, self.bounds
         while heap:
             entry = heap[0]
@@ -201,7 +218,7 @@ class LaneIndex:
         self._lanes: dict[LaneKey, _Lane] = {}
         self._lanes_of: dict[ClassKey, dict[_Lane, None]] = {}
         self._profiles: dict[ProfileKey, _Profile] = {}
-        self._profiles_of: dict[ClassKey, list[_Profile]] = {}
+        self._profiles_of: dict[ClassKey, dict[_Profile, None]] = {}
         self._pins: dict[ClassKey, int] = {}
         self._idle_classes: dict[ClassKey, None] = {}
         self._virtual_times: dict[TenantId, float] = {}
@@ -212,11 +229,15 @@ class LaneIndex:
     def has_class(self, class_key: ClassKey) -> bool:
         return class_key in self._profiles_of
 
+    def may_take(self, key: ProfileKey, class_key: ClassKey) -> bool:
+        profile = self._profiles.get(key)
+        return profile is not None and class_key in profile.classes
+
     def add_class(self, class_key: ClassKey, fits: Collection[ProfileKey]) -> list[ClassKey]:
         """Answers the classes that were dropped to make room: idle ones, longest idle first."""
         if class_key in self._profiles_of:
             return []
-        profiles = [self._profiles[key] for key in fits]
+        profiles = dict.fromkeys(self._profiles[key] for key in fits if key in self._profiles)
         self._profiles_of[class_key] = profiles
         self._lanes_of[class_key] = {}
         for profile in profiles:
@@ -251,17 +272,16 @@ class LaneIndex:
             return
         profile = self._profiles[key] = _Profile(set(fits))
         for class_key in fits:
-            self._profiles_of[class_key].append(profile)
-            for lane in self._lanes_of[class_key]:
-                profile.lower(lane, lane.first, self._virtual_times.get(lane.key.tenant, 0.0))
-        heapify(profile.heap)
+            self._profiles_of[class_key][profile] = None
+            profile.news.update(self._lanes_of[class_key])
+        profile.sort_news()
 
     def drop_profile(self, key: ProfileKey) -> None:
         profile = self._profiles.pop(key, None)
         if profile is None:
             return
         for class_key in profile.classes:
-            self._profiles_of[class_key].remove(profile)
+            del self._profiles_of[class_key][profile]
 
     def profiles(self) -> Iterable[ProfileKey]:
         return self._profiles.keys()
@@ -275,9 +295,11 @@ class LaneIndex:
             lane = self._lanes[key] = _Lane(key, self._lane_numbers)
             self._lanes_of[key.class_key][lane] = None
         if lane.add(sequence):
-            virtual_time = self._virtual_times.get(key.tenant, 0.0)
             for profile in self._profiles_of[key.class_key]:
-                profile.lower(lane, sequence, virtual_time)
+                news = profile.news
+                news[lane] = None
+                if len(news) > profile.sort_news_at:
+                    profile.sort_news()
 
     def remove(self, key: LaneKey, sequence: int) -> None:
         lane = self._lanes[key]

@@ -1,0 +1,115 @@
+"""The bus inside one process: listeners are called at once, subscriptions hold a bounded view.
+
+A slow watcher loses progress, never facts, and slows nobody down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+
+from comfyfleet.model.fact import Event, Fact, News, NewsKind
+from comfyfleet.model.ids import JobId
+
+_LOG = logging.getLogger(__name__)
+
+# Of these only the newest matters to somebody who was not looking.
+_REPLACEABLE = frozenset({NewsKind.PROGRESS, NewsKind.PREVIEW})
+MAX_PENDING_NEWS = 256
+
+
+class LocalSubscription:
+    def __init__(self, leave: Callable[[LocalSubscription], None]) -> None:
+        self._leave = leave
+        self._pending: OrderedDict[int, Event] = OrderedDict()
+        self._news: OrderedDict[int, None] = OrderedDict()
+        self._newest: dict[tuple[JobId, NewsKind], int] = {}
+        self._offered = 0
+        self._arrived = asyncio.Event()
+        self._is_closed = False
+
+    def offer(self, event: Event) -> None:
+        """At a cost that does not grow with what is pending: a slow watcher must not slow the others down."""
+        self._offered += 1
+        if isinstance(event, News):
+            if event.kind in _REPLACEABLE:
+                older = self._newest.get((event.job_id, event.kind))
+                if older is not None:
+                    self._take(older)
+                self._newest[event.job_id, event.kind] = self._offered
+            if len(self._news) >= MAX_PENDING_NEWS:
+                self._take(next(iter(self._news)))
+            self._news[self._offered] = None
+        self._pending[self._offered] = event
+        self._arrived.set()
+
+    def _take(self, number: int) -> Event:
+        event = self._pending.pop(number)
+        if isinstance(event, News):
+            del self._news[number]
+            if event.kind in _REPLACEABLE:
+                del self._newest[event.job_id, event.kind]
+        return event
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            while self._pending:
+                yield self._take(next(iter(self._pending)))
+            if self._is_closed:
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._arrived.set()
+        self._leave(self)
+
+
+class LocalBus:
+    def __init__(self) -> None:
+        self._listeners: list[Callable[[Event], None]] = []
+        self._everything: dict[LocalSubscription, None] = {}
+        self._by_job: dict[JobId, dict[LocalSubscription, None]] = {}
+
+    def publish(self, event: Event) -> None:
+        for listener in tuple(self._listeners):
+            try:
+                listener(event)
+            except Exception:
+                # Whoever listens must not be able to stop what is being told.
+                _LOG.exception("a listener failed on %s", type(event).__name__)
+        for subscription in tuple(self._everything):
+            subscription.offer(event)
+        if isinstance(event, Fact | News):
+            for subscription in tuple(self._by_job.get(event.job_id, ())):
+                subscription.offer(event)
+
+    def listen(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        self._listeners.append(listener)
+
+        def leave() -> None:
+            if listener in self._listeners:
+                self._listeners.remove(listener)
+
+        return leave
+
+    def subscribe(self, job_id: JobId | None = None) -> LocalSubscription:
+        if job_id is None:
+            subscription = LocalSubscription(self._leave_everything)
+            self._everything[subscription] = None
+            return subscription
+        subscription = LocalSubscription(lambda gone: self._leave_job(job_id, gone))
+        self._by_job.setdefault(job_id, {})[subscription] = None
+        return subscription
+
+    def _leave_everything(self, subscription: LocalSubscription) -> None:
+        self._everything.pop(subscription, None)
+
+    def _leave_job(self, job_id: JobId, subscription: LocalSubscription) -> None:
+        watchers = self._by_job.get(job_id, {})
+        watchers.pop(subscription, None)
+        if not watchers:
+            self._by_job.pop(job_id, None)

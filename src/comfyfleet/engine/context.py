@@ -1,0 +1,106 @@
+"""What the parts of one engine share: its ports, its rules, what it has learned, and the way facts go out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from comfyfleet.engine.fleet import Fleet
+from comfyfleet.model.block import Block
+from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Written
+from comfyfleet.model.fact import FleetEvent
+from comfyfleet.model.ids import LeaseToken, PollId, WorkerId, WorkflowHash
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.failover import FailoverStrategy
+from comfyfleet.policy.rules import Rules
+from comfyfleet.ports import Bus, Chance, Clock, Store
+
+_MAX_LESSONS = 10_000
+
+
+async def _nobody(_: Dispatch) -> None:
+    raise AssertionError("an engine wires its parts before it serves")
+
+
+class Context:
+    def __init__(
+        self, store: Store, bus: Bus, clock: Clock, chance: Chance, rules: Rules, strategy: FailoverStrategy
+    ) -> None:
+        self.store = store
+        self.bus = bus
+        self.clock = clock
+        self.chance = chance
+        self.rules = rules
+        self.strategy = strategy
+        self.fleet = Fleet(store)
+        self.wake_by: Callable[[float | None], None] = lambda _: None
+        """Set by the sweeper: something falls due at this time."""
+        self.give_back: Callable[[Dispatch], Awaitable[None]] = _nobody
+        """Set by the verdicts: a lease nobody took up returns to its place."""
+        self._lessons: dict[WorkflowHash, Lesson] = {}
+
+    def publish(self, written: Written) -> None:
+        """After every write: the facts go out, and the sweeper hears of the next time something is due."""
+        self.wake_by(written.dispatch.due_at)
+        for fact in written.facts:
+            self.bus.publish(fact)
+
+    def tell(self, kind: str, worker_id: WorkerId, **data: object) -> None:
+        self.bus.publish(FleetEvent(kind, self.clock.now(), worker_id, data))
+
+    def blocked(self, block: Block) -> None:
+        now = self.clock.now()
+        if block.is_in_force(now):
+            self.fleet.note_block(block, now)
+            self.wake_by(block.blocked_until)
+            self.tell(
+                "blocked",
+                block.worker_id,
+                target=block.target,
+                reason=block.reason.value,
+                failures=block.failures,
+                blocked_until=block.blocked_until,
+            )
+
+    async def unblocked(self, block: Block) -> None:
+        now = self.clock.now()
+        others = await self.store.blocks(block.worker_id)
+        if not any(other.is_in_force(now) for other in others):
+            self.fleet.with_blocks.discard(block.worker_id)
+        if block.blocked_until is not None:
+            self.tell("unblocked", block.worker_id, target=block.target, reason=block.reason.value)
+
+    def offer(self, worker: WorkerRecord, poll_id: PollId) -> LeaseOffer:
+        rules = self.rules
+        return LeaseOffer(
+            worker.worker_id,
+            worker.profile,
+            poll_id,
+            LeaseToken(self.chance.token()),
+            rules.lease_ttl_s,
+            rules.acknowledge_s,
+        )
+
+    # lessons
+
+    async def lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+        known = self._lessons.get(workflow_hash)
+        if known is None:
+            known = await self.store.get_lesson(workflow_hash)
+            if known is not None:
+                self._remember(known)
+        return known
+
+    def known_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+        """What this engine has at hand; good enough to rank by."""
+        return self._lessons.get(workflow_hash)
+
+    async def learn(self, lesson: Lesson) -> None:
+        self._remember(lesson)
+        await self.store.put_lesson(lesson)
+
+    def _remember(self, lesson: Lesson) -> None:
+        self._lessons.pop(lesson.workflow_hash, None)
+        self._lessons[lesson.workflow_hash] = lesson
+        if len(self._lessons) > _MAX_LESSONS:
+            del self._lessons[next(iter(self._lessons))]

@@ -1,0 +1,228 @@
+"""The engine: both doors in process. It composes the desks, the rounds and the sweeper, and owns their tasks."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from types import TracebackType
+
+from comfyfleet.bus.local import LocalBus
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.explain import explain
+from comfyfleet.engine.jobs import JobDesk
+from comfyfleet.engine.rounds import Rounds
+from comfyfleet.engine.shell import SystemChance, SystemClock
+from comfyfleet.engine.sweeper import Sweeper
+from comfyfleet.engine.verdicts import Verdicts
+from comfyfleet.engine.workers import WorkerDesk
+from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.calls import (
+    Beat,
+    CancelAnswer,
+    Command,
+    Completion,
+    Explanation,
+    FailureReport,
+    JobView,
+    LeasedJob,
+    Poll,
+    QueueStats,
+    RegisterWorker,
+    Release,
+    Report,
+    Settled,
+    Submitted,
+)
+from comfyfleet.model.dispatch import Dispatch, LeaseRef, Phase
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import Event, Fact, News
+from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId
+from comfyfleet.model.job import Submission
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
+from comfyfleet.policy.rules import Rules
+from comfyfleet.ports import Bus, Chance, Clock, Store
+
+
+class Engine:
+    """`JobApi` and `WorkerApi` over one store. An async context manager; closing twice is harmless."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rules: Rules | None = None,
+        bus: Bus | None = None,
+        clock: Clock | None = None,
+        chance: Chance | None = None,
+        strategy: FailoverStrategy | None = None,
+    ) -> None:
+        self.rules = rules or Rules()
+        self.bus: Bus = bus or LocalBus()
+        self.store = store
+        self._context = Context(
+            store,
+            self.bus,
+            clock or SystemClock(),
+            chance or SystemChance(),
+            self.rules,
+            strategy or SmartFailover(self.rules),
+        )
+        self._rounds = Rounds(self._context)
+        self._verdicts = Verdicts(self._context, self._rounds)
+        self._workers = WorkerDesk(self._context, self._rounds, self._verdicts)
+        self._jobs = JobDesk(self._context, self._rounds, self._workers.tell_of_cancel)
+        self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers)
+
+    async def __aenter__(self) -> Engine:
+        self._sweeper.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._rounds.close()
+        await self._sweeper.close()
+        await self.store.close()
+
+    # the callers' door
+
+    async def submit(self, submission: Submission) -> Submitted:
+        return await self._jobs.submit(submission)
+
+    async def get(self, job_id: JobId) -> JobView:
+        return await self._jobs.get(job_id)
+
+    async def by_reference(self, reference: str, tenant: TenantId = DEFAULT_TENANT) -> JobId | None:
+        return await self._jobs.by_reference(reference, tenant)
+
+    async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | News, None]:
+        """The facts after that number, then what happens, to the end of the job. No gap and no repeat."""
+        subscription = self.bus.subscribe(job_id)
+        try:
+            dispatch = await self.store.load(job_id)
+            if dispatch is None:
+                raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+            for fact in await self.store.facts(job_id, after):
+                after = fact.number
+                yield fact
+            if dispatch.phase.is_final:
+                return
+            async for event in subscription:
+                if isinstance(event, News):
+                    yield event
+                elif isinstance(event, Fact):
+                    # The bus may lose a message; the store does not. The phase is read first: a job that had ended by
+                    # then has its last fact among those read after it.
+                    current = await self.store.load(job_id)
+                    for fact in await self.store.facts(job_id, after):
+                        after = fact.number
+                        yield fact
+                    if current is None or current.phase.is_final:
+                        return
+        finally:
+            subscription.close()
+
+    async def cancel(self, job_id: JobId) -> CancelAnswer:
+        return await self._jobs.cancel(job_id)
+
+    async def retry(self, job_id: JobId) -> Submitted:
+        return await self._jobs.retry(job_id)
+
+    async def pause(self, job_id: JobId) -> None:
+        await self._jobs.pause(job_id)
+
+    async def resume(self, job_id: JobId) -> None:
+        await self._jobs.resume(job_id)
+
+    async def set_priority(self, job_id: JobId, priority: int) -> None:
+        await self._jobs.set_priority(job_id, priority)
+
+    async def explain(self, job_id: JobId) -> Explanation:
+        return await explain(self._context, (await self._jobs.get(job_id)).dispatch)
+
+    async def stats(self) -> QueueStats:
+        counts = await self.store.counts()
+        by_phase = counts.by_phase
+        return QueueStats(
+            waiting=counts.waiting,
+            delayed=counts.delayed,
+            paused=counts.paused,
+            leased=by_phase[Phase.LEASED],
+            completed=by_phase[Phase.COMPLETED],
+            failed=by_phase[Phase.FAILED],
+            cancelled=by_phase[Phase.CANCELLED],
+            workers=sum(not worker.is_offline for worker in self._context.fleet.workers.values()),
+            idle_slots=self._rounds.idle_slots,
+        )
+
+    # the workers' door
+
+    async def register(self, call: RegisterWorker) -> WorkerRecord:
+        return await self._workers.register(call)
+
+    async def poll(self, call: Poll) -> LeasedJob | None:
+        return await self._workers.poll(call)
+
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+        return await self._workers.heartbeat(worker_id, refs)
+
+    async def progress(self, reports: Sequence[Report]) -> Beat:
+        return await self._workers.progress(reports)
+
+    async def complete(self, call: Completion) -> Settled:
+        return await self._workers.complete(call)
+
+    async def fail(self, call: FailureReport) -> Settled:
+        return await self._workers.fail(call)
+
+    async def release(self, call: Release) -> Settled:
+        return await self._workers.release(call)
+
+    async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
+        return await self._workers.commands(worker_id, wait_s)
+
+    async def unregister(self, worker_id: WorkerId, reason: str) -> None:
+        await self._workers.unregister(worker_id, reason)
+
+    # operators
+
+    async def workers(self) -> list[WorkerRecord]:
+        return list(self._context.fleet.workers.values())
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        await self._workers.remove(worker_id)
+
+    async def pause_worker(self, worker_id: WorkerId, is_paused: bool = True) -> None:
+        await self._workers.set_flags(worker_id, is_paused=is_paused)
+
+    async def drain_worker(self, worker_id: WorkerId) -> None:
+        await self._workers.set_flags(worker_id, is_draining=True)
+        self._workers.tell(Command("drain"), worker_id)
+
+    async def pause_queue(self, is_paused: bool = True) -> None:
+        await self.store.pause_queue(is_paused)
+        if not is_paused:
+            self._rounds.everything_changed()
+
+    async def blocks(self) -> list[Block]:
+        return await self.store.blocks()
+
+    async def unblock(self, worker_id: WorkerId, target: str) -> bool:
+        lifted = await self.store.lift([Pair(worker_id, target)])
+        for block in lifted:
+            await self._context.unblocked(block)
+        self._rounds.worker_freed(worker_id)
+        return bool(lifted)
+
+    async def dead_letter(self, limit: int = 100, after: JobId | None = None) -> list[Dispatch]:
+        return await self.store.dead_letter(limit, after)
+
+    async def sweep(self) -> None:
+        """What the timers do by themselves, now."""
+        await self._sweeper.sweep()
+
+
+__all__ = ["Engine", "Event"]

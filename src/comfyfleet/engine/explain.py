@@ -1,0 +1,109 @@
+"""Why is my job not running? For each worker one reason, the nearest miss, the place in line, an estimate."""
+
+from __future__ import annotations
+
+from comfyfleet.engine.context import Context
+from comfyfleet.model.block import Pair
+from comfyfleet.model.calls import Explanation, MissingFor
+from comfyfleet.model.dispatch import Dispatch, Phase, Standing
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.feasibility import misses
+from comfyfleet.policy.learning import expected_s
+
+
+async def explain(context: Context, dispatch: Dispatch) -> Explanation:
+    job_id, phase = dispatch.job_id, dispatch.phase
+    if phase is not Phase.QUEUED:
+        where = "" if dispatch.lease is None else f" on {dispatch.lease.worker_id}"
+        return Explanation(job_id, phase, f"the job is {phase.value}{where}")
+    now = await context.store.now()
+    reasons: list[MissingFor] = []
+    able: list[WorkerRecord] = []
+    for worker in context.fleet.workers.values():
+        why = await _why_not(context, dispatch, worker, now)
+        if why:
+            reasons.append(MissingFor(worker.worker_id, why[0], tuple(why)))
+        else:
+            able.append(worker)
+    position = await context.store.position(job_id)
+    nearest = min(reasons, key=lambda miss: len(miss.reasons), default=None)
+    return Explanation(
+        job_id,
+        phase,
+        await _summary(context, dispatch, able, nearest, position, now),
+        tuple(reasons),
+        tuple(worker.worker_id for worker in able),
+        None if nearest is None else nearest.worker_id,
+        position,
+        _estimate_s(context, dispatch, able, position),
+    )
+
+
+async def _why_not(context: Context, dispatch: Dispatch, worker: WorkerRecord, now: float) -> list[str]:
+    cls = context.fleet.classes[dispatch.class_key]
+    lesson = context.known_lesson(dispatch.workflow_hash)
+    why = [miss.reason for miss in misses(cls, worker.worker_id, worker.capabilities, lesson)]
+    for target in (dispatch.workflow_hash, dispatch.job_id):
+        block = await context.store.get_block(Pair(worker.worker_id, target))
+        if block is not None and block.is_in_force(now):
+            assert block.blocked_until is not None
+            if block.missing:
+                why.append(
+                    f"said that it lacks {', '.join(block.missing)}; it is tried again when that changes"
+                )
+                continue
+            what = "this workflow" if target == dispatch.workflow_hash else "this job"
+            why.append(
+                f"is blocked for {what} for another {block.blocked_until - now:.0f} s ({block.reason.value})"
+            )
+    if context.strategy.should_skip(worker.worker_id, dispatch.workflow_hash, now):
+        why.append("is kept from this workflow by the failover strategy")
+    if worker.is_offline:
+        why.append("is offline")
+    elif worker.is_draining:
+        why.append("is draining")
+    elif worker.is_paused:
+        why.append("is paused")
+    elif worker.quarantined_until is not None and now < worker.quarantined_until:
+        why.append("is quarantined: too many different workflows failed on it")
+    return why
+
+
+async def _summary(
+    context: Context,
+    dispatch: Dispatch,
+    able: list[WorkerRecord],
+    nearest: MissingFor | None,
+    position: int | None,
+    now: float,
+) -> str:
+    if await context.store.is_queue_paused():
+        return "the queue is paused"
+    if dispatch.standing is Standing.PAUSED:
+        return "the job is paused"
+    if dispatch.standing is Standing.DELAYED:
+        return f"the job waits another {max(0.0, (dispatch.not_before or now) - now):.1f} s before its next attempt"
+    if not context.fleet.workers:
+        return "no worker is connected"
+    if not able:
+        assert nearest is not None
+        return f"no worker can take it now; the nearest, {nearest.worker_id}, {nearest.reason}"
+    held = "" if dispatch.relax_at is None else "; a preferred worker is waited for"
+    return f"{len(able)} worker(s) can take it, {position or 0} job(s) stand before it{held}"
+
+
+def _estimate_s(
+    context: Context, dispatch: Dispatch, able: list[WorkerRecord], position: int | None
+) -> float | None:
+    """Those before it, at what this workflow is known to take, shared by the slots that can run it."""
+    lesson = context.known_lesson(dispatch.workflow_hash)
+    known: dict[WorkerId, float] = {
+        worker.worker_id: seconds
+        for worker in able
+        if (seconds := expected_s(lesson, worker.capabilities.worker_class)) is not None
+    }
+    slots = sum(worker.slots for worker in able)
+    if not known or not slots or position is None:
+        return None
+    return position * (sum(known.values()) / len(known)) / slots

@@ -1,0 +1,247 @@
+"""The workers an engine knows, the classes that wait, and which profile may take which class.
+
+Feasibility is policy's; here it is asked once for each new class and each new profile, and the answers are put into the
+store's table. A profile is a worker's capabilities as far as live classes can tell workers apart, so equal workers, and
+workers that differ only in what nobody asks for, share one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Set
+
+import msgspec
+
+from comfyfleet.model.block import Block
+from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId, WorkflowHash
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
+from comfyfleet.policy.feasibility import is_feasible
+from comfyfleet.policy.projection import Vocabulary, profile_key
+from comfyfleet.ports import Store
+
+# After so many growths the vocabulary is made anew from what waits, so that words nobody uses any more are forgotten.
+_REBUILD_AFTER = 1024
+
+_NONE: Set[ProfileKey] = frozenset()
+
+
+class Fleet:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.workers: dict[WorkerId, WorkerRecord] = {}
+        self.classes: dict[ClassKey, RequirementClass] = {}
+        self.with_blocks: set[WorkerId] = set()
+        """Workers that have a block in force, as far as this engine knows."""
+        self._fits: dict[ClassKey, set[ProfileKey]] = {}
+        self._vocabulary = Vocabulary.of(())
+        self._growths = 0
+        self._selectivity: dict[ClassKey, int] = {}
+        self._keys: dict[RequirementClass, ClassKey] = {}
+        self._changing = asyncio.Lock()
+
+    # classes
+
+    def key_of(self, cls: RequirementClass) -> ClassKey:
+        key = self._keys.get(cls)
+        if key is None:
+            if len(self._keys) > 10_000:
+                self._keys.clear()
+            key = self._keys[cls] = cls.key
+        return key
+
+    async def ensure_class(self, cls: RequirementClass) -> ClassKey:
+        """The class is in the store's table, with a verdict for every profile there is."""
+        async with self._changing:
+            return await self._ensure_class(cls)
+
+    async def _ensure_class(self, cls: RequirementClass) -> ClassKey:
+        key = self.key_of(cls)
+        if not self._vocabulary.covers(cls):
+            await self._grow(cls)
+        lesson = await self._lesson_for(cls)
+        while True:
+            table = await self._store.table()
+            # Whatever one worker of a profile may take, all of them may.
+            speakers = {worker.profile: worker for worker in self.workers.values()}
+            fits = {
+                profile
+                for profile, worker in speakers.items()
+                if is_feasible(cls, worker.worker_id, worker.capabilities, lesson)
+            }
+            if await self._store.put_class(cls, fits & table.profiles, version=table.version):
+                break
+        self.classes[key] = cls
+        self._fits[key] = fits
+        self._selectivity.pop(key, None)
+        self._forget_dropped(table.classes, key)
+        return key
+
+    def profiles_for(self, key: ClassKey) -> Set[ProfileKey]:
+        """As the fleet is now: it changes with the fleet, so whoever waits meanwhile takes a copy."""
+        return self._fits.get(key, _NONE)
+
+    def able(self, key: ClassKey) -> list[WorkerRecord]:
+        """Live workers that may take this class."""
+        fits = self.profiles_for(key)
+        return [
+            worker for worker in self.workers.values() if worker.profile in fits and not worker.is_offline
+        ]
+
+    def selectivity(self, key: ClassKey) -> int:
+        """How many live workers may take this class."""
+        known = self._selectivity.get(key)
+        if known is None:
+            known = self._selectivity[key] = len(self.able(key))
+        return known
+
+    def is_workable(self, cls: RequirementClass, lesson: Lesson | None = None) -> bool:
+        return any(
+            is_feasible(cls, worker.worker_id, worker.capabilities, lesson)
+            for worker in self.workers.values()
+            if not worker.is_offline
+        )
+
+    def capabilities(self) -> Iterable[Capabilities]:
+        return (worker.capabilities for worker in self.workers.values() if not worker.is_offline)
+
+    # workers
+
+    async def put(
+        self, worker_id: WorkerId, capabilities: Capabilities, slots: int, live: LiveState, now: float
+    ) -> WorkerRecord:
+        async with self._changing:
+            return await self._put(worker_id, capabilities, slots, live, now)
+
+    async def _put(
+        self, worker_id: WorkerId, capabilities: Capabilities, slots: int, live: LiveState, now: float
+    ) -> WorkerRecord:
+        known = self.workers.get(worker_id)
+        if known is not None and known.capabilities == capabilities:
+            profile = known.profile
+        else:
+            profile = await self._admit(worker_id, capabilities)
+        record = WorkerRecord(worker_id, capabilities, profile, slots, now, now, live)
+        if known is not None:
+            record = msgspec.structs.replace(
+                known,
+                capabilities=capabilities,
+                profile=profile,
+                slots=slots,
+                live=live if known.is_offline else _still_warm(known.live, live),
+                connected_at=now if known.is_offline else known.connected_at,
+                last_seen_at=now,
+                is_offline=False,
+                # Draining ends with the process that drained: what comes back wants work.
+                is_draining=known.is_draining and not known.is_offline,
+            )
+        await self.save(record)
+        if known is not None and known.profile != profile:
+            await self._drop_unused()
+        return record
+
+    async def save(self, record: WorkerRecord) -> None:
+        self.workers[record.worker_id] = record
+        self._selectivity.clear()
+        await self._store.put_worker(record)
+
+    async def note_run(self, worker_id: WorkerId, seconds: float, live: LiveState) -> None:
+        worker = self.workers[worker_id]
+        await self._note(
+            msgspec.structs.replace(
+                worker, completed=worker.completed + 1, busy_s=worker.busy_s + seconds, live=live
+            )
+        )
+
+    async def note_failure(self, worker_id: WorkerId) -> None:
+        if (worker := self.workers.get(worker_id)) is not None:
+            await self._note(msgspec.structs.replace(worker, failed=worker.failed + 1))
+
+    async def _note(self, record: WorkerRecord) -> None:
+        """Totals and live values: nothing that selectivity depends on."""
+        self.workers[record.worker_id] = record
+        await self._store.put_worker(record)
+
+    async def remove(self, worker_id: WorkerId) -> None:
+        async with self._changing:
+            self.workers.pop(worker_id, None)
+            self.with_blocks.discard(worker_id)
+            self._selectivity.clear()
+            await self._store.remove_worker(worker_id)
+            await self._drop_unused()
+
+    def note_block(self, block: Block, now: float) -> None:
+        if block.is_in_force(now):
+            self.with_blocks.add(block.worker_id)
+
+    # profiles
+
+    async def _admit(
+        self, worker_id: WorkerId, capabilities: Capabilities, heir_of: ProfileKey | None = None
+    ) -> ProfileKey:
+        """The worker's profile, in the table. An heir only parts from its equals: its verdicts are those it had."""
+        profile = profile_key(worker_id, capabilities, self._vocabulary)
+        while True:
+            table = await self._store.table()
+            if profile in table.profiles:
+                return profile
+            fits = []
+            for key, cls in table.classes.items():
+                known = self._fits.get(key)
+                if heir_of is not None and known is not None and cls.workflow_hash is None:
+                    may_take = heir_of in known
+                else:
+                    may_take = is_feasible(cls, worker_id, capabilities, await self._lesson_for(cls))
+                if may_take:
+                    fits.append(key)
+            if await self._store.put_profile(profile, fits, version=table.version):
+                for key in fits:
+                    self._fits.setdefault(key, set()).add(profile)
+                return profile
+
+    async def _grow(self, cls: RequirementClass) -> None:
+        """A class names something new: workers that were equal so far may have to part."""
+        self._growths += 1
+        if self._growths >= _REBUILD_AFTER:
+            self._growths = 0
+            self._vocabulary = Vocabulary.of((await self._store.table()).classes.values())
+        self._vocabulary = self._vocabulary.extended(cls)
+        moved = False
+        for worker in list(self.workers.values()):
+            profile = await self._admit(worker.worker_id, worker.capabilities, worker.profile)
+            if profile != worker.profile:
+                moved = True
+                await self.save(msgspec.structs.replace(worker, profile=profile))
+        if moved:
+            await self._drop_unused()
+
+    async def _drop_unused(self) -> None:
+        used = {worker.profile for worker in self.workers.values()}
+        unused = (await self._store.table()).profiles - used
+        if unused:
+            await self._store.drop_profiles(unused)
+            for fits in self._fits.values():
+                fits -= unused
+
+    def _forget_dropped(self, live: Mapping[ClassKey, RequirementClass], added: ClassKey) -> None:
+        if len(self.classes) <= 2 * len(live) + 1024:
+            return
+        for gone in [key for key in self.classes if key not in live and key != added]:
+            del self.classes[gone]
+            self._fits.pop(gone, None)
+            self._selectivity.pop(gone, None)
+
+    async def _lesson_for(self, cls: RequirementClass) -> Lesson | None:
+        if cls.workflow_hash is None:
+            return None
+        return await self._store.get_lesson(WorkflowHash(cls.workflow_hash))
+
+
+def _still_warm(known: LiveState, told: LiveState) -> LiveState:
+    """ComfyUI does not say what it has loaded; what its last run needed is remembered until it says or goes away."""
+    return msgspec.structs.replace(
+        told,
+        loaded_models=told.loaded_models or known.loaded_models,
+        last_workflow=told.last_workflow or known.last_workflow,
+    )

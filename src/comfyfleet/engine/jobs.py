@@ -1,0 +1,376 @@
+"""The callers' side of an engine: submit, cancel, retry, pause, priority. Load, ask policy, write, publish."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.rounds import Rounds
+from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
+from comfyfleet.model.dispatch import (
+    AtRevision,
+    Change,
+    Dispatch,
+    Phase,
+    Standing,
+    Write,
+    Written,
+)
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.workflow import GraphNeeds, hash_workflow, parse_workflow, read_needs, resolve_seeds
+from comfyfleet.policy.admission import check_priority, check_room, check_submission
+from comfyfleet.policy.feasibility import misses
+from comfyfleet.policy.learning import with_lesson
+from comfyfleet.policy.lifecycle import (
+    IllegalMove,
+    Move,
+    cancel_requested,
+    cancelled,
+    paused,
+    standing_at,
+    target,
+)
+from comfyfleet.policy.priority import effective_priority
+from comfyfleet.policy.timing import wake_at
+
+_QUEUED = (FactDraft(FactKind.QUEUED),)
+
+
+class JobDesk:
+    def __init__(self, context: Context, rounds: Rounds, tell_worker: Callable[[Dispatch], None]) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._tell_worker = tell_worker
+
+    # submit
+
+    async def submit(self, submission: Submission) -> Submitted:
+        context, rules = self._context, self._context.rules
+        check_submission(submission, rules)
+        graph = parse_workflow(submission.workflow, max_nodes=rules.max_nodes)
+        # A copy of our own: the caller may go on changing its graph for the next job.
+        submission = msgspec.structs.replace(submission, workflow=graph.to_graph())
+        if submission.reference is not None:
+            known = await context.store.records.by_reference(submission.tenant, submission.reference)
+            if known is not None:
+                return self._repeat(known, submission)
+        counts = await context.store.counts()
+        check_room(counts.waiting + counts.delayed + counts.paused, rules)
+        # Thousands of waiting jobs share one workflow: they share its text too.
+        workflow_hash = WorkflowHash(sys.intern(hash_workflow(graph)))
+        _, seeds = resolve_seeds(graph, context.chance.seed)
+        now = await context.store.now()
+        cls = await self._class_of(submission, read_needs(graph), workflow_hash)
+        unworkable = self._unworkable(cls)
+        if unworkable and submission.require_workable:
+            raise Refusal(
+                RefusalCode.UNWORKABLE,
+                "no live worker can run this: " + "; ".join(unworkable),
+                missing=unworkable,
+            )
+        dispatch = await self._dispatch(submission, cls, workflow_hash, now)
+        job = Job(
+            dispatch.job_id,
+            submission.tenant,
+            workflow_hash,
+            now,
+            submission,
+            reference=submission.reference,
+            seeds=seeds or None,
+        )
+        written = await self._enqueue(dispatch, job, cls)
+        if written.dispatch.job_id != dispatch.job_id:
+            # Somebody else submitted under the same reference in between.
+            known = await context.store.records.get(written.dispatch.job_id)
+            assert known is not None, "the store answered with it"
+            return self._repeat(known, submission)
+        context.publish(written)
+        if written.dispatch.stands_in_lane:
+            self._rounds.job_arrived(written.dispatch.class_key)
+        return Submitted(
+            dispatch.job_id, Phase.QUEUED, workflow_hash, seeds=seeds or None, unworkable=unworkable
+        )
+
+    @staticmethod
+    def _repeat(known: Job, submission: Submission) -> Submitted:
+        if known.payload != submission:
+            raise Refusal(
+                RefusalCode.DUPLICATE_DIFFERS,
+                f"a different job was submitted as {submission.reference!r} before; choose another id",
+                job_id=known.job_id,
+            )
+        return Submitted(known.job_id, known.phase, known.workflow_hash, seeds=known.seeds, is_repeat=True)
+
+    async def _class_of(
+        self, submission: Submission, graph: GraphNeeds, workflow_hash: WorkflowHash
+    ) -> RequirementClass:
+        """What the caller declares, plus what the graph shows, plus what the fleet has learned."""
+        declared = submission.requirements
+        needs = msgspec.structs.replace(
+            declared,
+            models=tuple(sorted(graph.models.union(declared.models))),
+            node_classes=tuple(sorted(graph.node_classes.union(declared.node_classes))),
+        )
+        lesson = await self._context.lesson(workflow_hash)
+        cls = RequirementClass(
+            needs,
+            submission.preferences,
+            submission.tenant,
+            workflow_hash if needs.max_processing_s is not None else None,
+        )
+        learned = with_lesson(needs, lesson, self._context.fleet.capabilities())
+        if learned is needs:
+            return cls
+        # A bigger card that lacks something else is no help: then the small one may try again.
+        bigger = msgspec.structs.replace(cls, requirements=learned)
+        return bigger if self._context.fleet.is_workable(bigger) else cls
+
+    async def _dispatch(
+        self, submission: Submission, cls: RequirementClass, workflow_hash: WorkflowHash, now: float
+    ) -> Dispatch:
+        context, rules = self._context, self._context.rules
+        base = effective_priority(submission.priority, submission.tier, submission.urgency, None, now, rules)
+        held = self._held_for_preferred(cls)
+        total_s = submission.timeouts.total_s
+        key = context.fleet.key_of(cls)
+        dispatch = Dispatch(
+            job_id=context.chance.job_id(now),
+            class_key=key if held is None else context.fleet.key_of(held),
+            workflow_hash=workflow_hash,
+            priority=effective_priority(base, 0, "normal", submission.deadline, now, rules),
+            base_priority=base,
+            tenant=submission.tenant,
+            standing=standing_at(submission.not_before, now),
+            queued_at=now,
+            not_before=submission.not_before,
+            max_attempts=submission.max_attempts or rules.max_attempts,
+            deadline_at=submission.deadline,
+            fails_at_deadline=submission.on_deadline == "fail",
+            expires_at=None if total_s is None else now + total_s,
+            relaxed_class=None if held is None else key,
+            relax_at=None if held is None else max(now, submission.not_before or now) + rules.affinity_wait_s,
+        )
+        if held is not None:
+            await context.fleet.ensure_class(held)
+        return msgspec.structs.replace(dispatch, wake_at=wake_at(dispatch, now, rules))
+
+    def _held_for_preferred(self, cls: RequirementClass) -> RequirementClass | None:
+        """The class while a live preferred worker is waited for: only those workers. None: no reason to wait."""
+        wanted = cls.preferences.workers
+        if not wanted or self._context.rules.affinity_wait_s <= 0:
+            return None
+        allowed = cls.requirements.workers
+        only = tuple(worker for worker in wanted if allowed is None or worker in allowed)
+        held = msgspec.structs.replace(cls, requirements=_only_on(cls.requirements, only))
+        return held if self._context.fleet.is_workable(held) else None
+
+    async def _enqueue(self, dispatch: Dispatch, job: Job, cls: RequirementClass) -> Written:
+        fleet = self._context.fleet
+        if fleet.key_of(cls) not in fleet.classes:
+            await fleet.ensure_class(cls)
+        while True:
+            written = await self._context.store.enqueue(dispatch, job, _QUEUED)
+            if written is not None:
+                return written
+            # The store has dropped a class that was idle for long.
+            await fleet.ensure_class(cls)
+            await fleet.ensure_class(fleet.classes[dispatch.class_key])
+
+    def _unworkable(self, cls: RequirementClass) -> tuple[str, ...]:
+        """What no live worker has, by name; empty when somebody can run it."""
+        fleet = self._context.fleet
+        key = fleet.key_of(cls)
+        if key in fleet.classes:
+            if fleet.selectivity(key):
+                return ()
+        elif fleet.is_workable(cls):
+            return ()
+        live = [worker for worker in fleet.workers.values() if not worker.is_offline]
+        if not live:
+            return ("no worker is connected",)
+        common: set[str] | None = None
+        fewest: tuple[str, ...] = ()
+        for worker in live:
+            reasons = tuple(miss.reason for miss in misses(cls, worker.worker_id, worker.capabilities))
+            common = set(reasons) if common is None else common & set(reasons)
+            if not fewest or len(reasons) < len(fewest):
+                fewest = reasons
+        return tuple(reason for reason in fewest if reason in (common or ())) or fewest
+
+    # look
+
+    async def get(self, job_id: JobId) -> JobView:
+        dispatch = await self._load(job_id)
+        job = await self._context.store.records.get(job_id)
+        assert job is not None, "a dispatch without a record is never leased nor shown"
+        return JobView(job, dispatch, tuple(await self._context.store.attempts(job_id)))
+
+    async def by_reference(self, reference: str, tenant: TenantId) -> JobId | None:
+        job = await self._context.store.records.by_reference(tenant, reference)
+        return None if job is None else job.job_id
+
+    # change
+
+    async def cancel(self, job_id: JobId) -> CancelAnswer:
+        """A waiting job is cancelled at once. For a running one the request is the truth, and its worker is told."""
+        context = self._context
+
+        def decide(dispatch: Dispatch, now: float) -> Write | None:
+            if dispatch.phase.is_final or dispatch.cancel_requested_at is not None:
+                return None
+            if dispatch.phase is Phase.LEASED:
+                change = cancel_requested(dispatch, now, context.rules.cancel_grace_s)
+                return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED))
+            return _write(
+                dispatch,
+                cancelled(dispatch),
+                FactDraft(FactKind.CANCELLED),
+                job={"phase": Phase.CANCELLED, "completed_at": now},
+            )
+
+        dispatch, written = await self._change(job_id, decide)
+        if written is not None and dispatch.phase is Phase.LEASED:
+            self._tell_worker(dispatch)
+        return CancelAnswer(dispatch.phase, dispatch.cancel_requested_at is not None)
+
+    async def retry(self, job_id: JobId) -> Submitted:
+        """By hand: a failed or cancelled job gets a new round, with fresh counters and its old place in line."""
+        rules, fleet = self._context.rules, self._context.fleet
+        view = await self.get(job_id)
+        submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
+        cls = await self._class_of(submission, read_needs(submission.workflow), workflow_hash)
+
+        def decide(dispatch: Dispatch, now: float) -> Write:
+            try:
+                phase = target(dispatch.phase, Move.RETRY)
+            except IllegalMove as illegal:
+                raise Refusal(RefusalCode.WRONG_PHASE, str(illegal), phase=dispatch.phase.value) from illegal
+            # The limits of the first round are over with it: a deadline that passed would end the new one at once.
+            change = Change(
+                phase=phase,
+                standing=Standing.IN_LANE,
+                class_key=fleet.key_of(cls),
+                relaxed_class=None,
+                relax_at=None,
+                round=dispatch.round + 1,
+                charged=0,
+                worker_faults=0,
+                releases=0,
+                failed_on=(),
+                expired_on=(),
+                cancel_requested_at=None,
+                not_before=None,
+                deadline_at=None,
+                expires_at=None,
+                priority=effective_priority(dispatch.base_priority, 0, "normal", None, now, rules),
+                wake_at=None,
+            )
+            return _write(
+                dispatch,
+                change,
+                FactDraft(FactKind.QUEUED, {"round": dispatch.round + 1}),
+                job={
+                    "phase": Phase.QUEUED,
+                    "round": dispatch.round + 1,
+                    "failure": None,
+                    "completed_at": None,
+                    "started_at": None,
+                    "worker_id": None,
+                    "prompt_id": None,
+                    "is_late": False,
+                },
+            )
+
+        dispatch, _ = await self._change(job_id, decide, needed=cls)
+        return Submitted(job_id, dispatch.phase, workflow_hash)
+
+    async def pause(self, job_id: JobId) -> None:
+        def decide(dispatch: Dispatch, _: float) -> Write | None:
+            self._must_wait(dispatch, "pause")
+            if dispatch.standing is Standing.PAUSED:
+                return None
+            return _write(dispatch, paused(dispatch), FactDraft(FactKind.PAUSED))
+
+        await self._change(job_id, decide)
+
+    async def resume(self, job_id: JobId) -> None:
+        rules = self._context.rules
+
+        def decide(dispatch: Dispatch, now: float) -> Write | None:
+            self._must_wait(dispatch, "resume")
+            if dispatch.standing is not Standing.PAUSED:
+                return None
+            standing = standing_at(dispatch.not_before, now)
+            placed = msgspec.structs.replace(dispatch, standing=standing)
+            change = Change(standing=standing, wake_at=wake_at(placed, now, rules))
+            return _write(dispatch, change, FactDraft(FactKind.RESUMED))
+
+        await self._change(job_id, decide)
+
+    async def set_priority(self, job_id: JobId, priority: int) -> None:
+        rules = self._context.rules
+        check_priority(priority)
+        asked = (await self.get(job_id)).job.payload
+
+        def decide(dispatch: Dispatch, now: float) -> Write:
+            self._must_wait(dispatch, "change the priority of")
+            base = effective_priority(priority, asked.tier, asked.urgency, None, now, rules)
+            raised = effective_priority(base, 0, "normal", dispatch.deadline_at, now, rules)
+            changed = msgspec.structs.replace(dispatch, base_priority=base, priority=raised)
+            change = Change(base_priority=base, priority=raised, wake_at=wake_at(changed, now, rules))
+            return _write(dispatch, change, FactDraft(FactKind.PRIORITY_CHANGED, {"priority": priority}))
+
+        await self._change(job_id, decide)
+
+    @staticmethod
+    def _must_wait(dispatch: Dispatch, verb: str) -> None:
+        if dispatch.phase is not Phase.QUEUED:
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"cannot {verb} a job that is {dispatch.phase.value}: only a waiting one",
+                phase=dispatch.phase.value,
+            )
+
+    async def _load(self, job_id: JobId) -> Dispatch:
+        dispatch = await self._context.store.load(job_id)
+        if dispatch is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+        return dispatch
+
+    async def _change(
+        self,
+        job_id: JobId,
+        decide: Callable[[Dispatch, float], Write | None],
+        needed: RequirementClass | None = None,
+    ) -> tuple[Dispatch, Written | None]:
+        """Load, decide, write; again when somebody was faster. None from `decide`: nothing is to be done."""
+        while True:
+            if needed is not None:
+                await self._context.fleet.ensure_class(needed)
+            dispatch = await self._load(job_id)
+            write = decide(dispatch, await self._context.store.now())
+            if write is None:
+                return dispatch, None
+            written = await self._context.store.write(write)
+            if written is not None:
+                self._context.publish(written)
+                if written.dispatch.stands_in_lane:
+                    self._rounds.job_arrived(written.dispatch.class_key)
+                return written.dispatch, written
+
+
+def _only_on(needs: Requirements, workers: tuple[str, ...]) -> Requirements:
+    return msgspec.structs.replace(needs, workers=workers)
+
+
+def _write(
+    dispatch: Dispatch, change: Change, fact: FactDraft, job: dict[str, object] | None = None
+) -> Write:
+    return Write(dispatch.job_id, AtRevision(dispatch.revision), change, facts=(fact,), job=job)

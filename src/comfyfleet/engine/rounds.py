@@ -1,0 +1,324 @@
+"""Parked polls are idle slots. Whenever something changes, a round gives waiting jobs to the slots it concerns.
+
+A slot that a round left empty-handed found nothing it may take, so later only what has changed needs a look: a new slot
+looks for itself, a new job is offered to the slots of the profiles that may take it. Policy ranks and assigns; the
+store's lease has the last word, and a job it reports as taken is simply looked for again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from comfyfleet.engine.context import Context
+from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId
+from comfyfleet.policy.failover import SmartFailover
+from comfyfleet.policy.learning import expected_s
+from comfyfleet.policy.matching import RankKey, WaitingJob, assign, rank_key
+from comfyfleet.policy.scoring import score, warmth
+from comfyfleet.ports import Peek, Timer
+
+_LOG = logging.getLogger(__name__)
+_MAX_OVERTAKEN = 10_000
+
+
+class Slot:
+    """One parked poll."""
+
+    __slots__ = ("answer", "poll_id", "worker_id")
+
+    def __init__(self, worker_id: WorkerId, poll_id: PollId) -> None:
+        self.worker_id = worker_id
+        self.poll_id = poll_id
+        self.answer: asyncio.Future[Dispatch | None] = asyncio.get_running_loop().create_future()
+
+
+class Rounds:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._parked: dict[PollId, Slot] = {}
+        self._parked_of: Counter[WorkerId] = Counter()
+        self._looking: dict[PollId, Slot] = {}
+        self._running: asyncio.Task[None] | None = None
+        # A strategy with an opinion of its own has one for each worker, equal in all else or not.
+        self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
+        self._overtaken: dict[JobId, float] = {}
+        self._timer: Timer | None = None
+        self._is_closed = False
+
+    @property
+    def idle_slots(self) -> int:
+        return len(self._parked)
+
+    def has_parked(self, worker_id: WorkerId) -> bool:
+        return worker_id in self._parked_of
+
+    # parking
+
+    async def park(self, slot: Slot) -> None:
+        if (older := self._parked.get(slot.poll_id)) is not None:
+            # The same poll asked again: whoever waits for the first answer has hung up.
+            self._send_away(older)
+        self._parked[slot.poll_id] = self._looking[slot.poll_id] = slot
+        self._parked_of[slot.worker_id] += 1
+        if self._running is None:
+            # The usual case: nobody else is looking, so the slot is served without a detour through a task.
+            del self._looking[slot.poll_id]
+            await self._serve([slot])
+            self._start()
+        if not slot.answer.done():
+            self._arm()
+
+    async def looked_for(self, slot: Slot) -> None:
+        """Until the slot has its answer, or nobody is looking for one."""
+        while self._running is not None and not slot.answer.done():
+            await asyncio.wait((self._running, slot.answer), return_when=asyncio.FIRST_COMPLETED)
+
+    def leave(self, slot: Slot) -> None:
+        if self._parked.get(slot.poll_id) is not slot:
+            return
+        del self._parked[slot.poll_id]
+        self._looking.pop(slot.poll_id, None)
+        self._parked_of[slot.worker_id] -= 1
+        if not self._parked_of[slot.worker_id]:
+            del self._parked_of[slot.worker_id]
+
+    def _send_away(self, slot: Slot) -> None:
+        self.leave(slot)
+        if not slot.answer.done():
+            slot.answer.set_result(None)
+
+    def dismiss(self, worker_id: WorkerId) -> None:
+        """The worker takes nothing now: its parked polls are answered with nothing."""
+        for slot in [slot for slot in self._parked.values() if slot.worker_id == worker_id]:
+            self._send_away(slot)
+
+    # waking
+
+    def job_arrived(self, class_key: ClassKey) -> None:
+        if not self._parked:
+            return
+        profiles, workers = self._context.fleet.profiles_for(class_key), self._context.fleet.workers
+        self._look(
+            slot
+            for slot in self._parked.values()
+            if (worker := workers.get(slot.worker_id)) is not None and worker.profile in profiles
+        )
+
+    def worker_freed(self, worker_id: WorkerId) -> None:
+        """A block ended, a quarantine, a pause: its slots may find what they could not have before."""
+        self._look(slot for slot in self._parked.values() if slot.worker_id == worker_id)
+
+    def everything_changed(self) -> None:
+        self._look(self._parked.values())
+
+    def _look(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            self._looking[slot.poll_id] = slot
+        self._start()
+
+    def _start(self) -> None:
+        if self._looking and self._running is None and not self._is_closed:
+            self._running = asyncio.get_running_loop().create_task(self._run(), name="round")
+
+    async def _run(self) -> None:
+        try:
+            while self._looking:
+                slots, self._looking = list(self._looking.values()), {}
+                await self._serve(slots)
+        except Exception:
+            _LOG.exception("a round failed; the next one, within a second, tries again")
+        finally:
+            self._running = None
+            self._start()
+
+    def _arm(self) -> None:
+        """A lost wake-up costs a second, never a job."""
+        if self._timer is None and not self._is_closed:
+            clock = self._context.clock
+            self._timer = clock.call_at(clock.now() + self._context.rules.round_s, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._parked:
+            self.everything_changed()
+            self._arm()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for slot in list(self._parked.values()):
+            if not slot.answer.done():
+                slot.answer.set_result(None)
+        self._parked.clear()
+        self._parked_of.clear()
+        self._looking.clear()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    # serving
+
+    async def _serve(self, slots: list[Slot]) -> None:
+        """Until every slot has a job or has seen that there is none."""
+        now = self._context.clock.now()
+        while True:
+            workers = self._context.fleet.workers
+            waiting = {
+                slot.poll_id: slot
+                for slot in slots
+                if not slot.answer.done()
+                and (worker := workers.get(slot.worker_id)) is not None
+                and worker.takes_work(now)
+            }
+            if not waiting:
+                return
+            jobs, lanes = await self._candidates(waiting, now)
+            if not jobs:
+                return
+            chosen = assign(jobs)
+            self._note_overtaken(jobs, chosen, lanes, now)
+            was_taken = False
+            # Oldest first: of one lane, the head is always the one that leaves.
+            for poll_id, job_id in sorted(chosen.items(), key=lambda pair: lanes[pair[1]].sequence):
+                was_taken |= not await self._lease(waiting[PollId(poll_id)], job_id)
+            if not was_taken:
+                return
+
+    async def _lease(self, slot: Slot, job_id: JobId) -> bool:
+        context = self._context
+        worker = context.fleet.workers.get(slot.worker_id)
+        if slot.answer.done() or worker is None:
+            return True
+        written = await context.store.lease(job_id, context.offer(worker, slot.poll_id))
+        if written is None:
+            # If a block was the reason that this engine had not heard of, the next look must see it.
+            now = context.clock.now()
+            for block in await context.store.blocks(worker.worker_id):
+                context.fleet.note_block(block, now)
+            return False
+        self._overtaken.pop(job_id, None)
+        self.leave(slot)
+        context.publish(written)
+        if slot.answer.done():
+            # The poll went away while its job was being fetched: the job goes back to its place at once.
+            await context.give_back(written.dispatch)
+        else:
+            slot.answer.set_result(written.dispatch)
+        return True
+
+    async def _candidates(
+        self, slots: dict[PollId, Slot], now: float
+    ) -> tuple[list[WaitingJob], dict[JobId, Candidate]]:
+        """Every job that some slot may take, with its rank at each. Slots that see the same ask once."""
+        fleet = self._context.fleet
+        alike: dict[tuple[ProfileKey, WorkerId | None], list[Slot]] = defaultdict(list)
+        for slot in slots.values():
+            profile = fleet.workers[slot.worker_id].profile
+            is_apart = self._asks_for_each or slot.worker_id in fleet.with_blocks
+            alike[profile, slot.worker_id if is_apart else None].append(slot)
+        groups = list(alike.values())
+        seen: dict[JobId, Candidate] = {}
+        takers: dict[JobId, tuple[int, ...]] = {}
+        for number, ((profile, _), group) in enumerate(alike.items()):
+            for candidate in await self._peek(profile, group[0].worker_id, len(slots), now):
+                seen[candidate.job_id] = candidate
+                takers[candidate.job_id] = (*takers.get(candidate.job_id, ()), number)
+        return self._ranked(seen, takers, groups, now), seen
+
+    async def _peek(
+        self, profile: ProfileKey, worker_id: WorkerId, slots: int, now: float
+    ) -> list[Candidate]:
+        """What the store shows, less what the failover strategy refuses; what was refused is not shown again."""
+        rules, strategy = self._context.rules, self._context.strategy
+        skip: frozenset[str] = frozenset()
+        while True:
+            query = Peek(profile, worker_id, slots, rules.window_lanes, rules.quantum_s, skip)
+            found = await self._context.store.peek(query)
+            hashes = {candidate.lane.workflow_hash for candidate in found}
+            refused = {each for each in hashes if strategy.should_skip(worker_id, each, now)}
+            if not refused:
+                return found
+            skip |= refused
+
+    def _ranked(
+        self,
+        seen: dict[JobId, Candidate],
+        takers: dict[JobId, tuple[int, ...]],
+        groups: list[list[Slot]],
+        now: float,
+    ) -> list[WaitingJob]:
+        """Jobs of one lane differ in age alone, so a lane's slots are ranked once."""
+        ranked: dict[tuple[LaneKey, tuple[int, ...]], tuple[RankKey, tuple[str, ...]]] = {}
+        jobs = []
+        for job_id, candidate in seen.items():
+            lane, by = candidate.lane, takers[job_id]
+            known = ranked.get((lane, by))
+            if known is None:
+                ranks = {
+                    str(slot.poll_id): self._rank(candidate, slot)
+                    for number in by
+                    for slot in groups[number]
+                    if slot.worker_id in self._context.fleet.workers
+                }
+                if not ranks:
+                    continue
+                best = WaitingJob.ranked(job_id, lane.priority, ranks)
+                known = ranked[lane, by] = (best.rank, best.slots)
+            overtaken_at = self._overtaken.get(job_id)
+            wait_s = self._context.rules.affinity_wait_s
+            is_overdue = overtaken_at is not None and now - overtaken_at >= wait_s
+            rank = (not is_overdue, *known[0][1:5], candidate.sequence)
+            if is_overdue:
+                # Among those that waited long enough age alone counts, or the cold would go on losing to the warm.
+                rank = (False, False, 0, 0, 0.0, candidate.sequence)
+            jobs.append(WaitingJob(job_id, lane.priority, rank, known[1]))
+        return jobs
+
+    def _rank(self, candidate: Candidate, slot: Slot) -> RankKey:
+        context, lane = self._context, candidate.lane
+        fleet = context.fleet
+        cls, worker = fleet.classes[lane.class_key], fleet.workers[slot.worker_id]
+        lesson = context.known_lesson(lane.workflow_hash)
+        seconds = expected_s(lesson, worker.capabilities.worker_class)
+        load = 1 - self._parked_of[worker.worker_id] / max(1, worker.slots)
+        may_overtake = context.rules.affinity_wait_s > 0
+        return rank_key(
+            is_overdue=False,
+            is_preferred=may_overtake and worker.worker_id in cls.preferences.workers,
+            warmth=warmth(cls, lane.workflow_hash, worker.live) if may_overtake else 0,
+            selectivity=fleet.selectivity(lane.class_key),
+            score=score(cls, worker, load, context.rules.weights, seconds),
+            sequence=candidate.sequence,
+        )
+
+    def _note_overtaken(
+        self,
+        jobs: list[WaitingJob],
+        chosen: dict[str, JobId],
+        lanes: dict[JobId, Candidate],
+        now: float,
+    ) -> None:
+        """Preference, warmth and score may let a younger job pass, but not for longer than the affinity wait.
+
+        Selectivity alone may do so for ever: whoever is passed then has other workers.
+        """
+        taken = set(chosen.values())
+        youngest: dict[tuple[int, int | None], int] = {}
+        for job in jobs:
+            if job.job_id in taken:
+                is_favoured = job.rank[1:3] < (True, 0)
+                at = (job.priority, None if is_favoured else job.rank[3])
+                youngest[at] = max(youngest.get(at, 0), lanes[job.job_id].sequence)
+        for job in jobs:
+            if job.job_id in taken or job.job_id in self._overtaken:
+                continue
+            favoured = youngest.get((job.priority, None), 0)
+            if lanes[job.job_id].sequence < max(favoured, youngest.get((job.priority, job.rank[3]), 0)):
+                if len(self._overtaken) >= _MAX_OVERTAKEN:
+                    del self._overtaken[next(iter(self._overtaken))]
+                self._overtaken[job.job_id] = now

@@ -1,0 +1,192 @@
+"""Timed duties: whatever waits for a time wakes by itself.
+
+One timer stands at the next moment anything is due (a delay, a lease, a deadline, a block, a quarantine); a slow sweep
+covers what no timer was set for. Every duty may run twice: each ends in a guarded write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.rounds import Rounds
+from comfyfleet.engine.verdicts import Verdicts
+from comfyfleet.engine.workers import WorkerDesk
+from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Write
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.policy.timing import Due, review
+from comfyfleet.ports import Timer
+
+_LOG = logging.getLogger(__name__)
+_BATCH = 256
+_PURGE_BATCH = 10_000
+_PURGE_EVERY_S = 60.0
+
+
+class Sweeper:
+    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts, workers: WorkerDesk) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._verdicts = verdicts
+        self._workers = workers
+        self._timer: Timer | None = None
+        self._timer_at = float("inf")
+        self._running: asyncio.Task[None] | None = None
+        self._is_due_again = False
+        self._purged_at = 0.0
+        self._is_closed = False
+        context.wake_by = self.wake_by
+
+    def wake_by(self, at: float | None) -> None:
+        if at is None or self._is_closed or at >= self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self._context.clock.call_at(at, self._fire)
+
+    def _fire(self) -> None:
+        self._timer, self._timer_at = None, float("inf")
+        if self._running is not None:
+            self._is_due_again = True
+        elif not self._is_closed:
+            self._running = asyncio.get_running_loop().create_task(self._run(), name="sweep")
+
+    async def _run(self) -> None:
+        try:
+            await self.sweep()
+        except Exception:
+            _LOG.exception("a sweep failed; the next one tries again")
+        finally:
+            self._running = None
+            wait_s = 0.0 if self._is_due_again else self._context.rules.sweep_s
+            self._is_due_again = False
+            self.wake_by(self._context.clock.now() + wait_s)
+
+    async def sweep(self) -> None:
+        context = self._context
+        await self._end_blocks()
+        await self._end_quarantines()
+        await self._find_lost_workers()
+        before: list[Dispatch] = []
+        while True:
+            due = await context.store.due(_BATCH)
+            for dispatch in due:
+                try:
+                    await self._attend(dispatch)
+                except Exception:
+                    # One that cannot be attended to must not keep the others waiting.
+                    _LOG.exception(
+                        "job %s could not be attended to; the next sweep tries again", dispatch.job_id
+                    )
+            if len(due) < _BATCH or due == before:
+                break
+            before = due
+        await self._purge()
+        self.wake_by(await context.store.next_due())
+        self.wake_by(await context.store.next_block_end())
+
+    async def _attend(self, dispatch: Dispatch) -> None:
+        context = self._context
+        now = await context.store.now()
+        found = review(dispatch, now, context.rules)
+        match found.due:
+            case Due.TOTAL_OVER:
+                failure = Failure(FailureKind.TOTAL_TIMEOUT, "the total time given to the job is over")
+                ended = await self._verdicts.ended(dispatch, failure)
+                if ended is not None and dispatch.lease is not None:
+                    self._workers.tell_of_cancel(dispatch)
+            case Due.DEADLINE_OVER:
+                await self._verdicts.ended(
+                    dispatch,
+                    Failure(FailureKind.DEADLINE_PASSED, "the deadline passed before a worker was free"),
+                )
+            case Due.CANCEL_OVERDUE:
+                await self._verdicts.cancelled(
+                    dispatch, AtRevision(dispatch.revision), "the worker did not confirm"
+                )
+            case Due.LEASE_OVER:
+                await self._expire(dispatch)
+            case Due.NOTHING | Due.DEADLINE_FLAGGED:
+                if found.change is None:
+                    return
+                is_late = found.due is Due.DEADLINE_FLAGGED
+                written = await context.store.write(
+                    Write(
+                        dispatch.job_id,
+                        AtRevision(dispatch.revision),
+                        found.change,
+                        facts=(FactDraft(FactKind.LATE),) if is_late else (),
+                        job={"is_late": True} if is_late else None,
+                    )
+                )
+                if written is not None:
+                    context.publish(written)
+                    if written.dispatch.stands_in_lane:
+                        self._rounds.job_arrived(written.dispatch.class_key)
+
+    async def _expire(self, dispatch: Dispatch) -> None:
+        assert dispatch.lease is not None
+        guard = AtRevision(dispatch.revision)
+        if not dispatch.lease.is_acknowledged:
+            await self._verdicts.released(dispatch, guard, "the lease was never acknowledged")
+            return
+        if dispatch.cancel_requested_at is not None:
+            await self._verdicts.cancelled(dispatch, guard, "the worker did not confirm")
+            return
+        worker_id = dispatch.lease.worker_id
+        failure = Failure(FailureKind.LEASE_EXPIRED, f"worker {worker_id} stopped sending heartbeats")
+        await self._verdicts.failed(dispatch, guard, failure)
+
+    async def _end_blocks(self) -> None:
+        for block in await self._context.store.expired_blocks():
+            await self._context.unblocked(block)
+            self._rounds.worker_freed(block.worker_id)
+
+    async def _end_quarantines(self) -> None:
+        fleet, now = self._context.fleet, self._context.clock.now()
+        for worker in list(fleet.workers.values()):
+            until = worker.quarantined_until
+            if until is None:
+                continue
+            if until > now:
+                self.wake_by(until)
+                continue
+            await fleet.save(msgspec.structs.replace(worker, quarantined_until=None))
+            self._context.tell("released", worker.worker_id)
+            self._rounds.worker_freed(worker.worker_id)
+
+    async def _find_lost_workers(self) -> None:
+        now, limit_s = self._context.clock.now(), self._context.rules.worker_lost_s
+        for worker in list(self._context.fleet.workers.values()):
+            is_silent = worker.last_seen_at + limit_s <= now and not self._rounds.has_parked(worker.worker_id)
+            if is_silent and not worker.is_offline:
+                await self._workers.unregister(worker.worker_id, f"not heard of for {limit_s:g} s")
+
+    async def _purge(self) -> None:
+        context, rules = self._context, self._context.rules
+        now = await context.store.now()
+        if now - self._purged_at < _PURGE_EVERY_S:
+            return
+        self._purged_at = now
+        for phase, keep_s in (
+            (Phase.COMPLETED, rules.keep_completed_s),
+            (Phase.FAILED, rules.keep_failed_s),
+            (Phase.CANCELLED, rules.keep_completed_s),
+        ):
+            await context.store.purge(phase, now - keep_s, _PURGE_BATCH)
+
+    def start(self) -> None:
+        self.wake_by(self._context.clock.now() + self._context.rules.sweep_s)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)

@@ -1,0 +1,294 @@
+"""What the engine does when an attempt ends without completing: asks policy, writes its verdict, tells of blocks.
+
+Reports from workers and the sweeper's findings end here alike, so a failure has one consequence whoever noticed it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.rounds import Rounds
+from comfyfleet.model.block import Block, BlockReason, Pair
+from comfyfleet.model.dispatch import (
+    AtRevision,
+    AttemptEnd,
+    AttemptOutcome,
+    Dispatch,
+    Guard,
+    HeldBy,
+    Phase,
+    Write,
+)
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import ClassKey, WorkerId, WorkflowHash
+from comfyfleet.policy.failover import is_quarantined
+from comfyfleet.policy.learning import after_out_of_memory, no_lesson, with_lesson
+from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
+from comfyfleet.policy.retry import Choice, Verdict, after_failure
+from comfyfleet.policy.timing import returned
+
+
+class Verdicts:
+    def __init__(self, context: Context, rounds: Rounds) -> None:
+        self._context = context
+        self._rounds = rounds
+        context.give_back = self.give_back
+
+    async def failed(self, dispatch: Dispatch, guard: Guard, failure: Failure) -> Dispatch | None:
+        """None: the guard did not hold; somebody else has ended this lease."""
+        context = self._context
+        assert dispatch.lease is not None, "an attempt holds a lease"
+        worker_id, now = dispatch.lease.worker_id, await context.store.now()
+        failure = self._with_card(failure, worker_id)
+        pair = Pair(worker_id, dispatch.workflow_hash)
+        block = context.strategy.record_failure(
+            worker_id, dispatch.workflow_hash, failure, await context.store.get_block(pair), now
+        )
+        job = await context.store.records.get(dispatch.job_id)
+        verdict = after_failure(
+            dispatch,
+            worker_id,
+            failure,
+            await self._choice(dispatch, worker_id, block, now),
+            rules=context.rules,
+            now=now,
+            fraction=context.chance.fraction(),
+            retry_delay_s=None if job is None else job.payload.retry_delay_s,
+        )
+        # The preferred worker had its chance: a retry goes wherever it may.
+        class_key = dispatch.relaxed_class or dispatch.class_key
+        if failure.kind is FailureKind.OUT_OF_MEMORY:
+            class_key = await self._learn_memory(dispatch.workflow_hash, class_key, failure)
+        blocks = [block] if block is not None else []
+        if verdict.keep_off_worker and (block is None or not block.is_in_force(now)):
+            until = now + context.rules.cooldown_s
+            blocks.append(Block(worker_id, dispatch.job_id, BlockReason.JOB, 1, until))
+        write = self._retry if verdict.will_retry else self._give_up
+        written = await context.store.write(
+            write(dispatch, guard, failure, verdict, class_key, tuple(blocks), now)
+        )
+        if written is None:
+            return None
+        await context.fleet.note_failure(worker_id)
+        for each in blocks:
+            context.blocked(each)
+        if blocks:
+            await self._quarantine(worker_id, now)
+        context.publish(written)
+        if written.dispatch.stands_in_lane:
+            self._rounds.job_arrived(written.dispatch.class_key)
+        return written.dispatch
+
+    async def released(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
+        """Back to its place, uncharged; but not for ever, and not if it was to be cancelled anyway."""
+        context = self._context
+        if dispatch.cancel_requested_at is not None:
+            return await self.cancelled(dispatch, guard)
+        if dispatch.releases + 1 > context.rules.max_releases:
+            failure = Failure(
+                FailureKind.UNKNOWN, f"given back {context.rules.max_releases} times without a result"
+            )
+            return await self.ended(dispatch, failure, guard)
+        phase = target(dispatch.phase, Move.RELEASE)
+        placed = returned(dispatch, phase, dispatch.not_before, await context.store.now(), context.rules)
+        change = msgspec.structs.replace(placed, releases=dispatch.releases + 1)
+        written = await context.store.write(
+            Write(
+                dispatch.job_id,
+                guard,
+                change,
+                attempt_end=AttemptEnd(AttemptOutcome.RELEASED),
+                facts=(FactDraft(FactKind.RELEASED, {"reason": reason}),),
+                job={"phase": Phase.QUEUED},
+            )
+        )
+        if written is None:
+            return None
+        context.publish(written)
+        self._rounds.job_arrived(written.dispatch.class_key)
+        return written.dispatch
+
+    async def give_back(self, dispatch: Dispatch) -> None:
+        """A lease whose holder went away before it was told of it."""
+        guard = HeldBy(dispatch.lease_ref())
+        current = await self._context.store.load(dispatch.job_id)
+        if current is not None and current.lease is not None:
+            await self.released(current, guard, "the worker went away")
+
+    async def cancelled(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
+        """The holder confirmed, gave the lease back, or had its time to."""
+        context = self._context
+        written = await context.store.write(
+            Write(
+                dispatch.job_id,
+                guard,
+                cancelled(dispatch),
+                attempt_end=AttemptEnd(AttemptOutcome.CANCELLED),
+                facts=(FactDraft(FactKind.CANCELLED, {"reason": reason} if reason else None),),
+                job={"phase": Phase.CANCELLED, "completed_at": await context.store.now()},
+            )
+        )
+        if written is None:
+            return None
+        context.publish(written)
+        return written.dispatch
+
+    async def ended(
+        self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None
+    ) -> Dispatch | None:
+        """The job's own limits are over, whoever holds it."""
+        now = await self._context.store.now()
+        end = None
+        if dispatch.lease is not None:
+            end = AttemptEnd(AttemptOutcome.EXPIRED, failure=failure)
+        written = await self._context.store.write(
+            Write(
+                dispatch.job_id,
+                guard or AtRevision(dispatch.revision),
+                failed(dispatch, Move.END),
+                attempt_end=end,
+                facts=(FactDraft(FactKind.FAILED, _told(failure, failure.message)),),
+                job={"phase": Phase.FAILED, "failure": failure, "completed_at": now},
+            )
+        )
+        if written is None:
+            return None
+        self._context.publish(written)
+        return written.dispatch
+
+    # the two writes a verdict can become
+
+    def _retry(
+        self,
+        dispatch: Dispatch,
+        guard: Guard,
+        failure: Failure,
+        verdict: Verdict,
+        class_key: ClassKey,
+        blocks: tuple[Block, ...],
+        now: float,
+    ) -> Write:
+        phase = target(dispatch.phase, Move.REQUEUE)
+        relaxed = msgspec.structs.replace(dispatch, class_key=class_key, relaxed_class=None, relax_at=None)
+        change = msgspec.structs.replace(
+            returned(relaxed, phase, verdict.not_before, now, self._context.rules),
+            charged=verdict.charged,
+            worker_faults=verdict.worker_faults,
+            failed_on=verdict.failed_on,
+            expired_on=verdict.expired_on,
+        )
+        told = {**_told(failure, failure.message), "not_before": verdict.not_before}
+        return Write(
+            dispatch.job_id,
+            guard,
+            change,
+            attempt_end=_end(failure, verdict),
+            facts=(FactDraft(FactKind.RETRYING, told),),
+            blocks=blocks,
+            job={"phase": Phase.QUEUED, "failure": failure},
+        )
+
+    def _give_up(
+        self,
+        dispatch: Dispatch,
+        guard: Guard,
+        failure: Failure,
+        verdict: Verdict,
+        class_key: ClassKey,  # noqa: ARG002
+        blocks: tuple[Block, ...],
+        now: float,
+    ) -> Write:
+        change = failed(dispatch, Move.GIVE_UP)
+        change = msgspec.structs.replace(
+            change,
+            charged=verdict.charged,
+            worker_faults=verdict.worker_faults,
+            failed_on=verdict.failed_on,
+            expired_on=verdict.expired_on,
+        )
+        return Write(
+            dispatch.job_id,
+            guard,
+            change,
+            attempt_end=_end(failure, verdict),
+            facts=(FactDraft(FactKind.FAILED, _told(failure, verdict.why)),),
+            blocks=blocks,
+            job={"phase": Phase.FAILED, "failure": failure, "completed_at": now},
+        )
+
+    # what policy needs to know
+
+    async def _choice(
+        self, dispatch: Dispatch, worker_id: WorkerId, block: Block | None, now: float
+    ) -> Choice:
+        fleet = self._context.fleet
+        profiles = frozenset(fleet.profiles_for(dispatch.relaxed_class or dispatch.class_key))
+        others, is_blocked_everywhere = 0, True
+        for worker in list(fleet.workers.values()):
+            if worker.profile not in profiles:
+                continue
+            if worker.worker_id == worker_id:
+                is_blocked = block is not None and self._context.strategy.is_blocked(block, now)
+            else:
+                is_blocked = await self._is_blocked(worker.worker_id, dispatch.workflow_hash, now)
+                # One that is kept off this job because it failed there too is no way out.
+                if not is_blocked and worker.takes_work(now):
+                    others += not await self._is_blocked(worker.worker_id, dispatch.job_id, now)
+            # A worker that is offline just now is still one that may run it.
+            is_blocked_everywhere &= is_blocked
+        return Choice(others, is_blocked_everywhere)
+
+    async def _is_blocked(self, worker_id: WorkerId, block_target: str, now: float) -> bool:
+        if worker_id not in self._context.fleet.with_blocks:
+            return False
+        block = await self._context.store.get_block(Pair(worker_id, block_target))
+        return block is not None and self._context.strategy.is_blocked(block, now)
+
+    def _with_card(self, failure: Failure, worker_id: WorkerId) -> Failure:
+        """Out of memory is remembered with the size of the card it happened on."""
+        worker = self._context.fleet.workers.get(worker_id)
+        if failure.kind is not FailureKind.OUT_OF_MEMORY or failure.vram_gb is not None or worker is None:
+            return failure
+        return msgspec.structs.replace(failure, vram_gb=worker.capabilities.hardware.gpu.memory_gb)
+
+    async def _learn_memory(
+        self, workflow_hash: WorkflowHash, class_key: ClassKey, failure: Failure
+    ) -> ClassKey:
+        """The class of what needs more memory than this card had; the same class if nobody has more."""
+        context = self._context
+        lesson = await context.lesson(workflow_hash) or no_lesson(workflow_hash)
+        if failure.vram_gb:
+            lesson = after_out_of_memory(lesson, failure.vram_gb)
+            await context.learn(lesson)
+        cls = context.fleet.classes[class_key]
+        needs = with_lesson(cls.requirements, lesson, context.fleet.capabilities())
+        bigger = msgspec.structs.replace(cls, requirements=needs)
+        if bigger == cls or not context.fleet.is_workable(bigger):
+            return class_key
+        return await context.fleet.ensure_class(bigger)
+
+    async def _quarantine(self, worker_id: WorkerId, now: float) -> None:
+        context = self._context
+        worker = context.fleet.workers.get(worker_id)
+        if worker is None or worker.quarantined_until is not None:
+            return
+        if is_quarantined(await context.store.blocks(worker_id), context.rules, now):
+            until = now + context.rules.quarantine_s
+            await context.fleet.save(msgspec.structs.replace(worker, quarantined_until=until))
+            context.tell("quarantined", worker_id, until=until)
+            context.wake_by(until)
+
+
+def _end(failure: Failure, verdict: Verdict) -> AttemptEnd:
+    is_expiry = failure.kind is FailureKind.LEASE_EXPIRED
+    outcome = AttemptOutcome.EXPIRED if is_expiry else AttemptOutcome.FAILED
+    return AttemptEnd(outcome, verdict.charge.value, failure)
+
+
+def _told(failure: Failure, why: str) -> dict[str, object]:
+    told: dict[str, object] = {"kind": failure.kind.value, "message": failure.message, "why": why}
+    if failure.node_id is not None:
+        told["node_id"] = failure.node_id
+    return told

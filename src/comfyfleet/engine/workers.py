@@ -1,0 +1,386 @@
+"""The workers' side of an engine: register, poll, heartbeat, progress, and the three reports that end a lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.rounds import Rounds, Slot
+from comfyfleet.engine.verdicts import Verdicts
+from comfyfleet.model.block import Pair
+from comfyfleet.model.calls import (
+    Beat,
+    Command,
+    Completion,
+    FailureReport,
+    LeasedJob,
+    Poll,
+    RegisterWorker,
+    Release,
+    Report,
+    Settled,
+)
+from comfyfleet.model.dispatch import (
+    AtRevision,
+    AttemptEnd,
+    AttemptOutcome,
+    Change,
+    Dispatch,
+    HeldBy,
+    LeaseRef,
+    Phase,
+    Write,
+)
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
+from comfyfleet.model.ids import JobId, PollId, WorkerId, prompt_id_of
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.worker import LiveState, WorkerRecord
+from comfyfleet.model.workflow import resolve_seeds
+from comfyfleet.policy.failover import lifted_by_inventory
+from comfyfleet.policy.learning import after_run, no_lesson
+from comfyfleet.policy.lifecycle import completed
+
+
+class WorkerDesk:
+    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._verdicts = verdicts
+        self._told: dict[WorkerId, list[Command]] = defaultdict(list)
+        self._listening: dict[WorkerId, asyncio.Event] = {}
+        self._asking: dict[PollId, object] = {}
+
+    # coming and going
+
+    async def register(self, call: RegisterWorker) -> WorkerRecord:
+        context = self._context
+        known = context.fleet.workers.get(call.worker_id)
+        now = await context.store.now()
+        record = await context.fleet.put(call.worker_id, call.capabilities, call.slots, call.live, now)
+        if known is None or known.is_offline:
+            context.tell("online", call.worker_id)
+        # A worker registers again when its inventory changed, when it came back, or when somebody asked it to look.
+        lifted = lifted_by_inventory(await context.store.blocks(call.worker_id))
+        for block in await context.store.lift([block.pair for block in lifted]):
+            await context.unblocked(block)
+        self._rounds.worker_freed(call.worker_id)
+        return record
+
+    async def unregister(self, worker_id: WorkerId, reason: str) -> None:
+        """It takes nothing until it registers again. What it is running is its own to report."""
+        worker = self._context.fleet.workers.get(worker_id)
+        if worker is None or worker.is_offline:
+            return
+        gone = msgspec.structs.replace(worker, is_offline=True, disconnects=worker.disconnects + 1)
+        await self._context.fleet.save(gone)
+        self._rounds.dismiss(worker_id)
+        self._context.tell("offline", worker_id, reason=reason)
+
+    async def remove(self, worker_id: WorkerId) -> None:
+        self._rounds.dismiss(worker_id)
+        for block in await self._context.store.blocks(worker_id):
+            await self._context.store.lift([block.pair])
+        await self._context.fleet.remove(worker_id)
+        # Once more: a poll may have come in while the rest was being put away.
+        self._rounds.dismiss(worker_id)
+        self._told.pop(worker_id, None)
+        if (listening := self._listening.pop(worker_id, None)) is not None:
+            listening.set()
+
+    async def set_flags(
+        self, worker_id: WorkerId, *, is_paused: bool | None = None, is_draining: bool | None = None
+    ) -> None:
+        worker = self._known(worker_id)
+        changed = msgspec.structs.replace(
+            worker,
+            is_paused=worker.is_paused if is_paused is None else is_paused,
+            is_draining=worker.is_draining if is_draining is None else is_draining,
+        )
+        await self._context.fleet.save(changed)
+        self._rounds.worker_freed(worker_id)
+
+    # work
+
+    async def poll(self, call: Poll) -> LeasedJob | None:
+        # Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
+        poll_id = PollId(f"{call.worker_id}/{call.poll_id}")
+        me = self._asking[poll_id] = object()
+        try:
+            return await self._poll(call, poll_id)
+        except BaseException:
+            # Asked again meanwhile, the lease is that of whoever asked last.
+            if self._asking.get(poll_id) is me:
+                await asyncio.shield(self._forsake(poll_id))
+            raise
+        finally:
+            if self._asking.get(poll_id) is me:
+                del self._asking[poll_id]
+
+    async def _poll(self, call: Poll, poll_id: PollId) -> LeasedJob | None:
+        known = await self._context.store.leased_by_poll(poll_id)
+        if known is not None:
+            # The answer to this poll was lost on its way: the same lease is told again.
+            return await self._leased_job(known)
+        self._known(call.worker_id)
+        self._seen(call.worker_id)
+        slot = Slot(call.worker_id, poll_id)
+        try:
+            await self._rounds.park(slot)
+            if call.wait_s <= 0:
+                await self._rounds.looked_for(slot)
+            elif not slot.answer.done():
+                # Asked before, as a wait costs a timer and a turn of the loop even where there is nothing to wait for.
+                await asyncio.wait((slot.answer,), timeout=call.wait_s)
+        except BaseException:
+            slot.answer.cancel()
+            raise
+        finally:
+            self._rounds.leave(slot)
+        # It was here all the while it was parked, however long that was.
+        self._seen(call.worker_id)
+        if slot.answer.cancel():
+            return None
+        dispatch = slot.answer.result()
+        return None if dispatch is None else await self._leased_job(dispatch)
+
+    async def _forsake(self, poll_id: PollId) -> None:
+        """Nobody waits for the answer of this poll any more: what was leased for it goes back at once."""
+        granted = await self._context.store.leased_by_poll(poll_id)
+        if granted is not None:
+            await self._context.give_back(granted)
+
+    async def _leased_job(self, dispatch: Dispatch) -> LeasedJob:
+        job = await self._context.store.records.get(dispatch.job_id)
+        assert job is not None and dispatch.lease is not None, "a lease stands on a record"
+        payload = job.payload
+        workflow = payload.workflow
+        if job.seeds:
+            chosen = iter(job.seeds.values())
+            workflow = resolve_seeds(workflow, lambda: next(chosen))[0].to_graph()
+        rules = self._context.rules
+        timeouts = payload.timeouts
+        return LeasedJob(
+            ref=dispatch.lease_ref(),
+            worker_id=dispatch.lease.worker_id,
+            ttl_s=rules.lease_ttl_s,
+            acknowledge_s=rules.acknowledge_s,
+            workflow=workflow,
+            workflow_hash=dispatch.workflow_hash,
+            service=payload.requirements.service,
+            timeouts=msgspec.structs.replace(
+                timeouts,
+                accept_s=rules.accept_timeout_s if timeouts.accept_s is None else timeouts.accept_s,
+                start_s=rules.start_timeout_s if timeouts.start_s is None else timeouts.start_s,
+                stall_s=rules.stall_timeout_s if timeouts.stall_s is None else timeouts.stall_s,
+            ),
+            include_outputs=payload.include_outputs,
+            attachments=payload.attachments,
+            attempt=dispatch.attempts,
+            metadata=payload.metadata,
+        )
+
+    # while it runs
+
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+        context = self._context
+        self._seen(worker_id)
+        states = await context.store.heartbeat(refs, context.rules.lease_ttl_s)
+        commands = self._told.pop(worker_id, [])
+        told = {(command.job_id, command.lease_number) for command in commands}
+        for state in states:
+            ref = state.ref
+            if state.is_alive and state.cancel_requested and (ref.job_id, ref.number) not in told:
+                commands.append(Command("cancel", ref.job_id, ref.number))
+        return Beat(
+            context.rules.lease_ttl_s,
+            tuple(state.ref for state in states if state.is_alive),
+            tuple(state.ref for state in states if not state.is_alive),
+            tuple(commands),
+        )
+
+    async def progress(self, reports: Sequence[Report]) -> Beat:
+        """News of leases that are still held goes out; that of others is dropped, and their holder is told."""
+        context = self._context
+        held: dict[LeaseRef, WorkerId | None] = {}
+        for report in reports:
+            ref = report.ref
+            if ref not in held:
+                dispatch = await self._held(ref)
+                lease = None if dispatch is None else dispatch.lease
+                held[ref] = None if lease is None else lease.worker_id
+            worker_id = held[ref]
+            if worker_id is None:
+                continue
+            if report.kind is NewsKind.ACCEPTED or report.kind is NewsKind.STARTED:
+                await self._note_start(report, worker_id)
+            context.bus.publish(
+                News(
+                    ref.job_id,
+                    report.kind,
+                    context.clock.now(),
+                    worker_id,
+                    ref.number,
+                    report.data,
+                    report.image,
+                )
+            )
+        return Beat(
+            context.rules.lease_ttl_s,
+            tuple(ref for ref, worker_id in held.items() if worker_id is not None),
+            tuple(ref for ref, worker_id in held.items() if worker_id is None),
+            tuple(
+                command
+                for worker_id in dict.fromkeys(held.values())
+                if worker_id is not None
+                for command in self._told.pop(worker_id, ())
+            ),
+        )
+
+    async def _note_start(self, report: Report, worker_id: WorkerId) -> None:
+        job: dict[str, object] = {"worker_id": worker_id, "prompt_id": prompt_id_of(report.ref.attempt_id)}
+        if report.kind is NewsKind.STARTED:
+            job["started_at"] = self._context.clock.now()
+        await self._context.store.write(Write(report.ref.job_id, HeldBy(report.ref), Change(), job=job))
+
+    # how it ends
+
+    async def complete(self, call: Completion) -> Settled:
+        context, ref = self._context, call.ref
+        dispatch = await self._held(ref)
+        if dispatch is None:
+            return await self._too_late(ref, AttemptOutcome.COMPLETED)
+        assert dispatch.lease is not None
+        worker_id, now = dispatch.lease.worker_id, await context.store.now()
+        pairs = (Pair(worker_id, dispatch.workflow_hash), Pair(worker_id, dispatch.job_id))
+        known = [block for pair in pairs if (block := await context.store.get_block(pair)) is not None]
+        seconds = call.seconds or now - dispatch.lease.leased_at
+        write = Write(
+            ref.job_id,
+            HeldBy(ref),
+            completed(dispatch.phase),
+            attempt_end=AttemptEnd(AttemptOutcome.COMPLETED),
+            facts=(FactDraft(FactKind.COMPLETED, {"worker_id": worker_id, "seconds": seconds}),),
+            lifted=tuple(block.pair for block in known),
+            job={
+                "phase": Phase.COMPLETED,
+                "result": call.result,
+                "failure": None,
+                "worker_id": worker_id,
+                "prompt_id": prompt_id_of(ref.attempt_id),
+                "completed_at": now,
+            },
+        )
+        written = await context.store.write(write)
+        if written is None:
+            return await self._too_late(ref, AttemptOutcome.COMPLETED)
+        context.strategy.record_success(worker_id, dispatch.workflow_hash, now)
+        await self._remember_run(dispatch, worker_id, seconds, call.live)
+        for block in known:
+            await context.unblocked(block)
+        context.publish(written)
+        if known:
+            self._rounds.worker_freed(worker_id)
+        return Settled(Phase.COMPLETED)
+
+    async def fail(self, call: FailureReport) -> Settled:
+        # Decided on what was read and written only over that: a cancel that came in between is not forgotten.
+        while (dispatch := await self._held(call.ref)) is not None:
+            if dispatch.cancel_requested_at is not None:
+                # What a run died of while it was being stopped is of no interest.
+                return await self.release(Release(call.ref, "cancelled"))
+            after = await self._verdicts.failed(dispatch, AtRevision(dispatch.revision), call.failure)
+            if after is not None:
+                return Settled(after.phase, will_retry=after.phase is Phase.QUEUED)
+        return await self._too_late(call.ref, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED)
+
+    async def release(self, call: Release) -> Settled:
+        ref = call.ref
+        while (dispatch := await self._held(ref)) is not None:
+            after = await self._verdicts.released(dispatch, AtRevision(dispatch.revision), call.reason)
+            if after is not None:
+                return Settled(after.phase, will_retry=after.phase is Phase.QUEUED)
+        return await self._too_late(ref, AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED)
+
+    async def _held(self, ref: LeaseRef) -> Dispatch | None:
+        dispatch = await self._context.store.load(ref.job_id)
+        if dispatch is None or dispatch.lease is None or dispatch.lease_ref() != ref:
+            return None
+        return dispatch
+
+    async def _too_late(self, ref: LeaseRef, *same: AttemptOutcome) -> Settled:
+        """The same report twice gets the same answer; a report with an old lease changes nothing."""
+        dispatch = await self._context.store.load(ref.job_id)
+        attempts = await self._context.store.attempts(ref.job_id)
+        for attempt in attempts:
+            if attempt.attempt_id == ref.attempt_id and attempt.outcome in same and dispatch is not None:
+                if any(later.lease_number > ref.number and later.round == ref.round for later in attempts):
+                    return Settled(Phase.QUEUED, will_retry=True)
+                return Settled(dispatch.phase, will_retry=not dispatch.phase.is_final)
+        await self._context.store.mark_late(ref)
+        raise Refusal(
+            RefusalCode.LEASE_LOST,
+            f"the lease {ref.number} on job {ref.job_id} is over: it expired, was revoked, or another holds it now",
+        )
+
+    # commands
+
+    def tell(self, command: Command, worker_id: WorkerId) -> None:
+        self._told[worker_id].append(command)
+        if (listening := self._listening.get(worker_id)) is not None:
+            listening.set()
+
+    def tell_of_cancel(self, dispatch: Dispatch) -> None:
+        assert dispatch.lease is not None
+        self.tell(Command("cancel", dispatch.job_id, dispatch.lease.number), dispatch.lease.worker_id)
+
+    async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
+        if not self._told.get(worker_id):
+            listening = self._listening.setdefault(worker_id, asyncio.Event())
+            listening.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await listening.wait()
+            except TimeoutError:
+                return ()
+        return tuple(self._told.pop(worker_id, ()))
+
+    # what is known of a worker
+
+    def _known(self, worker_id: WorkerId) -> WorkerRecord:
+        worker = self._context.fleet.workers.get(worker_id)
+        if worker is None or worker.is_offline:
+            raise Refusal(
+                RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"
+            )
+        return worker
+
+    def _seen(self, worker_id: WorkerId) -> None:
+        workers = self._context.fleet.workers
+        if (worker := workers.get(worker_id)) is not None:
+            workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=self._context.clock.now())
+
+    async def _remember_run(
+        self, dispatch: Dispatch, worker_id: WorkerId, seconds: float, live: LiveState | None
+    ) -> None:
+        context = self._context
+        worker = context.fleet.workers.get(worker_id)
+        if worker is None:
+            return
+        lesson: Lesson = await context.lesson(dispatch.workflow_hash) or no_lesson(dispatch.workflow_hash)
+        await context.learn(after_run(lesson, worker.capabilities.worker_class, seconds))
+        cls = context.fleet.classes.get(dispatch.class_key)
+        models = frozenset(cls.requirements.models) if cls is not None else frozenset()
+        loaded = msgspec.structs.replace(
+            live or worker.live,
+            loaded_models=models or (live or worker.live).loaded_models,
+            last_workflow=dispatch.workflow_hash,
+        )
+        await context.fleet.note_run(worker_id, seconds, loaded)
+
+    async def leases_of(self, worker_id: WorkerId) -> list[JobId]:
+        return [dispatch.job_id for dispatch in await self._context.store.leases_of(worker_id)]

@@ -1,0 +1,50 @@
+"""Whether a submission is taken at all: every bound on what a caller may ask, each with a refusal in words."""
+
+from __future__ import annotations
+
+import msgspec
+
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.job import Submission
+from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY, Rules
+
+
+def check_submission(submission: Submission, rules: Rules) -> None:
+    check_priority(submission.priority)
+    if submission.max_attempts is not None and submission.max_attempts < 1:
+        raise Refusal(RefusalCode.INVALID_REQUEST, "max_attempts must be at least 1")
+    if submission.urgency not in rules.urgency_points:
+        known = ", ".join(rules.urgency_points)
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"urgency {submission.urgency!r} is not one of {known}")
+    if submission.metadata:
+        try:
+            size = len(msgspec.json.encode(submission.metadata))
+        except (TypeError, msgspec.MsgspecError) as error:
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"metadata must be plain JSON: {error}") from error
+        if size > rules.max_metadata_bytes:
+            raise Refusal(
+                RefusalCode.TOO_LARGE,
+                f"metadata has {size} bytes; at most {rules.max_metadata_bytes} are kept",
+            )
+    attached = sum(len(attachment.data) for attachment in submission.attachments)
+    if attached > rules.max_attachment_bytes:
+        raise Refusal(
+            RefusalCode.TOO_LARGE,
+            f"the attachments have {attached} bytes together; at most {rules.max_attachment_bytes} are taken",
+        )
+
+
+def check_priority(priority: int) -> None:
+    if not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"priority {priority} is outside {MIN_PRIORITY} … {MAX_PRIORITY}"
+        )
+
+
+def check_room(waiting: int, rules: Rules) -> None:
+    if waiting >= rules.max_waiting:
+        raise Refusal(
+            RefusalCode.QUEUE_FULL,
+            f"{waiting} jobs wait already and no more are taken; try again when some have run",
+            waiting=waiting,
+        )

@@ -1,0 +1,57 @@
+"""What the memory store keeps of each job, and the tenant's view of it. Who may change it is `memory.py`'s."""
+
+from __future__ import annotations
+
+from comfyfleet.model.dispatch import Attempt, Dispatch, Phase
+from comfyfleet.model.fact import Fact
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job
+
+
+class Entry:
+    """All that is kept of one job."""
+
+    __slots__ = ("attempts", "dispatch", "ended_at", "facts", "job")
+
+    def __init__(self, dispatch: Dispatch, job: Job) -> None:
+        self.dispatch = dispatch
+        self.job = job
+        self.facts: tuple[Fact, ...] = ()
+        self.attempts: tuple[Attempt, ...] = ()
+        self.ended_at: float | None = None
+
+
+class MemoryRecords:
+    """The tenant's side of the same entries."""
+
+    def __init__(self, entries: dict[JobId, Entry], references: dict[tuple[TenantId, str], JobId]) -> None:
+        self._entries = entries
+        self._references = references
+
+    async def get(self, job_id: JobId) -> Job | None:
+        entry = self._entries.get(job_id)
+        return None if entry is None else entry.job
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        job_id = self._references.get((tenant, reference))
+        return None if job_id is None else self._entries[job_id].job
+
+    async def listing(
+        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+    ) -> list[Job]:
+        """In order of submission. Two ids of one millisecond may be out of order, so a page goes on by sequence."""
+        last = None if after is None else self._entries.get(after)
+        page = []
+        for job_id, entry in self._entries.items():
+            if last is not None:
+                if entry.dispatch.sequence <= last.dispatch.sequence:
+                    continue
+            elif after is not None and job_id <= after:
+                # What the page ended with is gone; its id still says when it was.
+                continue
+            if tenant not in (None, entry.job.tenant) or phase not in (None, entry.dispatch.phase):
+                continue
+            page.append(entry.job)
+            if len(page) == limit:
+                break
+        return page

@@ -1,0 +1,103 @@
+"""Blocks and lessons as an in-process store keeps them: bounded, with the ends of blocks in order."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.lesson import Lesson
+
+MAX_PAIRS_PER_WORKER = 1024
+MAX_LESSONS = 100_000
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+class BlockShelf:
+    """Counting records and blocks in force by worker. Reading changes nothing."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[WorkerId, dict[str, Block]] = {}
+        self._ends: list[tuple[float, WorkerId, str]] = []
+        self._targets: dict[WorkerId, tuple[float, frozenset[str]]] = {}
+
+    def get(self, pair: Pair) -> Block | None:
+        return self._blocks.get(pair.worker_id, {}).get(pair.target)
+
+    def listing(self, worker_id: WorkerId | None) -> list[Block]:
+        if worker_id is not None:
+            return list(self._blocks.get(worker_id, {}).values())
+        return [block for blocks in self._blocks.values() for block in blocks.values()]
+
+    def put(self, block: Block) -> None:
+        mine = self._blocks.setdefault(block.worker_id, {})
+        mine.pop(block.target, None)
+        mine[block.target] = block
+        if len(mine) > MAX_PAIRS_PER_WORKER:
+            # A count towards a block is forgotten before a block in force.
+            counting = (target for target, known in mine.items() if known.blocked_until is None)
+            del mine[next(counting, next(iter(mine)))]
+        if block.blocked_until is not None:
+            heappush(self._ends, (block.blocked_until, block.worker_id, block.target))
+        self._targets.pop(block.worker_id, None)
+
+    def lift(self, pair: Pair) -> Block | None:
+        mine = self._blocks.get(pair.worker_id)
+        block = None if mine is None else mine.pop(pair.target, None)
+        if mine is not None and not mine:
+            del self._blocks[pair.worker_id]
+        if block is not None:
+            self._targets.pop(pair.worker_id, None)
+        return block
+
+    def forget_worker(self, worker_id: WorkerId) -> None:
+        self._blocks.pop(worker_id, None)
+        self._targets.pop(worker_id, None)
+
+    def blocked_targets(self, worker_id: WorkerId, now: float) -> frozenset[str]:
+        """What this worker must not get now. Remembered until the first of them ends."""
+        mine = self._blocks.get(worker_id)
+        if not mine:
+            return _NOTHING
+        known = self._targets.get(worker_id)
+        if known is not None and now < known[0]:
+            return known[1]
+        in_force = [block for block in mine.values() if block.is_in_force(now)]
+        first_end = min((block.blocked_until or 0.0 for block in in_force), default=float("inf"))
+        targets = frozenset(block.target for block in in_force)
+        self._targets[worker_id] = (first_end, targets)
+        return targets
+
+    def take_expired(self, now: float) -> list[Block]:
+        expired = []
+        while (at := self.next_end()) is not None and at <= now:
+            _, worker_id, target = heappop(self._ends)
+            if (block := self.lift(Pair(worker_id, target))) is not None:
+                expired.append(block)
+        return expired
+
+    def next_end(self) -> float | None:
+        while self._ends:
+            at, worker_id, target = self._ends[0]
+            block = self.get(Pair(worker_id, target))
+            if block is not None and block.blocked_until == at:
+                return at
+            heappop(self._ends)
+        return None
+
+
+class LessonShelf:
+    """The newest lessons; the longest unused is forgotten first."""
+
+    def __init__(self) -> None:
+        self._lessons: dict[WorkflowHash, Lesson] = {}
+
+    def get(self, workflow_hash: WorkflowHash) -> Lesson | None:
+        return self._lessons.get(workflow_hash)
+
+    def put(self, lesson: Lesson) -> None:
+        self._lessons.pop(lesson.workflow_hash, None)
+        self._lessons[lesson.workflow_hash] = lesson
+        if len(self._lessons) > MAX_LESSONS:
+            del self._lessons[next(iter(self._lessons))]

@@ -1,0 +1,15 @@
+"""The memory store keeps the contract of stores."""
+
+from __future__ import annotations
+
+import pytest
+from tests.contract._bench import MakeStore
+from tests.contract.store_contract import StoreContract
+
+from comfyfleet.stores.memory import MemoryStore
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        return MemoryStore

@@ -1,0 +1,60 @@
+"""From submit to the end of a lease."""
+
+from __future__ import annotations
+
+from tests.engine._rig import Rig, graph
+
+from comfyfleet.model.dispatch import Phase
+
+
+async def test_a_job_runs_and_completes() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        assert leased.job_id == job_id
+        assert (await rig.complete(leased)).phase is Phase.COMPLETED
+        assert (await rig.engine.get(job_id)).job.phase is Phase.COMPLETED
+        assert rig.facts(job_id) == ["queued", "leased", "completed"]
+
+
+async def test_a_parked_poll_gets_the_job_that_arrives() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        parked = rig.park("a")
+        await rig.settle()
+        assert not parked.done()
+        job_id = await rig.submit()
+        await rig.settle()
+        leased = parked.result()
+        assert leased is not None
+        assert leased.job_id == job_id
+
+
+async def test_the_only_worker_takes_the_job_again_by_itself_when_the_cooldown_ends() -> None:
+    async with Rig(cooldown_s=60) as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        await rig.fail(await rig.take("a"))
+        parked = rig.park("a")
+        await rig.clock.advance(59.9)
+        assert not parked.done()
+        assert len(rig.fleet_events("blocked")) == 1
+        await rig.clock.advance(0.1)
+        leased = parked.result()
+        assert leased is not None
+        assert leased.job_id == job_id
+        unblocked = rig.fleet_events("unblocked")
+        assert [event.data["target"] for event in unblocked] == [leased.workflow_hash]
+
+
+async def test_a_fitting_job_behind_ten_thousand_misfits_of_higher_priority_is_found_at_once() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        await rig.worker("other", "Rare")
+        for number in range(10_000):
+            await rig.submit(graph("Rare", seed=number), priority=10)
+        job_id = await rig.submit()
+        leased = await rig.poll("a")
+        assert leased is not None
+        assert leased.job_id == job_id

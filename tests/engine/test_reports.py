@@ -1,0 +1,233 @@
+"""Reports end a lease once, by its holder, never by an old one; a lease nobody reports on ends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from tests.engine._rig import Rig
+
+from comfyfleet.model.calls import LeasedJob, Poll, Release, Report
+from comfyfleet.model.dispatch import AttemptOutcome, Phase
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import News, NewsKind
+from comfyfleet.model.failure import FailureKind
+from comfyfleet.model.ids import LeaseToken, PollId, WorkerId
+
+
+async def test_completing_twice_gets_the_same_answer_and_counts_once() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        assert await rig.complete(leased) == await rig.complete(leased)
+        assert rig.facts(job_id).count("completed") == 1
+        (worker,) = await rig.engine.workers()
+        assert worker.completed == 1
+
+
+async def test_failing_twice_gets_the_same_answer_even_after_another_worker_took_over() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        await rig.worker("b")
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        first = await rig.fail(leased, FailureKind.CRASHED)
+        assert first.will_retry
+        assert await rig.fail(leased, FailureKind.CRASHED) == first
+        await rig.clock.advance(2)
+        await rig.complete(await rig.take("b"))
+        assert await rig.fail(leased, FailureKind.CRASHED) == first
+        view = await rig.engine.get(job_id)
+        assert (view.dispatch.charged, view.job.phase) == (1, Phase.COMPLETED)
+        assert view.job.failure is None
+
+
+@pytest.mark.parametrize("report", ["complete", "fail", "release", "progress"])
+async def test_a_report_with_an_old_lease_changes_nothing(report: str) -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        old = await rig.take("a")
+        await rig.clock.advance(60)
+        await rig.worker("b")
+        new = await rig.take("b")
+        before = await rig.engine.get(job_id)
+        events = len(rig.events)
+        if report == "progress":
+            beat = await rig.engine.progress([Report(old.ref, NewsKind.STARTED, {"value": 1})])
+            assert (beat.alive, beat.lost) == ((), (old.ref,))
+        else:
+            with pytest.raises(Refusal) as refused:
+                if report == "complete":
+                    await rig.complete(old)
+                elif report == "fail":
+                    await rig.fail(old)
+                else:
+                    await rig.engine.release(Release(old.ref))
+            assert refused.value.code is RefusalCode.LEASE_LOST
+        after = await rig.engine.get(job_id)
+        assert (after.job, after.dispatch) == (before.job, before.dispatch)
+        assert len(rig.events) == events
+        assert after.attempts[0].reported_late is (report != "progress")
+        assert (await rig.complete(new)).phase is Phase.COMPLETED
+
+
+async def test_a_report_with_a_forged_token_is_refused_and_the_holder_goes_on() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        forged = msgspec.structs.replace(
+            leased, ref=msgspec.structs.replace(leased.ref, token=LeaseToken("tökén"))
+        )
+        with pytest.raises(Refusal):
+            await rig.complete(forged)
+        beat = await rig.engine.heartbeat(WorkerId("a"), [forged.ref])
+        assert beat.lost == (forged.ref,)
+        assert (await rig.engine.get(job_id)).dispatch.phase is Phase.LEASED
+        assert (await rig.complete(leased)).phase is Phase.COMPLETED
+
+
+async def test_progress_of_a_held_lease_goes_out_and_is_noted_in_the_record() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        await rig.engine.cancel(job_id)
+        beat = await rig.engine.progress(
+            [Report(leased.ref, NewsKind.STARTED), Report(leased.ref, NewsKind.PROGRESS, {"value": 3})]
+        )
+        assert beat.alive == (leased.ref,)
+        assert [command.action for command in beat.commands] == ["cancel"], "every answer carries commands"
+        told = [event for event in rig.events if isinstance(event, News)]
+        assert [(event.kind.value, event.lease_number) for event in told] == [("started", 1), ("progress", 1)]
+        job = (await rig.engine.get(job_id)).job
+        assert (job.started_at, job.worker_id) == (rig.clock.now(), "a")
+
+
+async def test_a_lease_that_is_never_acknowledged_returns_uncharged_to_its_old_place() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        first = await rig.submit()
+        assert await rig.poll("a") is not None
+        later = await rig.submit()
+        await rig.clock.advance(9.9)
+        assert (await rig.engine.get(first)).dispatch.phase is Phase.LEASED
+        await rig.clock.advance(0.1)
+        view = await rig.engine.get(first)
+        assert view.dispatch.phase is Phase.QUEUED
+        assert (view.dispatch.charged, view.dispatch.worker_faults, view.dispatch.releases) == (0, 0, 1)
+        assert view.attempts[0].outcome is AttemptOutcome.RELEASED
+        assert await rig.engine.blocks() == []
+        assert [(await rig.take("a")).job_id, (await rig.take("a")).job_id] == [first, later]
+
+
+async def test_a_lease_that_expires_after_a_heartbeat_charges_the_worker_and_goes_elsewhere_by_itself() -> (
+    None
+):
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        await rig.take("a")
+        await rig.worker("b")
+        parked = rig.park("b")
+        await rig.clock.advance(59.9)
+        assert not parked.done()
+        await rig.clock.advance(0.1)
+        leased = parked.result()
+        assert leased is not None
+        assert leased.job_id == job_id
+        view = await rig.engine.get(job_id)
+        assert (view.dispatch.charged, view.dispatch.worker_faults, view.dispatch.expired_on) == (
+            0,
+            1,
+            ("a",),
+        )
+        assert view.attempts[0].outcome is AttemptOutcome.EXPIRED
+
+
+async def test_heartbeats_keep_a_lease_alive() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        for _ in range(20):
+            await rig.clock.advance(15)
+            beat = await rig.engine.heartbeat(WorkerId("a"), [leased.ref])
+            assert beat.alive == (leased.ref,)
+        assert (await rig.engine.get(job_id)).dispatch.lease_number == 1
+
+
+async def test_a_job_that_is_given_back_more_than_twenty_times_fails() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        for _ in range(20):
+            settled = await rig.engine.release(Release((await rig.take("a")).ref))
+            assert settled.will_retry
+        settled = await rig.engine.release(Release((await rig.take("a")).ref))
+        assert settled.phase is Phase.FAILED
+        assert (await rig.engine.get(job_id)).dispatch.releases == 20
+
+
+async def test_a_poll_asked_again_gets_the_same_lease() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        await rig.worker("b")
+        await rig.submit()
+        await rig.submit()
+        call = Poll(WorkerId("a"), PollId("mine"), 0)
+        first = await rig.engine.poll(call)
+        assert first is not None
+        assert await rig.engine.poll(call) == first
+        other = await rig.engine.poll(Poll(WorkerId("b"), PollId("mine"), 0))
+        assert other is not None
+        assert other.job_id != first.job_id, "another worker that chose the same id has polls of its own"
+
+
+async def test_a_poll_asked_again_while_it_is_parked_takes_the_place_of_the_first() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        call = Poll(WorkerId("a"), PollId("mine"), 1e9)
+        first = asyncio.ensure_future(rig.engine.poll(call))
+        await rig.settle()
+        second = asyncio.ensure_future(rig.engine.poll(call))
+        await rig.settle()
+        assert first.done()
+        assert first.result() is None
+        assert (await rig.engine.stats()).idle_slots == 1
+        job_id = await rig.submit()
+        await rig.settle()
+        leased: LeasedJob | None = second.result()
+        assert leased is not None
+        assert leased.job_id == job_id
+        await rig.engine.heartbeat(WorkerId("a"), [leased.ref])
+        await rig.complete(leased)
+        assert (await rig.engine.stats()).idle_slots == 0
+        await rig.clock.advance(62)
+        assert len(rig.fleet_events("offline")) == 1, "no poll is left behind that keeps the worker alive"
+
+
+async def test_a_poll_that_hangs_up_after_it_was_asked_again_does_not_give_back_the_second_ones_lease() -> (
+    None
+):
+    async with Rig() as rig:
+        await rig.worker("a")
+        call = Poll(WorkerId("a"), PollId("mine"), 1e9)
+        first = asyncio.ensure_future(rig.engine.poll(call))
+        await rig.settle()
+        # The grant, the repeat and the hang-up meet in one turn of the loop.
+        await rig.engine.pause_queue()
+        job_id = await rig.submit()
+        await rig.store.pause_queue(False)
+        second = asyncio.ensure_future(rig.engine.poll(call))
+        await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await rig.settle()
+        leased = second.result()
+        assert leased is not None
+        assert leased.job_id == job_id
+        assert (await rig.engine.get(job_id)).dispatch.phase is Phase.LEASED
