@@ -1,0 +1,93 @@
+"""ComfyFleet: one address for a fleet of ComfyUI servers.
+
+The public names. Each is loaded when it is first used, so that a command that needs none of them starts at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from comfyfleet.model.errors import ComfyFleetError as ComfyFleetError
+    from comfyfleet.model.errors import Fault as Fault
+    from comfyfleet.model.errors import Refusal as Refusal
+    from comfyfleet.model.errors import RefusalCode as RefusalCode
+    from comfyfleet.model.failure import Failure as Failure
+    from comfyfleet.model.failure import FailureKind as FailureKind
+    from comfyfleet.model.job import Attachment as Attachment
+    from comfyfleet.model.job import JobResult as JobResult
+    from comfyfleet.model.job import OutputFile as OutputFile
+    from comfyfleet.model.requirement import HardwareNeed as HardwareNeed
+    from comfyfleet.model.requirement import LocationNeed as LocationNeed
+    from comfyfleet.model.requirement import Preferences as Preferences
+    from comfyfleet.model.requirement import Requirements as Requirements
+    from comfyfleet.model.workflow import InvalidWorkflow as InvalidWorkflow
+    from comfyfleet.model.workflow import exact_hash as exact_hash
+    from comfyfleet.model.workflow import hash_workflow as hash_workflow
+    from comfyfleet.policy.failover import FailoverStrategy as FailoverStrategy
+    from comfyfleet.policy.failover import SmartFailover as SmartFailover
+    from comfyfleet.policy.rules import Rules as Rules
+    from comfyfleet.policy.rules import Weights as Weights
+    from comfyfleet.pool.events import PoolEvent as PoolEvent
+    from comfyfleet.pool.options import Affinity as Affinity
+    from comfyfleet.pool.options import Server as Server
+    from comfyfleet.pool.options import attach as attach
+    from comfyfleet.pool.pool import WorkflowPool as WorkflowPool
+    from comfyfleet.pool.records import JobCancelled as JobCancelled
+    from comfyfleet.pool.records import JobFailed as JobFailed
+    from comfyfleet.pool.records import JobRecord as JobRecord
+    from comfyfleet.pool.records import PoolStats as PoolStats
+    from comfyfleet.pool.records import ServerStats as ServerStats
+    from comfyfleet.pool.sync import SyncWorkflowPool as SyncWorkflowPool
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Affinity": "comfyfleet.pool.options",
+    "Attachment": "comfyfleet.model.job",
+    "ComfyFleetError": "comfyfleet.model.errors",
+    "FailoverStrategy": "comfyfleet.policy.failover",
+    "Failure": "comfyfleet.model.failure",
+    "FailureKind": "comfyfleet.model.failure",
+    "Fault": "comfyfleet.model.errors",
+    "HardwareNeed": "comfyfleet.model.requirement",
+    "InvalidWorkflow": "comfyfleet.model.workflow",
+    "JobCancelled": "comfyfleet.pool.records",
+    "JobFailed": "comfyfleet.pool.records",
+    "JobRecord": "comfyfleet.pool.records",
+    "JobResult": "comfyfleet.model.job",
+    "LocationNeed": "comfyfleet.model.requirement",
+    "OutputFile": "comfyfleet.model.job",
+    "PoolEvent": "comfyfleet.pool.events",
+    "PoolStats": "comfyfleet.pool.records",
+    "Preferences": "comfyfleet.model.requirement",
+    "Refusal": "comfyfleet.model.errors",
+    "RefusalCode": "comfyfleet.model.errors",
+    "Requirements": "comfyfleet.model.requirement",
+    "Rules": "comfyfleet.policy.rules",
+    "Server": "comfyfleet.pool.options",
+    "ServerStats": "comfyfleet.pool.records",
+    "SmartFailover": "comfyfleet.policy.failover",
+    "SyncWorkflowPool": "comfyfleet.pool.sync",
+    "Weights": "comfyfleet.policy.rules",
+    "WorkflowPool": "comfyfleet.pool.pool",
+    "attach": "comfyfleet.pool.options",
+    "exact_hash": "comfyfleet.model.workflow",
+    "hash_workflow": "comfyfleet.model.workflow",
+}
+
+__all__ = ["__version__", *_HOMES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""`WorkflowPool`: an engine on a store and one agent for each server, in one process."""

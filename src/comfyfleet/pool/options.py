@@ -1,0 +1,98 @@
+"""What a user of the pool may say: servers, affinities, durations, files to attach."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.job import Attachment
+from comfyfleet.model.requirement import Preferences, Requirements
+from comfyfleet.model.worker import Capabilities
+from comfyfleet.ports import Connector
+
+Seconds = float | timedelta
+"""A duration: a number of seconds, or a timedelta."""
+
+AffinityMode = Literal["require", "prefer"]
+
+
+class Server(msgspec.Struct, frozen=True):
+    """A server of the pool. Its id is its host and port unless named."""
+
+    url: str | None = None
+    id: str | None = None
+    slots: int = 1
+    capabilities: Capabilities | None = None
+    """What cannot be discovered: region, cost, tenants. Discovered values win where both are known."""
+    connector: Connector | None = None
+    """Speaks to the server instead of the ComfyUI connector."""
+    headers: dict[str, str] = {}
+
+
+class Affinity(msgspec.Struct, frozen=True):
+    """Which servers a workflow goes to. `require` restricts; `prefer` waits a little for them, then takes any."""
+
+    workflow_hash: str
+    preferred_client_ids: Sequence[str] = ()
+    excluded_client_ids: Sequence[str] = ()
+    mode: AffinityMode = "require"
+
+
+def seconds(value: Seconds | None) -> float | None:
+    if value is None:
+        return None
+    number = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    if number < 0 or number != number:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"a duration must not be negative, and {value!r} is")
+    return number
+
+
+def attach(source: str | Path | bytes, node: str, input: str, filename: str | None = None) -> Attachment:  # noqa: A002
+    """A file to upload before the run; the input of that node gets its name on the server."""
+    if isinstance(source, bytes):
+        return Attachment(filename or f"{node}-{input}.png", source, node, input)
+    path = Path(source)
+    return Attachment(filename or path.name, path.read_bytes(), node, input)
+
+
+def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+    """A graph as it is, or from a JSON file."""
+    if isinstance(workflow, Mapping):
+        return dict(workflow)
+    path = Path(workflow)
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError:
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"there is no workflow file {path}") from None
+    except msgspec.DecodeError as error:
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise Refusal(
+            RefusalCode.INVALID_WORKFLOW, f"{path} does not hold a workflow: its top level is no object"
+        )
+    return content
+
+
+def routed(
+    needs: Requirements,
+    wishes: Preferences,
+    preferred: Sequence[str],
+    excluded: Sequence[str],
+    mode: AffinityMode,
+) -> tuple[Requirements, Preferences]:
+    """An affinity as needs and wishes."""
+    workers = tuple(WorkerId(each) for each in preferred)
+    if excluded:
+        without = tuple(WorkerId(each) for each in excluded)
+        needs = msgspec.structs.replace(needs, exclude_workers=(*needs.exclude_workers, *without))
+    if workers and mode == "require":
+        needs = msgspec.structs.replace(needs, workers=workers)
+    elif workers:
+        wishes = msgspec.structs.replace(wishes, workers=workers)
+    return needs, wishes

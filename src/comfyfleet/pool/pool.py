@@ -1,0 +1,420 @@
+"""`WorkflowPool`: a library that drives N ComfyUI servers as one.
+
+It composes an engine on a store with one agent for each server and speaks the words of its users: clients, blocks,
+affinities, events. It decides nothing; the engine and its policy do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import msgspec
+
+from comfyfleet.bus.local import LocalSubscription
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.calls import Explanation
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent
+from comfyfleet.model.ids import JobId, WorkerId
+from comfyfleet.model.job import Attachment, JobResult, OutputFile, Submission, Timeouts, Urgency
+from comfyfleet.model.requirement import Preferences, Requirements
+from comfyfleet.model.workflow import hash_workflow
+from comfyfleet.policy.failover import FailoverStrategy
+from comfyfleet.policy.rules import Rules
+from comfyfleet.pool.events import EventName, Handler, Listeners, PoolEvent
+from comfyfleet.pool.options import (
+    Affinity,
+    AffinityMode,
+    Seconds,
+    Server,
+    read_workflow,
+    routed,
+    seconds,
+)
+from comfyfleet.pool.records import JobCancelled, JobFailed, JobRecord, PoolStats, record_of
+from comfyfleet.pool.servers import Servers
+from comfyfleet.pool.translation import Label, of_fact, of_fleet, of_news
+from comfyfleet.stores.opening import open_store
+from comfyfleet.worker.connectors.comfyui import ComfyUISettings
+from comfyfleet.worker.settings import AgentSettings, AgentState
+
+_FINAL = frozenset({FactKind.COMPLETED, FactKind.FAILED, FactKind.CANCELLED})
+
+# Most jobs have none of these; they share what says so.
+_NO_NEEDS, _NO_WISHES, _NO_TIMEOUTS = Requirements(), Preferences(), Timeouts()
+
+
+class WorkflowPool:
+    """One address for several ComfyUI servers.
+
+    Use it as an async context manager, or call `start()` and `close()`. Durations are seconds or `timedelta`s.
+    """
+
+    def __init__(
+        self,
+        servers: Iterable[str | Server] = (),
+        *,
+        store: str = "memory:",
+        cooldown: Seconds = 60,
+        max_failures_before_block: int = 1,
+        failover: FailoverStrategy | None = None,
+        workflow_affinities: Iterable[Affinity] = (),
+        max_attempts: int = 3,
+        execution_start_timeout: Seconds | None = None,
+        node_execution_timeout: Seconds | None = None,
+        affinity_wait: Seconds = 3,
+        health_check_interval: Seconds = 10,
+        reconnection_grace: Seconds = 5,
+        slots: int = 1,
+        rules: Rules | None = None,
+        agent: AgentSettings | None = None,
+        comfyui: ComfyUISettings | None = None,
+    ) -> None:
+        """`slots` is how many jobs a server gets at a time unless its `Server` says otherwise. `rules`, `agent` and
+        `comfyui` set what has no argument of its own; an argument of its own wins over them."""
+        self._clock = SystemClock()
+        changed = msgspec.structs.replace(
+            rules or Rules(),
+            cooldown_s=seconds(cooldown) or 0.0,
+            max_failures_before_block=max_failures_before_block,
+            max_attempts=max_attempts,
+            start_timeout_s=seconds(execution_start_timeout),
+            stall_timeout_s=seconds(node_execution_timeout),
+            affinity_wait_s=seconds(affinity_wait) or 0.0,
+        )
+        self._engine = Engine(
+            open_store(store, self._clock), rules=changed, clock=self._clock, strategy=failover
+        )
+        agent_settings = msgspec.structs.replace(
+            agent or AgentSettings(),
+            health_interval_s=seconds(health_check_interval) or 0.0,
+            reconnect_grace_s=seconds(reconnection_grace) or 0.0,
+        )
+        self._servers = Servers(
+            self._engine, agent_settings, comfyui or ComfyUISettings(), slots, self._clock, self._on_state
+        )
+        self._affinities = {affinity.workflow_hash: affinity for affinity in workflow_affinities}
+        self._listeners = Listeners()
+        self._labels: dict[JobId, Label] = {}
+        self._waiting: dict[JobId, set[asyncio.Event]] = {}
+        self._told = LocalSubscription(lambda _: None)
+        self._teller: asyncio.Task[None] | None = None
+        self._first_servers = tuple(servers)
+        self._state: Literal["new", "open", "closed"] = "new"
+
+    # life
+
+    async def __aenter__(self) -> WorkflowPool:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Connects to the servers. One that is down does not fail the start: it is waited for in the background."""
+        if self._state != "new":
+            raise RuntimeError("a pool is started once; make a new one")
+        self._state = "open"
+        await self._engine.__aenter__()
+        self._engine.bus.listen(self._hear)
+        self._teller = asyncio.get_running_loop().create_task(self._tell(), name="pool events")
+        try:
+            for server in self._first_servers:
+                await self._servers.add(server)
+            await self._servers.first_verdicts()
+        except BaseException:
+            await self.close()
+            raise
+        message = f"{self._servers.online()} of {len(self._servers)} server(s) online"
+        self._hear(FleetEvent("ready", self._clock.now(), WorkerId(""), {"message": message}))
+
+    async def close(self) -> None:
+        """Stops at once: what runs is cancelled on its server. `drain()` first lets it finish."""
+        if self._state == "closed":
+            return
+        self._state = "closed"
+        await self._servers.close()
+        await self._engine.close()
+        for events in self._waiting.values():
+            for event in events:
+                event.set()
+        self._told.close()
+        if self._teller is not None:
+            await self._teller
+
+    async def drain(self) -> None:
+        """No server takes anything new; returns when what runs has ended."""
+        await self._servers.drain()
+
+    # servers
+
+    async def add_server(self, server: str | Server) -> str:
+        """Returns the server's id once it was asked for what it has; it takes waiting work by itself."""
+        server_id = await self._servers.add(server)
+        await self._servers.first_verdicts()
+        return server_id
+
+    async def remove_server(self, client_id: str, *, drain: bool = True) -> None:
+        """With `drain` what runs there ends first; without it the jobs go to other servers at once."""
+        await self._servers.remove(client_id, drain=drain)
+
+    async def refresh(self, client_id: str | None = None) -> None:
+        """Looks anew what the servers have installed."""
+        await self._servers.refresh(client_id)
+
+    # jobs
+
+    async def enqueue(
+        self,
+        workflow: Mapping[str, Any] | str | Path,
+        *,
+        priority: int = 0,
+        job_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        max_attempts: int | None = None,
+        retry_delay: Seconds | None = None,
+        preferred_client_ids: Sequence[str] = (),
+        excluded_client_ids: Sequence[str] = (),
+        affinity_mode: AffinityMode = "require",
+        include_outputs: Sequence[str] = (),
+        attachments: Sequence[Attachment] = (),
+        execution_start_timeout: Seconds | None = None,
+        node_execution_timeout: Seconds | None = None,
+        timeout: Seconds | None = None,
+        not_before: float | None = None,
+        deadline: float | None = None,
+        on_deadline: Literal["fail", "flag"] = "fail",
+        urgency: Urgency = "normal",
+        requirements: Requirements | None = None,
+        preferences: Preferences | None = None,
+        require_workable: bool = False,
+    ) -> str:
+        """Takes a job and returns its id at once. The workflow is an API-format graph, or a path to one.
+
+        `preferred_client_ids` restricts the job to these servers (`affinity_mode="prefer"`: waits a little for them,
+        then takes any); it wins over an affinity of the workflow. `seed: -1` becomes a random seed, reported in the
+        record. `timeout` ends the job after that long from now, wherever it is. Raises `Refusal`: its `code` and
+        message say what to change.
+        """
+        self._must_be_open()
+        graph = read_workflow(workflow)
+        needs, wishes = requirements or _NO_NEEDS, preferences or _NO_WISHES
+        affinity = self._affinities.get(hash_workflow(graph)) if self._affinities else None
+        if affinity is not None and not preferred_client_ids:
+            excluded_client_ids = (*affinity.excluded_client_ids, *excluded_client_ids)
+            preferred_client_ids, affinity_mode = affinity.preferred_client_ids, affinity.mode
+        if preferred_client_ids or excluded_client_ids:
+            needs, wishes = routed(needs, wishes, preferred_client_ids, excluded_client_ids, affinity_mode)
+        submission = Submission(
+            graph,
+            reference=job_id,
+            priority=priority,
+            urgency=urgency,
+            requirements=needs,
+            preferences=wishes,
+            metadata=dict(metadata) if metadata else None,
+            max_attempts=max_attempts,
+            retry_delay_s=seconds(retry_delay),
+            timeouts=_timeouts(execution_start_timeout, node_execution_timeout, timeout),
+            not_before=not_before,
+            deadline=deadline,
+            on_deadline=on_deadline,
+            include_outputs=tuple(include_outputs),
+            attachments=tuple(attachments),
+            require_workable=require_workable,
+        )
+        submitted = await self._engine.submit(submission)
+        return job_id or submitted.job_id
+
+    async def run(self, workflow: Mapping[str, Any] | str | Path, **options: Any) -> JobResult:
+        """`enqueue`, then `wait`."""
+        return await self.wait(await self.enqueue(workflow, **options))
+
+    async def wait(self, job_id: str, timeout: Seconds | None = None) -> JobResult:
+        """The job's result. Raises `JobFailed` or `JobCancelled`, and `TimeoutError` when it takes longer."""
+        record = await self.wait_for_record(job_id, timeout)
+        if record.status == "failed":
+            raise JobFailed(record)
+        if record.status == "cancelled":
+            raise JobCancelled(record)
+        assert record.result is not None, "a completed job has a result"
+        return record.result
+
+    async def wait_for_record(self, job_id: str, timeout: Seconds | None = None) -> JobRecord:
+        """The record of the ended job, however it ended."""
+        inner = await self._inner(job_id)
+        ended = asyncio.Event()
+        self._waiting.setdefault(inner, set()).add(ended)
+        try:
+            async with asyncio.timeout(seconds(timeout)):
+                while True:
+                    ended.clear()
+                    record = record_of(await self._engine.get(inner))
+                    if record.is_final:
+                        return record
+                    self._must_be_open()
+                    await ended.wait()
+        finally:
+            waiting = self._waiting[inner]
+            waiting.discard(ended)
+            if not waiting:
+                del self._waiting[inner]
+
+    async def get_job(self, job_id: str) -> JobRecord:
+        return record_of(await self._engine.get(await self._inner(job_id)))
+
+    async def cancel(self, job_id: str) -> bool:
+        """True: it is cancelled or will be (the record tells). False: it had ended before."""
+        answer = await self._engine.cancel(await self._inner(job_id))
+        return answer.cancel_requested or answer.phase.value == "cancelled"
+
+    async def retry(self, job_id: str) -> None:
+        """A failed or cancelled job once more, with fresh attempts."""
+        await self._engine.retry(await self._inner(job_id))
+
+    async def pause(self, job_id: str) -> None:
+        await self._engine.pause(await self._inner(job_id))
+
+    async def resume(self, job_id: str) -> None:
+        await self._engine.resume(await self._inner(job_id))
+
+    async def set_priority(self, job_id: str, priority: int) -> None:
+        await self._engine.set_priority(await self._inner(job_id), priority)
+
+    async def explain(self, job_id: str) -> Explanation:
+        """Why is my job not running? For each server one reason, the place in line, an estimate."""
+        return await self._engine.explain(await self._inner(job_id))
+
+    async def events(self, job_id: str) -> AsyncGenerator[PoolEvent, None]:
+        """Everything that happened and happens to a job, to its end."""
+        inner = await self._inner(job_id)
+        label = await self._label(inner)
+        async with contextlib.aclosing(self._engine.watch(inner)) as watched:
+            async for event in watched:
+                if isinstance(event, Fact):
+                    for told in await self._of_fact(event, label):
+                        yield told
+                else:
+                    yield of_news(event, label)
+
+    async def fetch(self, file: OutputFile, client_id: str | None = None) -> bytes:
+        """The bytes of an output, from the server it lies on."""
+        return await self._servers.fetch(file, client_id)
+
+    async def pause_queue(self) -> None:
+        """Nothing new starts on any server; what runs goes on."""
+        await self._engine.pause_queue(True)
+
+    async def resume_queue(self) -> None:
+        await self._engine.pause_queue(False)
+
+    # routing
+
+    def set_affinity(self, affinity: Affinity) -> None:
+        """For jobs enqueued from now on."""
+        self._affinities[affinity.workflow_hash] = affinity
+
+    def remove_affinity(self, workflow_hash: str) -> None:
+        self._affinities.pop(workflow_hash, None)
+
+    async def blocks(self) -> list[Block]:
+        """Pairs (client, workflow hash) that are blocked, or counting towards it."""
+        return [block for block in await self._engine.blocks() if block.reason is not BlockReason.JOB]
+
+    async def unblock(self, client_id: str, workflow_hash: str) -> bool:
+        """False: there was nothing to lift."""
+        return await self._engine.unblock(WorkerId(client_id), workflow_hash)
+
+    # looking
+
+    async def stats(self) -> PoolStats:
+        counts = await self._engine.stats()
+        return PoolStats(
+            queued=counts.waiting + counts.delayed + counts.paused,
+            running=counts.leased,
+            completed=counts.completed,
+            failed=counts.failed,
+            cancelled=counts.cancelled,
+            idle_slots=counts.idle_slots,
+            servers=await self._servers.stats(),
+        )
+
+    def on(
+        self, name: EventName | Literal["*"], handler: Handler, where: Mapping[str, Any] | None = None
+    ) -> Callable[[], None]:
+        """Calls `handler` for every such event (a plain or an async function), in order. `where` filters by the
+        job's metadata. Returns a function that ends it."""
+        return self._listeners.add(name, handler, where)
+
+    # telling
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Fact) and event.kind in _FINAL:
+            for waiting in self._waiting.get(event.job_id, ()):
+                waiting.set()
+        if self._listeners:
+            self._told.offer(event)
+
+    def _on_state(self, client_id: str, state: AgentState) -> None:
+        data = {"state": state.status.value, "message": state.reason}
+        self._hear(FleetEvent("state", self._clock.now(), WorkerId(client_id), data))
+
+    async def _tell(self) -> None:
+        async for event in self._told:
+            for told in await self._events_of(event):
+                await self._listeners.tell(told, self._clock.now())
+
+    async def _events_of(self, event: Event) -> Iterable[PoolEvent]:
+        if isinstance(event, FleetEvent):
+            told = of_fleet(event)
+            return () if told is None else (told,)
+        label = await self._label(event.job_id)
+        if isinstance(event, Fact):
+            events = await self._of_fact(event, label)
+            if event.kind in _FINAL:
+                self._labels.pop(event.job_id, None)
+            return events
+        return (of_news(event, label),)
+
+    async def _of_fact(self, fact: Fact, label: Label) -> list[PoolEvent]:
+        job = None
+        if fact.kind in (FactKind.COMPLETED, FactKind.FAILED, FactKind.RETRYING):
+            job = await self._engine.store.records.get(fact.job_id)
+        if job is None:
+            return list(of_fact(fact, label, None, None))
+        return list(of_fact(fact, label, job.worker_id, job.result))
+
+    async def _label(self, job_id: JobId) -> Label:
+        known = self._labels.get(job_id)
+        if known is None:
+            job = await self._engine.store.records.get(job_id)
+            if job is None:
+                return Label(job_id, "", {})
+            known = Label(job.reference or job_id, job.workflow_hash, job.payload.metadata or {})
+            self._labels[job_id] = known
+        return known
+
+    async def _inner(self, job_id: str) -> JobId:
+        """The engine's id for what the caller calls the job: its own id, or ours."""
+        return await self._engine.by_reference(job_id) or JobId(job_id)
+
+    def _must_be_open(self) -> None:
+        if self._state != "open":
+            hint = "start it first" if self._state == "new" else "it is closed"
+            raise Refusal(RefusalCode.UNAVAILABLE, f"the pool takes no jobs: {hint}")
+
+
+def _timeouts(start: Seconds | None, stall: Seconds | None, total: Seconds | None) -> Timeouts:
+    if start is None and stall is None and total is None:
+        return _NO_TIMEOUTS
+    return Timeouts(start_s=seconds(start), stall_s=seconds(stall), total_s=seconds(total))

@@ -1,0 +1,122 @@
+"""What a pool shows of its jobs and servers, in the words its users know: client, running, last error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from comfyfleet.model.calls import JobView
+from comfyfleet.model.dispatch import Attempt, Phase
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.job import JobResult, NodeTiming
+
+JobStatus = Literal["queued", "running", "completed", "failed", "cancelled"]
+
+STATUS: Mapping[Phase, JobStatus] = {
+    Phase.QUEUED: "queued",
+    Phase.LEASED: "running",
+    Phase.COMPLETED: "completed",
+    Phase.FAILED: "failed",
+    Phase.CANCELLED: "cancelled",
+}
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    id: str
+    workflow_hash: str
+    status: JobStatus
+    priority: int
+    attempts: int
+    """Every start counts, whoever was to blame for its end."""
+    client_id: str | None
+    prompt_id: str | None
+    queued_at: float
+    started_at: float | None
+    completed_at: float | None
+    last_error: Failure | None
+    """Of the last attempt that failed; cleared on success."""
+    result: JobResult | None
+    metadata: dict[str, Any]
+    seeds: dict[str, int]
+    """By node id: what every `seed: -1` was resolved to."""
+    cancel_requested: bool
+    history: tuple[Attempt, ...]
+
+    @property
+    def node_timings(self) -> tuple[NodeTiming, ...]:
+        return () if self.result is None else self.result.timings
+
+    @property
+    def is_final(self) -> bool:
+        return self.status in ("completed", "failed", "cancelled")
+
+
+class ServerStats(msgspec.Struct, frozen=True):
+    id: str
+    url: str | None
+    state: str
+    slots: int
+    running: int
+    completed: int
+    failed: int
+    utilisation: float
+    """The share of its slots' time, since it was added, that was spent on completed runs."""
+    disconnects: int
+    blocked_workflows: int
+
+    @property
+    def success_rate(self) -> float | None:
+        ended = self.completed + self.failed
+        return self.completed / ended if ended else None
+
+
+class PoolStats(msgspec.Struct, frozen=True):
+    queued: int
+    """Waiting for a server, delayed and paused ones included."""
+    running: int
+    completed: int
+    failed: int
+    cancelled: int
+    idle_slots: int
+    servers: tuple[ServerStats, ...]
+
+
+class JobFailed(Exception):
+    """The job ended without a result; `record` has every attempt and its error."""
+
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        failure = record.last_error
+        why = "no reason is known" if failure is None else f"{failure.kind.value}: {failure.message.strip()}"
+        super().__init__(f"job {record.id} failed after {record.attempts} attempt(s): {why}")
+
+
+class JobCancelled(Exception):
+    def __init__(self, record: JobRecord) -> None:
+        self.record = record
+        super().__init__(f"job {record.id} was cancelled")
+
+
+def record_of(view: JobView) -> JobRecord:
+    job, dispatch = view.job, view.dispatch
+    lease = dispatch.lease
+    return JobRecord(
+        id=job.reference or job.job_id,
+        workflow_hash=job.workflow_hash,
+        status=STATUS[dispatch.phase],
+        priority=dispatch.base_priority,
+        attempts=dispatch.attempts,
+        client_id=job.worker_id if lease is None else lease.worker_id,
+        prompt_id=job.prompt_id,
+        queued_at=job.submitted_at,
+        started_at=job.started_at,
+        completed_at=job.completed_at,
+        last_error=job.failure,
+        result=job.result,
+        metadata=job.payload.metadata or {},
+        seeds=job.seeds or {},
+        cancel_requested=dispatch.cancel_requested_at is not None,
+        history=view.attempts,
+    )

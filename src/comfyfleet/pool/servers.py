@@ -1,0 +1,176 @@
+"""The servers of a pool: one agent each, added and removed while everything runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.model.block import BlockReason
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.job import OutputFile
+from comfyfleet.pool.options import Server
+from comfyfleet.pool.records import ServerStats
+from comfyfleet.ports import Clock, Connector
+from comfyfleet.worker.agent import Agent
+from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings, server_id
+from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
+
+
+@runtime_checkable
+class Fetches(Protocol):
+    """A connector whose outputs can be fetched."""
+
+    async def fetch(self, file: OutputFile) -> bytes: ...
+
+
+class _Member:
+    __slots__ = ("added_at", "agent", "connector", "server")
+
+    def __init__(self, server: Server, connector: Connector, agent: Agent, added_at: float) -> None:
+        self.server = server
+        self.connector = connector
+        self.agent = agent
+        self.added_at = added_at
+
+
+class Servers:
+    def __init__(
+        self,
+        engine: Engine,
+        agent_settings: AgentSettings,
+        comfyui_settings: ComfyUISettings,
+        slots: int,
+        clock: Clock,
+        on_state: Callable[[str, AgentState], None],
+    ) -> None:
+        self._engine = engine
+        self._agent_settings = agent_settings
+        self._comfyui_settings = comfyui_settings
+        self._slots = slots
+        self._clock = clock
+        self._on_state = on_state
+        self._members: dict[str, _Member] = {}
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def online(self) -> int:
+        return sum(member.agent.state.status is AgentStatus.ONLINE for member in self._members.values())
+
+    async def add(self, given: str | Server) -> str:
+        server = Server(given, slots=self._slots) if isinstance(given, str) else given
+        name = self._name(server)
+        if name in self._members:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"the pool has a server {name!r} already; give this one an id"
+            )
+        if server.slots < 1:
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"server {name!r} needs at least one slot")
+        connector = server.connector or self._comfyui(server)
+        agent = Agent(
+            self._engine,
+            WorkerId(name),
+            [connector],
+            msgspec.structs.replace(self._agent_settings, slots=server.slots),
+            declared=server.capabilities,
+            on_state=lambda state: self._on_state(name, state),
+        )
+        self._members[name] = _Member(server, connector, agent, self._clock.now())
+        await agent.start()
+        return name
+
+    @staticmethod
+    def _name(server: Server) -> str:
+        if server.id is not None:
+            return server.id
+        if server.url is None:
+            raise Refusal(RefusalCode.INVALID_REQUEST, "a server needs a url or an id")
+        try:
+            return server_id(server.url)
+        except ValueError as error:
+            raise Refusal(RefusalCode.INVALID_REQUEST, str(error)) from error
+
+    def _comfyui(self, server: Server) -> Connector:
+        if server.url is None:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"server {server.id!r} has neither a url nor a connector"
+            )
+        headers = {**self._comfyui_settings.headers, **server.headers}
+        return ComfyUI(server.url, msgspec.structs.replace(self._comfyui_settings, headers=headers))
+
+    async def first_verdicts(self) -> None:
+        await asyncio.gather(*(member.agent.first_verdict() for member in self._members.values()))
+
+    async def remove(self, name: str, *, drain: bool) -> None:
+        member = self._member(name)
+        if drain:
+            await member.agent.drain()
+        await member.agent.stop()
+        del self._members[name]
+        await self._engine.remove_worker(WorkerId(name))
+
+    async def refresh(self, name: str | None) -> None:
+        members = self._members.values() if name is None else (self._member(name),)
+        await asyncio.gather(*(member.agent.refresh() for member in members))
+
+    async def drain(self) -> None:
+        await asyncio.gather(*(member.agent.drain() for member in self._members.values()))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.agent.stop() for member in self._members.values()))
+
+    async def fetch(self, file: OutputFile, name: str | None) -> bytes:
+        for member in self._members.values() if name is None else (self._member(name),):
+            is_its = name is not None or (
+                isinstance(member.connector, ComfyUI)
+                and file.url is not None
+                and file.url.startswith(member.connector.address.base)
+            )
+            if is_its and isinstance(member.connector, Fetches):
+                return await member.connector.fetch(file)
+        raise Refusal(
+            RefusalCode.NOT_FOUND, f"no server of the pool has {file.filename!r}; say which with client_id"
+        )
+
+    async def stats(self) -> tuple[ServerStats, ...]:
+        records = {worker.worker_id: worker for worker in await self._engine.workers()}
+        now = self._clock.now()
+        blocks = [
+            block
+            for block in await self._engine.blocks()
+            if block.is_in_force(now) and block.reason is not BlockReason.JOB
+        ]
+        found = []
+        for name, member in self._members.items():
+            worker = records.get(WorkerId(name))
+            running = len(await self._engine.store.leases_of(WorkerId(name)))
+            lived_s = max(1e-9, (now - member.added_at) * member.server.slots)
+            found.append(
+                ServerStats(
+                    id=name,
+                    url=member.server.url,
+                    state=member.agent.state.status.value,
+                    slots=member.server.slots,
+                    running=running,
+                    completed=0 if worker is None else worker.completed,
+                    failed=0 if worker is None else worker.failed,
+                    utilisation=0.0 if worker is None else min(1.0, worker.busy_s / lived_s),
+                    disconnects=member.agent.state.disconnects,
+                    blocked_workflows=sum(block.worker_id == name for block in blocks),
+                )
+            )
+        return tuple(found)
+
+    def _member(self, name: str) -> _Member:
+        try:
+            return self._members[name]
+        except KeyError:
+            known = ", ".join(self._members) or "none"
+            raise Refusal(
+                RefusalCode.NOT_FOUND, f"the pool has no server {name!r}; it has: {known}"
+            ) from None

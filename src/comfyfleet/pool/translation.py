@@ -1,0 +1,111 @@
+"""From the engine's facts and news to the pool's events. One fact may be two events: a failure and its retry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.block import BlockReason
+from comfyfleet.model.fact import Fact, FactKind, FleetEvent, News, NewsKind
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.job import JobResult
+from comfyfleet.pool.events import PoolEvent
+
+
+class Label(msgspec.Struct, frozen=True, gc=False):
+    """What every event of a job carries."""
+
+    public_id: str
+    workflow_hash: str
+    metadata: dict[str, Any]
+
+
+_NEWS = {
+    NewsKind.ACCEPTED: "job:accepted",
+    NewsKind.STARTED: "job:started",
+    NewsKind.PROGRESS: "job:progress",
+    NewsKind.PREVIEW: "job:preview",
+    NewsKind.OUTPUT: "job:output",
+}
+
+
+def of_news(news: News, label: Label) -> PoolEvent:
+    data = news.data
+    return PoolEvent(
+        _NEWS[news.kind],
+        news.at,
+        label.public_id,
+        label.workflow_hash,
+        label.metadata,
+        client_id=news.worker_id,
+        prompt_id=data.get("prompt_id"),
+        node=data.get("node"),
+        value=data.get("value"),
+        max=data.get("max"),
+        percentage=data.get("percentage"),
+        message=data.get("message") or "",
+        image=news.image,
+        image_type=data.get("format"),
+        output=data.get("output"),
+        files=tuple(data.get("files", ())),
+    )
+
+
+def of_fact(fact: Fact, label: Label, worker_id: str | None, result: JobResult | None) -> Iterator[PoolEvent]:
+    data = fact.data or {}
+    base = PoolEvent("", fact.at, label.public_id, label.workflow_hash, label.metadata)
+
+    def event(name: str, **fields: Any) -> PoolEvent:
+        return msgspec.structs.replace(base, name=name, **fields)
+
+    match fact.kind:
+        case FactKind.QUEUED:
+            yield event("job:queued")
+        case FactKind.COMPLETED:
+            yield event("job:completed", client_id=data.get("worker_id"), result=result)
+        case FactKind.RETRYING | FactKind.FAILED:
+            will_retry = fact.kind is FactKind.RETRYING
+            yield event(
+                "job:failed",
+                client_id=data.get("worker_id", worker_id),
+                failure=Failure(FailureKind(data["kind"]), str(data["message"]), node_id=data.get("node_id")),
+                message=str(data.get("why", "")),
+                will_retry=will_retry,
+            )
+            if will_retry:
+                retry_at = data.get("not_before") or fact.at
+                yield event("job:retrying", retry_at=retry_at, message=str(data["message"]))
+        case FactKind.RELEASED:
+            yield event("job:retrying", retry_at=fact.at, message=str(data.get("reason", "")))
+        case FactKind.CANCELLED:
+            yield event("job:cancelled")
+        case _:
+            # Leases, pauses and priorities are seen in the job's record.
+            return
+
+
+def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
+    data = fleet.data
+    if fleet.kind == "ready":
+        return PoolEvent("pool:ready", fleet.at, message=data["message"])
+    if fleet.kind == "state":
+        return PoolEvent(
+            "client:state",
+            fleet.at,
+            client_id=fleet.worker_id,
+            state=data["state"],
+            message=data["message"],
+        )
+    if fleet.kind not in ("blocked", "unblocked") or data["reason"] == BlockReason.JOB.value:
+        return None
+    return PoolEvent(
+        f"client:{fleet.kind}_workflow",
+        fleet.at,
+        workflow_hash=str(data["target"]),
+        client_id=fleet.worker_id,
+        blocked_until=data.get("blocked_until"),
+        failures=data.get("failures"),
+        reason=str(data["reason"]),
+    )

@@ -1,0 +1,53 @@
+"""Warm routing on a fake fleet: fewer model swaps than first come, first served, and nobody left behind."""
+
+from __future__ import annotations
+
+import random
+
+from tests.pool._fleet import QUICK_RULES, Fleet, fleet, quick, text_to_image
+
+from comfyfleet import Rules, Weights
+
+MODELS = ("red.safetensors", "green.safetensors", "blue.safetensors")
+AFFINITY_WAIT_S = 0.15
+NO_WEIGHTS = Weights(service=0, hardware=0, models=0, tenant=0, performance=0, location=0, cost=0, load=0)
+FIRST_COME = Rules(retry_base_s=QUICK_RULES.retry_base_s, weights=NO_WEIGHTS)
+
+# A card holds one of the models at a time, and loading one takes as long as a few runs.
+CARD = quick(
+    vram_gb=10.0, models={"checkpoints": dict.fromkeys(MODELS, 6.0)}, load_seconds_per_gb=0.5, time_scale=0.01
+)
+
+
+async def play(it: Fleet) -> tuple[int, list[str]]:
+    """Sixty jobs for three models in a random order; answers the swaps and the jobs in order."""
+    order = random.Random(4).choices(MODELS, k=60)
+    await it.pool.pause_queue()
+    jobs = [await it.pool.enqueue(text_to_image(model)) for model in order]
+    await it.pool.resume_queue()
+    for job in jobs:
+        await it.pool.wait(job, timeout=30)
+    await it.told.until("job:completed", count=len(jobs))
+    return sum(server.stats.model_swaps for server in it.servers), jobs
+
+
+async def test_warm_routing_causes_fewer_model_swaps_than_fifo_and_nobody_waits_longer_than_the_bound() -> (
+    None
+):
+    async with fleet(CARD, CARD, affinity_wait=0, rules=FIRST_COME) as it:
+        fifo_swaps, jobs = await play(it)
+        places = [jobs.index(event.job_id or "") for event in it.told.of("job:started")]
+        # Two servers start side by side, so neighbours may change places.
+        assert all(abs(place - turn) <= 1 for turn, place in enumerate(places)), "first come, first served"
+    async with fleet(CARD, CARD, affinity_wait=AFFINITY_WAIT_S) as it:
+        warm_swaps, jobs = await play(it)
+        started = {event.job_id: event.at for event in it.told.of("job:started")}
+        ended = {event.job_id: event.at for event in it.told.of("job:completed")}
+    assert warm_swaps < 0.7 * fifo_swaps
+    longest_run = max(ended[job] - started[job] for job in jobs)
+    for place, job in enumerate(jobs):
+        overtaken_at = min((started[younger] for younger in jobs[place + 1 :]), default=started[job])
+        # Once its time has come it gets the next slot that is free: after one run, behind those as overdue as itself.
+        behind = sum(started[older] > overtaken_at for older in jobs[:place])
+        bound = AFFINITY_WAIT_S + longest_run * (1 + behind / 2 + 0.5)
+        assert started[job] - overtaken_at <= bound
