@@ -1,0 +1,107 @@
+"""How everything here is measured: cases in turn, several rounds, the median of the ratios within a round.
+
+Times are CPU time of this process, so that a neighbour on the machine costs a round little. What is measured belongs
+to the files of the goals; what a figure has to be, to their entries.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+cpu_s = time.process_time
+
+ROUNDS = 5
+
+Case = Callable[[], Awaitable[float]]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How much is measured: `quick` shows that everything runs, its figures are rough."""
+
+    quick: bool = False
+
+    @property
+    def rounds(self) -> int:
+        return 2 if self.quick else ROUNDS
+
+    def size(self, full: int) -> int:
+        """A number of jobs, lanes or classes; a hundredth of it when quick."""
+        return max(100, full // 100) if self.quick else full
+
+    def repeats(self, full: int) -> int:
+        return max(2, full // 5) if self.quick else full
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One line of the scoreboard."""
+
+    goal: str
+    name: str
+    value: float
+    bound: str
+    """A comparison and a number: `<= 1.3`."""
+    holds: bool
+    unit: str
+    command: str
+    details: dict[str, Any] = {}
+
+
+def entry(goal: str, name: str, value: float, bound: str, unit: str, **details: Any) -> Entry:
+    value = float(f"{value:.4g}")
+    command = f"python -m bench --goal {goal.rstrip('abcdefghij')}"
+    return Entry(goal, name, value, bound, is_met(value, bound), unit, command, details)
+
+
+def is_met(value: float, bound: str) -> bool:
+    comparison, number = bound.split()
+    match comparison:
+        case "<=":
+            return value <= float(number)
+        case ">=":
+            return value >= float(number)
+        case _:
+            raise ValueError(f"a bound is '<= number' or '>= number', not {bound!r}")
+
+
+async def in_turn(cases: Mapping[str, Case], rounds: int) -> dict[str, list[float]]:
+    """Every case once a round, in shuffled order: what slows the machine for a while slows all of them."""
+    shuffled = random.Random(1)
+    names = list(cases)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        shuffled.shuffle(names)
+        for name in names:
+            found[name].append(await cases[name]())
+    return found
+
+
+def ratio(measured: list[float], base: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(measured, base, strict=True))
+
+
+def ratio_range(measured: list[float], base: list[float]) -> list[float]:
+    """The lowest and the highest ratio of a round: how much the median is worth."""
+    ratios = [one / other for one, other in zip(measured, base, strict=True)]
+    return [float(f"{min(ratios):.3g}"), float(f"{max(ratios):.3g}")]
+
+
+def in_microseconds(seconds: list[float]) -> float:
+    return float(f"{statistics.median(seconds) * 1e6:.3g}")
+
+
+def settle_memory() -> None:
+    """What was built for a measurement is taken out of the collector's sight, as a service does after its start."""
+    gc.collect()
+    gc.freeze()
+
+
+def clear_memory() -> None:
+    gc.unfreeze()
+    gc.collect()

@@ -1,0 +1,146 @@
+"""A memory store with waiting jobs, held at one size while leases are timed. It stands for no engine: values come
+straight from here, so that what is timed is the store alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from bench._measure import cpu_s
+from comfyfleet.engine.shell import SystemChance, SystemClock
+from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.dispatch import (
+    AttemptEnd,
+    AttemptOutcome,
+    Dispatch,
+    HeldBy,
+    LaneKey,
+    LeaseOffer,
+    Phase,
+    Write,
+    Written,
+)
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import (
+    DEFAULT_TENANT,
+    ClassKey,
+    LeaseToken,
+    PollId,
+    ProfileKey,
+    TenantId,
+    WorkerId,
+    WorkflowHash,
+)
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.policy.lifecycle import completed
+from comfyfleet.policy.rules import Rules
+from comfyfleet.ports import Peek
+from comfyfleet.stores.memory import MemoryStore
+
+PROFILE = ProfileKey("profile")
+WORKER = WorkerId("worker")
+_QUEUED = (FactDraft(FactKind.QUEUED),)
+
+
+class StoreRig:
+    def __init__(self) -> None:
+        self.clock = SystemClock()
+        self.store = MemoryStore(self.clock)
+        self._rules = Rules()
+        self._chance = SystemChance()
+        self._payload = Submission({})
+        self._polls = itertools.count(1)
+
+    # what is there
+
+    async def add_profiles(self, *profiles: ProfileKey) -> None:
+        for profile in profiles:
+            version = (await self.store.table()).version
+            assert await self.store.put_profile(profile, [], version=version)
+
+    async def add_class(self, name: str, fits: Iterable[ProfileKey] = (PROFILE,)) -> ClassKey:
+        cls = RequirementClass(Requirements(node_classes=(name,)))
+        version = (await self.store.table()).version
+        assert await self.store.put_class(cls, list(fits), version=version)
+        return cls.key
+
+    async def block(self, workflow_hash: WorkflowHash) -> None:
+        until = self.clock.now() + 3600
+        await self.store.put_block(Block(WORKER, workflow_hash, BlockReason.OPERATOR, 1, until))
+
+    def job(self, lane: LaneKey) -> tuple[Dispatch, Job]:
+        now = self.clock.now()
+        job_id = self._chance.job_id(now)
+        dispatch = Dispatch(
+            job_id, lane.class_key, lane.workflow_hash, lane.priority, tenant=lane.tenant, queued_at=now
+        )
+        return dispatch, Job(job_id, lane.tenant, lane.workflow_hash, now, self._payload)
+
+    async def enqueue(self, lane: LaneKey) -> Written:
+        written = await self.store.enqueue(*self.job(lane), _QUEUED)
+        assert written is not None, "the lane's class was added before"
+        return written
+
+    async def fill(self, lanes: Sequence[LaneKey], jobs: int) -> None:
+        """So many jobs, one lane after the other in turn."""
+        for lane in itertools.islice(itertools.cycle(lanes), jobs):
+            await self.enqueue(lane)
+
+    # leasing
+
+    def offer(self) -> LeaseOffer:
+        poll_id = PollId(f"poll-{next(self._polls)}")
+        token = LeaseToken(self._chance.token())
+        return LeaseOffer(WORKER, PROFILE, poll_id, token, self._rules.lease_ttl_s, self._rules.acknowledge_s)
+
+    async def finish(self, written: Written) -> None:
+        dispatch = written.dispatch
+        end = AttemptEnd(AttemptOutcome.COMPLETED)
+        write = Write(dispatch.job_id, HeldBy(dispatch.lease_ref()), completed(), end)
+        assert await self.store.write(write) is not None
+
+    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+        return await self.store.lease_next(offer)
+
+    async def peek_and_lease(self, offer: LeaseOffer) -> Written | None:
+        """As an engine does it for one idle slot: it looks at a window, ranks, and leases what it has chosen."""
+        rules = self._rules
+        found = await self.store.peek(Peek(PROFILE, WORKER, 1, rules.window_lanes, rules.quantum_s))
+        return await self.store.lease(found[0].job_id, offer) if found else None
+
+    async def seconds_a_lease(
+        self, *, as_engine: bool = False, batches: int, charges: dict[TenantId, float] | None = None
+    ) -> float:
+        """CPU seconds of one lease. After each batch the leased jobs end, are forgotten, and equal ones arrive, so
+        that the same number waits in the same lanes; that part is not timed."""
+        lease = self.peek_and_lease if as_engine else self.lease_next
+        charge = self.store.charge_tenant
+        spent = 0.0
+        for _ in range(batches):
+            offers = [self.offer() for _ in range(_BATCH)]
+            leased: list[Written] = []
+            started = cpu_s()
+            for offer in offers:
+                written = await lease(offer)
+                assert written is not None, "something waits"
+                leased.append(written)
+                if charges is not None:
+                    tenant = written.dispatch.tenant
+                    await charge(tenant, charges.get(tenant, 1.0))
+            spent += cpu_s() - started
+            for written in leased:
+                await self.finish(written)
+                await self.enqueue(written.dispatch.lane)
+            await self.store.purge(Phase.COMPLETED, self.clock.now() + 1, len(leased))
+        return spent / (batches * _BATCH)
+
+
+# Small beside the smallest backlog, large beside the cost of reading the clock.
+_BATCH = 20
+
+
+def lane(
+    class_key: ClassKey, workflow: str = "workflow", tenant: TenantId = DEFAULT_TENANT, priority: int = 0
+) -> LaneKey:
+    return LaneKey(class_key, tenant, priority, WorkflowHash(workflow))

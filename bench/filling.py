@@ -1,0 +1,129 @@
+"""Goal 11: a job that comes into an empty lane is told to every profile that may take it; three hundred of them.
+
+The goal is on the store's `enqueue`, the part every such job pays and that grows with the workers. Reported beside it
+are a whole `Engine.submit`, which also checks and hashes the workflow, and the first submit of a new class, for which
+the engine asks of every worker whether it may take it.
+"""
+
+from __future__ import annotations
+
+from bench._measure import (
+    Case,
+    Entry,
+    Plan,
+    clear_memory,
+    cpu_s,
+    entry,
+    in_microseconds,
+    in_turn,
+    settle_memory,
+)
+from bench._store import StoreRig, lane
+from bench.pooling import twelve_nodes
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.model.calls import RegisterWorker
+from comfyfleet.model.dispatch import LeaseOffer
+from comfyfleet.model.ids import LeaseToken, PollId, ProfileKey, WorkerId
+from comfyfleet.model.job import Submission
+from comfyfleet.model.requirement import Requirements
+from comfyfleet.model.worker import Capabilities, Service
+from comfyfleet.model.workflow import read_needs
+from comfyfleet.stores.memory import MemoryStore
+
+_WORKERS = 300
+
+
+async def filling_an_empty_lane(plan: Plan) -> list[Entry]:
+    repeats = plan.repeats(200)
+    in_store = {str(count): await _store_case(count, repeats) for count in (1, _WORKERS)}
+    engines = {count: await _engine(count) for count in (1, _WORKERS)}
+    in_engine = {f"submit {count}": _submit_case(engine, repeats) for count, engine in engines.items()}
+    settle_memory()
+    cases = in_store | in_engine
+    await in_turn(cases, 1)
+    times = await in_turn(cases, plan.rounds)
+    clear_memory()
+    value = in_microseconds(times[str(_WORKERS)])
+    return [
+        entry(
+            "11",
+            "enqueue into an empty lane, 300 unequal workers",
+            value / 1000,
+            "<= 0.2",
+            "ms",
+            enqueue_us={"1 worker": in_microseconds(times["1"]), "300 workers": value},
+            submit_us={
+                "1 worker": in_microseconds(times["submit 1"]),
+                "300 workers": in_microseconds(times[f"submit {_WORKERS}"]),
+            },
+            first_submit_of_a_class_ms={
+                "nothing new is named": await _first_submit_ms(engines[_WORKERS], "KSampler", "SaveImage"),
+                "a node class is new": await _first_submit_ms(engines[_WORKERS], "Spare"),
+            },
+        )
+    ]
+
+
+async def _store_case(profiles: int, repeats: int) -> Case:
+    """Jobs come one at a time; each is leased by another profile and ends before the next comes."""
+    rig = StoreRig()
+    names = [ProfileKey(f"profile {number}") for number in range(profiles)]
+    await rig.add_profiles(*names)
+    only = lane(await rig.add_class("class", names))
+
+    async def measure() -> float:
+        spent = 0.0
+        for number in range(repeats):
+            dispatch, job = rig.job(only)
+            started = cpu_s()
+            await rig.store.enqueue(dispatch, job, ())
+            spent += cpu_s() - started
+            offer = LeaseOffer(
+                WorkerId("worker"), names[number % profiles], PollId("poll"), LeaseToken("token"), 60, 10
+            )
+            leased = await rig.store.lease_next(offer)
+            assert leased is not None, "the job that came is there"
+            await rig.finish(leased)
+        return spent / repeats
+
+    return measure
+
+
+async def _engine(workers: int) -> Engine:
+    """Every worker has all the workflow needs and one model of its own that some waiting class mentions, so that no
+    two of them share a profile."""
+    engine = Engine(MemoryStore(SystemClock()))
+    needs = read_needs(twelve_nodes(1))
+    node_classes = needs.node_classes | {"Spare"}
+    for number in range(workers):
+        own = f"own-{number}.safetensors"
+        service = Service("comfyui", models=needs.models | {own}, node_classes=node_classes)
+        await engine.register(RegisterWorker(WorkerId(f"worker-{number}"), Capabilities((service,))))
+        await engine.submit(Submission(twelve_nodes(1), requirements=Requirements(models=(own,))))
+    profiles = {worker.profile for worker in await engine.workers()}
+    assert len(profiles) == workers, "the workers are unequal"
+    return engine
+
+
+def _submit_case(engine: Engine, repeats: int) -> Case:
+    workflow = twelve_nodes(1)
+
+    async def measure() -> float:
+        spent = 0.0
+        for _ in range(repeats):
+            submission = Submission(workflow)
+            started = cpu_s()
+            submitted = await engine.submit(submission)
+            spent += cpu_s() - started
+            await engine.cancel(submitted.job_id)
+        return spent / repeats
+
+    return measure
+
+
+async def _first_submit_ms(engine: Engine, *node_classes: str) -> float:
+    workflow = {name: {"class_type": name, "inputs": {"filename_prefix": "picture"}} for name in node_classes}
+    started = cpu_s()
+    await engine.submit(Submission(workflow))
+    return float(f"{(cpu_s() - started) * 1000:.3g}")

@@ -1,0 +1,187 @@
+"""Goals 1 and 2: a lease costs the same whatever waits, and what fits is found behind whatever does not.
+
+Each axis is varied alone. The goal is on the store's own `lease_next`; what an engine does for one idle slot (`peek`,
+then `lease`) is reported beside it.
+"""
+
+from __future__ import annotations
+
+from bench._measure import (
+    Case,
+    Entry,
+    Plan,
+    clear_memory,
+    cpu_s,
+    entry,
+    in_microseconds,
+    in_turn,
+    ratio,
+    ratio_range,
+    settle_memory,
+)
+from bench._store import PROFILE, StoreRig, lane
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkflowHash
+
+
+async def flat_leases(plan: Plan) -> list[Entry]:
+    return [
+        await _backlog(plan),
+        await _classes(plan),
+        await _misfits(plan),
+        await _blocked(plan),
+        await _lanes_of_a_tenant(plan),
+    ]
+
+
+async def _backlog(plan: Plan) -> Entry:
+    async def rig(jobs: int) -> StoreRig:
+        made = StoreRig()
+        await made.add_profiles(PROFILE)
+        await made.fill([lane(await made.add_class(f"class {number}")) for number in range(10)], jobs)
+        return made
+
+    few, many = await rig(100), await rig(plan.size(1_000_000))
+    return await _compare(plan, "1a", "lease at 10⁶ waiting / at 10²", "<= 1.3", few, many)
+
+
+async def _classes(plan: Plan) -> Entry:
+    async def rig(classes: int) -> StoreRig:
+        made = StoreRig()
+        await made.add_profiles(PROFILE)
+        lanes = []
+        for number in range(classes):
+            lanes.append(lane(await made.add_class(f"class {number}")))
+            # At once: of the classes without a job only the newest are kept.
+            await made.enqueue(lanes[-1])
+        await made.fill(lanes, plan.size(50_000) - classes)
+        return made
+
+    few, many = await rig(10), await rig(plan.size(10_000))
+    return await _compare(plan, "1b", "lease at 10,000 classes / at 10", "<= 1.5", few, many)
+
+
+async def _misfits(plan: Plan) -> Entry:
+    async def rig(misfits: int) -> StoreRig:
+        made = StoreRig()
+        await made.add_profiles(PROFILE)
+        if misfits:
+            await made.fill([lane(await made.add_class(f"misfit {n}", ())) for n in range(100)], misfits)
+        await made.fill([lane(await made.add_class(f"class {number}")) for number in range(10)], 1000)
+        return made
+
+    none, many = await rig(0), await rig(plan.size(10_000))
+    return await _compare(plan, "1c", "lease behind 10,000 misfits / behind none", "<= 1.5", none, many)
+
+
+async def _blocked(plan: Plan) -> Entry:
+    """Against a worker that has no block at all."""
+
+    async def rig(blocked: int) -> StoreRig:
+        made = StoreRig()
+        await made.add_profiles(PROFILE)
+        classes = [await made.add_class(f"class {number}") for number in range(10)]
+        if blocked:
+            await made.block(WorkflowHash("blocked"))
+            await made.fill([lane(classes[0], "blocked")], blocked)
+        await made.fill([lane(key) for key in classes], 1000)
+        return made
+
+    none, many = await rig(0), await rig(plan.size(10_000))
+    return await _compare(
+        plan, "1d", "lease behind 10,000 blocked jobs of one hash / behind none", "<= 1.5", none, many
+    )
+
+
+async def _lanes_of_a_tenant(plan: Plan) -> Entry:
+    """Every lease moves its tenant's virtual time. The tenant with many lanes is charged so little that about half of
+    all leases are its own: charged like the others it would be seen in one of fifty."""
+
+    async def rig(lanes: int) -> StoreRig:
+        made = StoreRig()
+        await made.add_profiles(PROFILE)
+        first = await made.add_class("class 0")
+        await made.fill([lane(first, f"workflow {number}") for number in range(lanes)], plan.size(10_000))
+        for number in range(1, 50):
+            key = await made.add_class(f"class {number}")
+            await made.fill([lane(key, tenant=TenantId(f"tenant {number}"))], 200)
+        return made
+
+    one, many = await rig(1), await rig(plan.size(10_000))
+    return await _compare(
+        plan,
+        "1e",
+        "lease with 10,000 lanes of one tenant among 50 / with one lane",
+        "<= 1.5",
+        one,
+        many,
+        charges={DEFAULT_TENANT: 1 / 50},
+    )
+
+
+async def _compare(
+    plan: Plan,
+    goal: str,
+    name: str,
+    bound: str,
+    base: StoreRig,
+    loaded: StoreRig,
+    charges: dict[TenantId, float] | None = None,
+) -> Entry:
+    settle_memory()
+    batches = plan.repeats(150)
+
+    def case(rig: StoreRig, as_engine: bool) -> Case:
+        return lambda: rig.seconds_a_lease(as_engine=as_engine, batches=batches, charges=charges)
+
+    cases = {
+        "base": case(base, False),
+        "loaded": case(loaded, False),
+        "engine base": case(base, True),
+        "engine loaded": case(loaded, True),
+    }
+    await in_turn(cases, 1)
+    times = await in_turn(cases, plan.rounds)
+    clear_memory()
+    return entry(
+        goal,
+        name,
+        ratio(times["loaded"], times["base"]),
+        bound,
+        "ratio",
+        range=ratio_range(times["loaded"], times["base"]),
+        lease_next_us=[in_microseconds(times["base"]), in_microseconds(times["loaded"])],
+        peek_and_lease_ratio=float(f"{ratio(times['engine loaded'], times['engine base']):.3g}"),
+        peek_and_lease_us=[in_microseconds(times["engine base"]), in_microseconds(times["engine loaded"])],
+    )
+
+
+async def behind_misfits(plan: Plan) -> list[Entry]:
+    rig = StoreRig()
+    misfits = plan.size(100_000)
+    await rig.add_profiles(PROFILE)
+    await rig.fill([lane(await rig.add_class(f"misfit {number}", ())) for number in range(100)], misfits)
+    fitting = lane(await rig.add_class("fitting"))
+    settle_memory()
+    tries, times = [], []
+    for _ in range(plan.repeats(100)):
+        arrived = await rig.enqueue(fitting)
+        offer, started, number = rig.offer(), cpu_s(), 1
+        while (leased := await rig.store.lease_next(offer)) is None and number < 10:
+            number += 1
+        times.append(cpu_s() - started)
+        is_right = leased is not None and leased.dispatch.job_id == arrived.dispatch.job_id
+        tries.append(number if is_right else 10)
+        if leased is not None:
+            await rig.finish(leased)
+    clear_memory()
+    return [
+        entry(
+            "2",
+            "tries until a fitting job behind 100,000 misfits is leased",
+            max(tries),
+            "<= 1",
+            "tries",
+            misfits=misfits,
+            lease_us=in_microseconds(times),
+        )
+    ]
