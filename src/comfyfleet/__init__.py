@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from comfyfleet.model.errors import RefusalCode as RefusalCode
     from comfyfleet.model.failure import Failure as Failure
     from comfyfleet.model.failure import FailureKind as FailureKind
+    from comfyfleet.model.failure import ServiceFailed as ServiceFailed
     from comfyfleet.model.job import Attachment as Attachment
     from comfyfleet.model.job import JobResult as JobResult
     from comfyfleet.model.job import OutputFile as OutputFile
@@ -68,6 +69,7 @@ _HOMES = {
     "Rules": "comfyfleet.policy.rules",
     "Server": "comfyfleet.pool.options",
     "ServerStats": "comfyfleet.pool.records",
+    "ServiceFailed": "comfyfleet.model.failure",
     "SmartFailover": "comfyfleet.policy.failover",
     "SyncWorkflowPool": "comfyfleet.pool.sync",
     "Weights": "comfyfleet.policy.rules",

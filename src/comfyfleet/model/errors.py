@@ -1,10 +1,9 @@
-"""Three kinds of no, of which two are raised.
+"""Three kinds of no.
 
-    ComfyFleetError
-    ├── Refusal   an expected no from a closed list: the caller can do something about it
-    └── Fault     our environment failed (disk, network, database): the shell retries
-
-What became of a job is neither: it is a `Failure`, a value (see failure.py).
+ComfyFleetError
+├── Refusal         an expected no from a closed list: the caller can do something about it
+├── Fault           our environment failed (disk, network, database): the shell retries
+└── ServiceFailed   a service failed; carries a `Failure`, the value that says what became of it (failure.py)
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from comfyfleet.model.errors import ComfyFleetError
+
 
 class FailureKind(StrEnum):
     # the caller's fault: the job can run nowhere
@@ -50,8 +52,8 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     """Memory of the card that was too small."""
 
 
-class ServiceFailed(Exception):
-    """Raised by a connector when an attempt did not complete. Carries the classified failure."""
+class ServiceFailed(ComfyFleetError):
+    """Raised by a connector when a service did not do what it was asked. Carries the classified failure."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)

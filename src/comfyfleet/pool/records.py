@@ -9,6 +9,7 @@ import msgspec
 
 from comfyfleet.model.calls import JobView
 from comfyfleet.model.dispatch import Attempt, Phase
+from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult, NodeTiming
 
@@ -57,6 +58,8 @@ class ServerStats(msgspec.Struct, frozen=True):
     id: str
     url: str | None
     state: str
+    reason: str
+    """Why it is in that state, where there is something to say: what an offline server answered."""
     slots: int
     running: int
     completed: int
@@ -83,7 +86,7 @@ class PoolStats(msgspec.Struct, frozen=True):
     servers: tuple[ServerStats, ...]
 
 
-class JobFailed(Exception):
+class JobFailed(ComfyFleetError):
     """The job ended without a result; `record` has every attempt and its error."""
 
     def __init__(self, record: JobRecord) -> None:
@@ -93,7 +96,7 @@ class JobFailed(Exception):
         super().__init__(f"job {record.id} failed after {record.attempts} attempt(s): {why}")
 
 
-class JobCancelled(Exception):
+class JobCancelled(ComfyFleetError):
     def __init__(self, record: JobRecord) -> None:
         self.record = record
         super().__init__(f"job {record.id} was cancelled")

@@ -155,6 +155,7 @@ class Servers:
                     id=name,
                     url=member.server.url,
                     state=member.agent.state.status.value,
+                    reason=member.agent.state.reason,
                     slots=member.server.slots,
                     running=running,
                     completed=0 if worker is None else worker.completed,

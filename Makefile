@@ -1,0 +1,46 @@
+# Two commands do all the set-up: `make demo` and `make test`. Everything is installed into .venv from pinned, hash-checked
+# requirements; nothing outside this folder is touched.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Tests run in two processes: they wait for sockets and timers more than they compute.
+JOBS ?= 2
+
+.PHONY: demo test check format bench clean requirements help
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(STAMP): requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "ComfyFleet needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "installing into .venv (once) …"
+	@$(PYTHON) -m venv .venv || { echo "could not make a virtual environment: is the venv module installed (Debian: python3-venv)?" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+demo: $(STAMP) ## a fleet of fake servers at work, in the terminal
+	@$(BIN)/comfyfleet demo
+
+test: $(STAMP) ## everything that must hold
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+check: $(STAMP) ## format, lint, strict types, layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/tidy
+
+format: $(STAMP) ## put the code in form
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## measure, and write bench/results.json
+	$(BIN)/python -m bench
+
+requirements: ## pin anew (needs uv)
+	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header --extra all pyproject.toml requirements/dev.in -o requirements/dev.txt
+
+clean: ## remove what was installed and cached
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,163 @@
+"""The cast of the demo: four simulated cards, four workflows, and the jobs that are run.
+
+Only data and how to make it. `demo.py` plays it, `demo_show.py` shows it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from comfyfleet.sim.fake_comfyui import FakeSettings, Faults, NodeClass, NodeFault
+from comfyfleet.sim.fake_comfyui.catalogue import of
+
+Kind = Literal["SDXL", "SD 1.5", "edit", "upscale"]
+KINDS: tuple[Kind, ...] = ("SDXL", "SD 1.5", "edit", "upscale")
+
+FAILING = "gpu-b"
+"""Fails its first SDXL picture, then is well again."""
+CRASHING = "gpu-c"
+"""Dies in the middle of a run and comes back."""
+
+_SDXL = {"sdxl.safetensors": 6.5}
+_SD15 = {"sd15.safetensors": 2.0}
+_UPSCALER = {"4x-plain.safetensors": 0.1}
+_SDXL_SAMPLER = "30"
+
+
+class Card(msgspec.Struct, frozen=True):
+    """One server of the demo."""
+
+    id: str
+    vram_gb: float
+    speed: float
+    checkpoints: dict[str, float]
+    upscalers: dict[str, float] = {}
+
+    @property
+    def description(self) -> str:
+        can = [name.removesuffix(".safetensors") for name in self.checkpoints]
+        return f"{self.vram_gb:g} GB, {', '.join([*can, 'upscaler'] if self.upscalers else can)}"
+
+
+CARDS = (
+    Card("gpu-a", 24, 1.6, {**_SDXL, **_SD15}, _UPSCALER),
+    Card("gpu-b", 16, 1.3, {**_SDXL, **_SD15}),
+    Card("gpu-c", 10, 1.0, {**_SDXL, **_SD15}),
+    Card("gpu-d", 6, 0.8, _SD15, _UPSCALER),
+)
+
+
+def settings_of(card: Card, time_scale: float, seed: int) -> FakeSettings:
+    """The fake server of a card. A class that only upscaling servers have shows that node classes route jobs too."""
+    upscale = NodeClass(
+        name="ImageUpscaleWithModel",
+        required={"upscale_model": of("UPSCALE_MODEL"), "image": of("IMAGE")},
+        outputs=("IMAGE",),
+        cost_s=2.0,
+        uses_gpu=True,
+    )
+    return FakeSettings(
+        name=card.id,
+        vram_gb=card.vram_gb,
+        speed=card.speed,
+        models={"checkpoints": card.checkpoints, "upscale_models": card.upscalers},
+        extra_node_classes=(upscale,) if card.upscalers else (),
+        time_scale=time_scale,
+        load_seconds_per_gb=0.15,
+        seed=seed,
+    )
+
+
+def faults_of(card: Card, down_s: float) -> Faults:
+    faults = Faults(down_seconds=down_s)
+    if card.id == FAILING:
+        message = "expected all tensors to be on the same device"
+        faults.fail_nodes = [NodeFault(class_type="KSampler", node_id=_SDXL_SAMPLER, message=message)]
+    return faults
+
+
+class Story(msgspec.Struct, frozen=True):
+    """A picture to make, and what is made of it afterwards."""
+
+    title: str
+    kind: Kind
+    text: str
+    priority: int = 0
+    then: Kind | None = None
+
+
+_SUBJECTS = (
+    "a lighthouse at dusk", "a red fox in snow", "a market in the rain", "an old observatory", "a paper boat",
+    "a glass greenhouse", "a sleeping cat", "a desert train", "a moss garden", "a harbour at dawn",
+    "a clockmaker's desk", "a field of poppies", "a stone bridge", "a tram in the fog",
+)  # fmt: skip
+_PRIORITIES = (0, 0, 5, -5, 0, 10, 0)
+
+
+def stories() -> list[Story]:
+    """Fourteen pictures, of which ten are edited or upscaled: 24 jobs."""
+    told = []
+    for index, subject in enumerate(_SUBJECTS):
+        kind: Kind = "SD 1.5" if index % 7 in (1, 3, 6) else "SDXL"
+        then: Kind | None = None if index % 7 in (0, 4) else ("edit" if index % 2 else "upscale")
+        told.append(Story(f"#{index + 1}", kind, subject, _PRIORITIES[index % 7], then))
+    return told
+
+
+def workflow_of(kind: Kind, text: str) -> dict[str, Any]:
+    """The graph. Pictures to edit or upscale are attached to node 10."""
+    match kind:
+        case "SDXL":
+            return _generation("sdxl.safetensors", text, edge=1024, steps=24, sampler=_SDXL_SAMPLER)
+        case "SD 1.5":
+            return _generation("sd15.safetensors", text, edge=768, steps=30, sampler="3")
+        case "edit":
+            graph = _generation(
+                "sd15.safetensors", f"{text}, in watercolour", edge=768, steps=60, sampler="3"
+            )
+            del graph["5"]
+            graph["10"] = {"class_type": "LoadImage", "inputs": {"image": ""}}
+            graph["11"] = {"class_type": "VAEEncode", "inputs": {"pixels": ["10", 0], "vae": ["4", 2]}}
+            graph["3"]["inputs"] |= {"latent_image": ["11", 0], "denoise": 0.6}
+            return graph
+        case "upscale":
+            return {
+                "10": {"class_type": "LoadImage", "inputs": {"image": ""}},
+                "12": {"class_type": "UpscaleModelLoader", "inputs": {"model_name": "4x-plain.safetensors"}},
+                "13": {
+                    "class_type": "ImageUpscaleWithModel",
+                    "inputs": {"upscale_model": ["12", 0], "image": ["10", 0]},
+                },
+                "9": {
+                    "class_type": "SaveImage",
+                    "inputs": {"images": ["13", 0], "filename_prefix": "upscaled"},
+                },
+            }
+
+
+def _generation(checkpoint: str, text: str, *, edge: int, steps: int, sampler: str) -> dict[str, Any]:
+    return {
+        "4": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": checkpoint}},
+        "5": {"class_type": "EmptyLatentImage", "inputs": {"width": edge, "height": edge, "batch_size": 1}},
+        "6": {"class_type": "CLIPTextEncode", "inputs": {"text": text, "clip": ["4", 1]}},
+        "7": {"class_type": "CLIPTextEncode", "inputs": {"text": "blurry", "clip": ["4", 1]}},
+        sampler: {
+            "class_type": "KSampler",
+            "inputs": {
+                "seed": -1,
+                "steps": steps,
+                "cfg": 7.0,
+                "sampler_name": "euler",
+                "scheduler": "normal",
+                "denoise": 1.0,
+                "model": ["4", 0],
+                "positive": ["6", 0],
+                "negative": ["7", 0],
+                "latent_image": ["5", 0],
+            },
+        },
+        "8": {"class_type": "VAEDecode", "inputs": {"samples": [sampler, 0], "vae": ["4", 2]}},
+        "9": {"class_type": "SaveImage", "inputs": {"images": ["8", 0], "filename_prefix": "picture"}},
+    }

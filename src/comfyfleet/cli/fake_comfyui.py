@@ -1,0 +1,252 @@
+"""`comfyfleet fake-comfyui`: servers that speak ComfyUI's protocol without a GPU, to try things against.
+
+Owns the reading of their options. What a fake is and does is in `sim/fake_comfyui`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated, run
+
+if TYPE_CHECKING:
+    from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings, Faults
+
+
+@click.command("fake-comfyui")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8188,
+    show_default=True,
+    help="Port of the first server; 0 takes free ones.",
+)
+@click.option(
+    "--count",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="So many servers, on consecutive ports.",
+)
+@click.option(
+    "--version",
+    "version",
+    default="0.7.0",
+    show_default=True,
+    metavar="X.Y.Z",
+    help="The ComfyUI release to behave like.",
+)
+@click.option(
+    "--vram",
+    type=click.FloatRange(0, min_open=True),
+    default=24.0,
+    show_default=True,
+    metavar="GB",
+    help="Memory of the simulated card.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="FOLDER/NAME=GB",
+    help="An installed model, such as checkpoints/sdxl.safetensors=6.5. Repeatable; replaces the default models.",
+)
+@click.option(
+    "--node-class",
+    "node_classes",
+    multiple=True,
+    metavar="NAME",
+    help="Install only the node classes named so. Repeatable.",
+)
+@click.option(
+    "--speed",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="How fast the simulated card is; 2 halves the time of sampling.",
+)
+@click.option(
+    "--time-scale",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Real seconds for each simulated second; 0.1 makes everything ten times faster.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Decides what the pictures look like.")
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A fault switch that is on from the start, such as slow_answer_s=0.5 or never_start. Repeatable.",
+)
+def command(
+    host: str,
+    port: int,
+    count: int,
+    version: str,
+    vram: float,
+    models: tuple[str, ...],
+    node_classes: tuple[str, ...],
+    speed: float,
+    time_scale: float,
+    seed: int,
+    faults: tuple[str, ...],
+) -> None:
+    """Run fake ComfyUI servers until Ctrl-C.
+
+    They answer as real ones do, draw small pictures in place of a GPU, and can be made to fail while they run.
+    """
+    from comfyfleet.sim.fake_comfyui import FakeSettings
+    from comfyfleet.sim.fake_comfyui.settings import behaviour_of, default_models
+
+    if port and port + count - 1 > 65535:
+        raise click.BadParameter(
+            f"{count} servers from {port} on need ports above 65535", param_hint="--port"
+        )
+    try:
+        behaviour_of(version)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--version") from error
+    _check_node_classes(node_classes)
+    installed = _read_models(models) if models else default_models()
+    settings = [
+        FakeSettings(
+            version=version,
+            name=f"fake-{index + 1}",
+            vram_gb=vram,
+            models=installed,
+            node_classes=node_classes or None,
+            speed=speed,
+            time_scale=time_scale,
+            seed=seed + index,
+        )
+        for index in range(count)
+    ]
+    ports = [port + index if port else 0 for index in range(count)]
+    switches = [_read_faults(faults) for _ in settings]
+    try:
+        run(_serve(settings, host, ports, switches))
+    except Terminated:
+        # To be told to stop is how a server ends well.
+        return
+
+
+def _read_models(given: Sequence[str]) -> dict[str, dict[str, float]]:
+    models: dict[str, dict[str, float]] = {}
+    for text in given:
+        path, _, size = text.rpartition("=")
+        folder, _, name = path.partition("/")
+        try:
+            size_gb = float(size)
+        except ValueError:
+            size_gb = -1.0
+        if not folder or not name or not 0 <= size_gb < float("inf"):
+            raise click.BadParameter(
+                f"{text!r} is not FOLDER/NAME=GB, such as checkpoints/sdxl.safetensors=6.5",
+                param_hint="--model",
+            )
+        models.setdefault(folder, {})[name] = size_gb
+    return models
+
+
+def _check_node_classes(names: Sequence[str]) -> None:
+    from comfyfleet.sim.fake_comfyui.core_nodes import core_node_classes
+    from comfyfleet.sim.fake_comfyui.lab_nodes import lab_node_classes
+
+    known = {node_class.name for node_class in (*core_node_classes(), *lab_node_classes())}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise click.BadParameter(
+            f"the fake does not know {', '.join(unknown)}; it knows {', '.join(sorted(known))}",
+            param_hint="--node-class",
+        )
+
+
+def _read_faults(given: Sequence[str]) -> Faults:
+    import msgspec
+
+    from comfyfleet.sim.fake_comfyui import Faults
+    from comfyfleet.sim.fake_comfyui.faults import ACTIONS
+
+    switches: dict[str, Any] = {}
+    for text in given:
+        name, separator, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if name in ACTIONS:
+            raise click.BadParameter(
+                f"{name} acts on a server that runs: post it to /fake/faults", param_hint="--fault"
+            )
+        try:
+            switches[name] = msgspec.json.decode(value.encode()) if separator else True
+        except msgspec.DecodeError:
+            switches[name] = value
+    faults = Faults()
+    try:
+        faults.change(switches)
+    except msgspec.ValidationError as error:
+        known = ", ".join(field for field in Faults.__struct_fields__ if field not in ACTIONS)
+        raise click.BadParameter(f"{error}; the switches are {known}", param_hint="--fault") from error
+    return faults
+
+
+async def _serve(
+    settings: Sequence[FakeSettings], host: str, ports: Sequence[int], faults: Sequence[Faults]
+) -> None:
+    import asyncio
+
+    ready: list[FakeComfyUI] = []
+
+    def note(server: FakeComfyUI) -> None:
+        ready.append(server)
+        if len(ready) == len(settings):
+            _announce(ready)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for each, port, switches in zip(settings, ports, faults, strict=True):
+                group.create_task(_serve_one(each, host, port, switches, note))
+    except ExceptionGroup as failed:
+        # One that cannot listen ends them all; its reason is the whole story.
+        raise failed.exceptions[0] from None
+
+
+async def _serve_one(
+    settings: FakeSettings, host: str, port: int, faults: Faults, note: Callable[[FakeComfyUI], None]
+) -> None:
+    import errno
+
+    from comfyfleet.sim.fake_comfyui.command import serve
+    from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
+
+    try:
+        await serve(settings, host, port, faults, note)
+    except PillowMissing as error:
+        raise CommandFailed(str(error)) from error
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            why = f"port {port} of {host} is in use: choose another with --port, or --port 0 for a free one"
+        else:
+            why = f"cannot listen on {host}:{port}: {error.strerror or error}"
+        raise CommandFailed(why, ExitCode.FAILED) from error
+
+
+def _announce(servers: Sequence[FakeComfyUI]) -> None:
+    for server in sorted(servers, key=lambda each: each.settings.name):
+        settings = server.settings
+        count = sum(len(names) for names in settings.models.values())
+        click.echo(
+            f"{server.url}  fake ComfyUI {settings.version}, {settings.vram_gb:g} GB, {count} models, "
+            f"speed {settings.speed:g}"
+        )
+    url = min(servers, key=lambda each: each.settings.name).url
+    click.echo("\nLook at the switches, make it fail, see what it did:")
+    click.echo(f"  curl {url}/fake/faults")
+    click.echo(f"""  curl {url}/fake/faults -d '{{"out_of_memory": 1}}'""")
+    click.echo(f"""  curl {url}/fake/faults -d '{{"restart": true}}'""")
+    click.echo(f"  curl {url}/fake/stats")
+    click.echo("\nCtrl-C stops.")

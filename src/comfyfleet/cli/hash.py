@@ -1,0 +1,46 @@
+"""`comfyfleet hash`: what a workflow is and what it needs, without any server."""
+
+from __future__ import annotations
+
+from typing import BinaryIO
+
+import click
+
+
+@click.command("hash")
+@click.argument("workflow", type=click.File("rb"))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def command(workflow: BinaryIO, as_json: bool) -> None:
+    """Show the hashes of a WORKFLOW file and what it needs.
+
+    WORKFLOW is a file in ComfyUI's API format, or - for standard input. Workflows that differ only in prompts, seeds
+    and numbers have the same structural hash: failures are counted, and servers blocked, for each structural hash. The
+    exact hash differs with every value.
+    """
+    from comfyfleet.model.workflow import exact_hash, hash_workflow, parse_workflow, read_needs
+
+    parsed = parse_workflow(workflow.read())
+    needs = read_needs(parsed)
+    lists = {
+        "node_classes": sorted(needs.node_classes),
+        "models": sorted(needs.models),
+        "input_files": sorted(needs.input_files),
+    }
+    if as_json:
+        import msgspec
+
+        found = {
+            "workflow_hash": hash_workflow(parsed),
+            "exact_hash": exact_hash(parsed),
+            "nodes": len(parsed.nodes),
+            **lists,
+        }
+        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        return
+    click.echo(f"workflow hash  {hash_workflow(parsed)}")
+    click.echo(f"exact hash     {exact_hash(parsed)}")
+    click.echo(f"nodes          {len(parsed.nodes)}")
+    for name, values in lists.items():
+        label = name.replace("_", " ")
+        for index, value in enumerate(values or ["–"]):
+            click.echo(f"{label if index == 0 else '':<15}{value}")

@@ -1,0 +1,117 @@
+"""The `comfyfleet` command: the group of all commands, and the one place where an error becomes a line and a code.
+
+Each command has a module of its own, imported when it is called; what is heavy is imported inside the command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from comfyfleet import __version__
+from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated
+
+_COMMANDS = {
+    "demo": "comfyfleet.cli.demo",
+    "fake-comfyui": "comfyfleet.cli.fake_comfyui",
+    "hash": "comfyfleet.cli.hash",
+    "run": "comfyfleet.cli.run",
+}
+"""Where each command is: a module with a click command named `command`."""
+
+
+class _Group(click.Group):
+    """A group that imports only the command that is called."""
+
+    def list_commands(self, context: click.Context) -> list[str]:  # noqa: ARG002
+        return sorted(_COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
+        if name not in _COMMANDS:
+            return None
+        command = importlib.import_module(_COMMANDS[name]).command
+        assert isinstance(command, click.Command)
+        return command
+
+
+class _Session:
+    """What the error handling must know of the flags, however far parsing came."""
+
+    def __init__(self) -> None:
+        self.is_debugging = False
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+@click.option(
+    "--debug", is_flag=True, envvar="COMFYFLEET_DEBUG", help="Show logs, and the traceback of an error."
+)
+@click.pass_obj
+def comfyfleet(session: _Session, debug: bool) -> None:
+    """One address for a fleet of ComfyUI servers."""
+    import logging
+
+    session.is_debugging = debug
+    if debug:
+        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("asyncio").setLevel(logging.INFO)
+    else:
+        logging.basicConfig(level=logging.ERROR, format="%(levelname)s: %(message)s")
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit with its code."""
+    session = _Session()
+    try:
+        outcome: Any = comfyfleet.main(
+            args=None if arguments is None else list(arguments),
+            prog_name="comfyfleet",
+            standalone_mode=False,
+            obj=session,
+        )
+        # Without its standalone mode click gives back the code of an exit, or what the command returned.
+        sys.exit(outcome if isinstance(outcome, int) else ExitCode.OK)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(ExitCode.INTERRUPTED)
+    except Terminated:
+        sys.exit(ExitCode.TERMINATED)
+    except Exception as error:
+        if session.is_debugging:
+            raise
+        code, message = _explained(error)
+        click.echo(f"Error: {' '.join(message.split())}", err=True)
+        sys.exit(code)
+
+
+def _explained(error: Exception) -> tuple[ExitCode, str]:
+    """The code and the line for an error. One that nobody foresaw says so, and how to see more of it."""
+    from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal
+
+    match error:
+        case CommandFailed():
+            return error.code, str(error)
+        case Refusal():
+            return ExitCode.REFUSED, error.message
+        case Fault():
+            return ExitCode.UNREACHABLE, str(error)
+        case ComfyFleetError():
+            return ExitCode.FAILED, str(error)
+        case OSError():
+            return ExitCode.FAILED, f"the system refused: {error}"
+        case _:
+            name = type(error).__name__
+            return (
+                ExitCode.FAILED,
+                f"{name}: {error} (a defect of comfyfleet; `comfyfleet --debug …` shows where)",
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""`comfyfleet run`: one workflow on one of some servers, its progress and its files.
+
+A short composition over `WorkflowPool`: the pool chooses the server, tries again and takes the job back on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from comfyfleet.cli.endings import CommandFailed, ExitCode, run
+
+if TYPE_CHECKING:
+    from comfyfleet.cli.run_progress import RunProgress
+    from comfyfleet.model.job import Attachment, OutputFile
+    from comfyfleet.pool.pool import WorkflowPool
+
+
+@click.command("run")
+@click.argument("workflow", type=click.File("rb"))
+@click.option(
+    "-s",
+    "--server",
+    "servers",
+    multiple=True,
+    required=True,
+    envvar="COMFYFLEET_SERVERS",
+    show_envvar=True,
+    metavar="URL",
+    help="A ComfyUI server, such as http://gpu-a:8188. Repeatable.",
+)
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="NODE.INPUT=VALUE",
+    help="Change an input, such as 6.text='a cat' or 3.seed=-1 (a random one). Repeatable.",
+)
+@click.option(
+    "--attach",
+    "attachments",
+    multiple=True,
+    metavar="NODE.INPUT=FILE",
+    help="Upload a file and give its name to an input, such as 10.image=photo.png. Repeatable.",
+)
+@click.option("--priority", type=int, default=0, show_default=True, help="Higher runs first.")
+@click.option(
+    "--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Give up after so many."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Give up after so long, waiting included.",
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    default=Path(),
+    help="Folder for the outputs; the current one unless given. No file is overwritten.",
+)
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but the paths of the outputs.")
+def command(
+    workflow: BinaryIO,
+    servers: tuple[str, ...],
+    changes: tuple[str, ...],
+    attachments: tuple[str, ...],
+    priority: int,
+    max_attempts: int,
+    timeout: float | None,
+    out: Path,
+    quiet: bool,
+) -> None:
+    """Run a WORKFLOW file on the best of some servers and download its outputs.
+
+    WORKFLOW is a file in ComfyUI's API format, or - for standard input. The paths of the outputs go to standard output,
+    everything else to standard error.
+    """
+    from comfyfleet.model.workflow import parse_workflow
+    from comfyfleet.worker.connectors.comfyui.settings import parse_address
+
+    addresses: dict[str, str] = {}
+    for server in servers:
+        try:
+            addresses.setdefault(parse_address(server).server_id, server)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--server") from error
+    # The content is checked before anything is changed in it, so that a fault of the file is told as one.
+    graph = parse_workflow(workflow.read()).to_graph()
+    for change in changes:
+        _change(graph, change)
+    options = {
+        "priority": priority,
+        "max_attempts": max_attempts,
+        "timeout": timeout,
+        "attachments": [_attachment(graph, text) for text in attachments],
+        "require_workable": True,
+    }
+    # Better to know now that there is no place for the outputs than after an hour of work.
+    out.mkdir(parents=True, exist_ok=True)
+    run(_run(graph, list(addresses.values()), options, out, quiet))
+
+
+def _change(graph: dict[str, dict[str, Any]], text: str) -> None:
+    import msgspec
+
+    node, name, value = _target(graph, text, "--set")
+    if isinstance(graph[node]["inputs"][name], str):
+        # Where a text was, everything is text: a prompt may well be "1984".
+        graph[node]["inputs"][name] = value
+        return
+    try:
+        graph[node]["inputs"][name] = msgspec.json.decode(value.encode())
+    except msgspec.DecodeError:
+        graph[node]["inputs"][name] = value
+
+
+def _attachment(graph: dict[str, dict[str, Any]], text: str) -> Attachment:
+    from comfyfleet.pool.options import attach
+
+    node, name, value = _target(graph, text, "--attach")
+    try:
+        return attach(Path(value), node, name)
+    except OSError as error:
+        raise click.BadParameter(f"cannot read {value}: {error.strerror}", param_hint="--attach") from error
+
+
+def _target(graph: dict[str, dict[str, Any]], text: str, option: str) -> tuple[str, str, str]:
+    """The node, its input and the value in NODE.INPUT=VALUE."""
+    target, separator, value = text.partition("=")
+    node, dot, name = target.partition(".")
+    if not separator or not dot:
+        raise click.BadParameter(f"{text!r} is not NODE.INPUT=VALUE, such as 6.text=cat", param_hint=option)
+    if node not in graph:
+        raise click.BadParameter(
+            f"the workflow has no node {node!r}; it has {', '.join(graph)}", param_hint=option
+        )
+    inputs = graph[node]["inputs"]
+    if name not in inputs:
+        known = ", ".join(inputs) or "none"
+        raise click.BadParameter(
+            f"node {node} ({graph[node]['class_type']}) has no input {name!r}; it has {known}",
+            param_hint=option,
+        )
+    return node, name, value
+
+
+async def _run(
+    graph: dict[str, Any], servers: list[str], options: dict[str, Any], out: Path, is_quiet: bool
+) -> None:
+    import contextlib
+
+    from comfyfleet.cli.run_progress import RunProgress
+    from comfyfleet.pool.pool import WorkflowPool
+
+    with RunProgress(is_quiet) as progress:
+        async with WorkflowPool(servers) as pool, contextlib.AsyncExitStack() as hearing:
+            # Heard no more before the pool closes: what an interruption takes back is no news.
+            hearing.callback(pool.on("*", progress.hear))
+            await _must_reach_one(pool, progress)
+            job_id = await pool.enqueue(graph, **options)
+            result = await pool.wait(job_id)
+            record = await pool.get_job(job_id)
+            for node, seed in record.seeds.items():
+                progress.say(f"node {node} got the seed {seed}")
+            if not result.files:
+                progress.say("the workflow completed and left no files")
+            for file in result.files:
+                progress.saved(_save(out, file, await pool.fetch(file, record.client_id)))
+
+
+async def _must_reach_one(pool: WorkflowPool, progress: RunProgress) -> None:
+    servers = (await pool.stats()).servers
+    away = [server for server in servers if server.state != "online"]
+    if len(away) == len(servers):
+        asked = ", ".join(
+            f"{server.id} ({server.reason})" if server.reason else server.id for server in servers
+        )
+        raise CommandFailed(
+            f"no ComfyUI server answers at {asked}: is it running, and is the address right?",
+            ExitCode.UNREACHABLE,
+        )
+    for server in away:
+        progress.say(f"{server.id} does not answer and is left out until it does")
+
+
+def _save(folder: Path, file: OutputFile, content: bytes) -> Path:
+    """Write it under its own name, or the first free one like it. A server's name never leads out of the folder."""
+    name = Path(file.filename.replace("\\", "/")).name or "output"
+    path = folder / name
+    number = 1
+    while True:
+        try:
+            with path.open("xb") as target:
+                target.write(content)
+            return path
+        except FileExistsError:
+            number += 1
+            path = folder / f"{Path(name).stem}-{number}{Path(name).suffix}"

@@ -1,0 +1,71 @@
+"""What `comfyfleet run` shows on standard error: a progress bar in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from comfyfleet.pool.events import PoolEvent
+
+
+class RunProgress:
+    """Hears the events of one job. Use it as a context manager: it leaves the terminal as it was."""
+
+    def __init__(self, is_quiet: bool) -> None:
+        self._console = Console(stderr=True, highlight=False, quiet=is_quiet)
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not is_quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("waiting for a server", total=100.0)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def saved(self, path: Path) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        click.echo(path)
+
+    def hear(self, event: PoolEvent) -> None:
+        match event.name:
+            case "job:started":
+                self.say(f"runs on {event.client_id}")
+                self._show(str(event.client_id), 0.0)
+            case "job:progress" if event.percentage is not None:
+                self._show(str(event.client_id), event.percentage)
+            case "job:failed" if event.failure is not None and event.will_retry:
+                self.say(f"failed on {event.client_id}: {event.failure.message.strip()}")
+            case "job:retrying":
+                self._show("waiting for another try", 0.0)
+                self.say("tries again")
+            case "client:state" if event.state in ("offline", "online"):
+                self.say(f"{event.client_id} is {event.state}")
+            case _:
+                pass
+
+    def _show(self, description: str, percentage: float) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=description, completed=percentage)

@@ -1,0 +1,311 @@
+"""The command line as a person or a script uses it: real processes, exit codes, one line for an error."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.acceptance._process import (
+    CLI,
+    ask,
+    eventually,
+    fake_servers,
+    is_listening,
+    picture_workflow,
+    read_until,
+    run_cli,
+    run_program,
+    started,
+    stop,
+    written,
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with fake_servers("--time-scale", "0.05") as urls:
+        yield urls[0]
+
+
+@pytest.fixture
+def workflow(tmp_path: Path) -> Path:
+    return written(tmp_path / "workflow.json", picture_workflow())
+
+
+def only_line(errors: str) -> str:
+    lines = errors.strip().splitlines()
+    assert len(lines) == 1, errors
+    assert lines[0].startswith("Error: ")
+    return lines[0]
+
+
+# the group
+
+
+def test_the_help_lists_every_command_and_the_version_is_told() -> None:
+    shown = run_cli("--help")
+    assert shown.returncode == 0
+    for command in ("demo", "fake-comfyui", "hash", "run"):
+        assert f"\n  {command} " in shown.stdout
+    assert run_cli("--version").stdout.startswith("comfyfleet ")
+
+
+def test_starting_imports_nothing_heavy() -> None:
+    listing = "[group.get_command(None, name) for name in group.list_commands(None)]"
+    code = f"import sys; from comfyfleet.cli.main import comfyfleet as group; {listing}; print(*sys.modules)"
+    imported = set(run_program(sys.executable, "-c", code).stdout.split())
+    assert "comfyfleet.cli.demo" in imported
+    assert not imported & {"aiohttp", "asyncio", "msgspec", "rich"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["hash"],
+        ["hash", "missing.json"],
+        ["fake-comfyui", "--port", "many"],
+        ["demo", "--loud"],
+    ],
+)
+def test_a_wrong_command_line_is_told_and_ends_with_2(arguments: list[str]) -> None:
+    ended = run_cli(*arguments)
+    assert ended.returncode == 2
+    assert "Error: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_only_debug_shows_a_traceback(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    assert "Traceback" not in run_cli("hash", broken).stderr
+    assert "Traceback" in run_cli("--debug", "hash", broken).stderr
+
+
+# hash
+
+
+def test_workflows_that_differ_in_their_prompt_share_the_structural_hash_only() -> None:
+    found = [
+        json.loads(run_cli("hash", "--json", "-", given=json.dumps(picture_workflow(text))).stdout)
+        for text in ("a cat", "a dog")
+    ]
+    assert found[0]["workflow_hash"] == found[1]["workflow_hash"]
+    assert found[0]["exact_hash"] != found[1]["exact_hash"]
+
+
+def test_hash_tells_what_a_workflow_needs(tmp_path: Path) -> None:
+    graph = picture_workflow()
+    graph["10"] = {"class_type": "LoadImage", "inputs": {"image": "photo.png"}}
+    path = written(tmp_path / "workflow.json", graph)
+    found = json.loads(run_cli("hash", "--json", path).stdout)
+    assert found["models"] == ["sd15.safetensors"]
+    assert found["input_files"] == ["photo.png"]
+    assert found["nodes"] == 7
+    assert {"KSampler", "LoadImage"} < set(found["node_classes"])
+    for text in (found["workflow_hash"], found["exact_hash"], "sd15.safetensors", "photo.png", "KSampler"):
+        assert text in run_cli("hash", path).stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("{", "not JSON"), ("[]", "list"), ('{"nodes": [], "links": []}', "API Format"), ("{}", "no nodes")],
+)
+def test_what_is_no_workflow_is_refused_in_one_line(content: str, why: str) -> None:
+    ended = run_cli("hash", "-", given=content)
+    assert ended.returncode == 3
+    assert why in only_line(ended.stderr)
+
+
+# run
+
+
+def test_run_downloads_the_outputs_and_overwrites_nothing(
+    server: str, workflow: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "pictures"
+    for _ in range(2):
+        ended = run_cli("run", workflow, "--server", server, "--out", out)
+        assert ended.returncode == 0, ended.stderr
+        assert Path(ended.stdout.strip()).read_bytes().startswith(b"\x89PNG")
+        assert "runs on" in ended.stderr
+    assert sorted(path.name for path in out.iterdir()) == ["cat_00001_-2.png", "cat_00001_.png"]
+
+
+def test_a_quiet_run_prints_paths_only_and_takes_its_servers_from_the_environment(
+    server: str, workflow: Path, tmp_path: Path
+) -> None:
+    ended = run_cli("run", workflow, "-q", cwd=tmp_path, env={"COMFYFLEET_SERVERS": server})
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "cat_00001_.png", "")
+
+
+def test_inputs_can_be_set_and_text_stays_text(server: str, workflow: Path, tmp_path: Path) -> None:
+    ended = run_cli(
+        "run",
+        workflow,
+        "-s",
+        server,
+        "--set",
+        "6.text=1984",
+        "--set",
+        "3.steps=7",
+        "--set",
+        "3.seed=5",
+        "-o",
+        tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    prompts = [entry["prompt"][2] for entry in ask(f"{server}/history").values()]
+    wanted = [prompt for prompt in prompts if prompt["6"]["inputs"]["text"] == "1984"]
+    assert [(prompt["3"]["inputs"]["steps"], prompt["3"]["inputs"]["seed"]) for prompt in wanted] == [(7, 5)]
+
+
+def test_an_attached_file_reaches_the_server(server: str, workflow: Path, tmp_path: Path) -> None:
+    made = run_cli("run", workflow, "-s", server, "-q", "-o", tmp_path).stdout.strip()
+    graph = {
+        "10": {"class_type": "LoadImage", "inputs": {"image": "?"}},
+        "9": {"class_type": "SaveImage", "inputs": {"images": ["10", 0], "filename_prefix": "copy"}},
+    }
+    path = written(tmp_path / "copy.json", graph)
+    ended = run_cli("run", path, "-s", server, "-q", "-o", tmp_path, "--attach", f"10.image={made}")
+    assert ended.returncode == 0, ended.stderr
+    assert Path(ended.stdout.strip()).name == "copy_00001_.png"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("3.sed=5", "no input 'sed'"),
+        ("99.text=x", "no node '99'"),
+        ("text", "NODE.INPUT=VALUE"),
+    ],
+)
+def test_a_change_that_meets_nothing_is_a_usage_error(workflow: Path, change: str, why: str) -> None:
+    ended = run_cli("run", workflow, "-s", "127.0.0.1:9", "--set", change)
+    assert ended.returncode == 2
+    assert why in ended.stderr
+
+
+def test_an_address_that_cannot_be_one_is_a_usage_error(workflow: Path) -> None:
+    ended = run_cli("run", workflow, "-s", "ftp://somewhere")
+    assert ended.returncode == 2
+    assert "ftp" in ended.stderr
+
+
+def test_a_workflow_that_no_server_can_run_is_refused(server: str, workflow: Path, tmp_path: Path) -> None:
+    ended = run_cli("run", workflow, "-s", server, "--set", "4.ckpt_name=nowhere.safetensors", "-o", tmp_path)
+    assert ended.returncode == 3
+    assert "nowhere.safetensors" in only_line(ended.stderr)
+
+
+def test_no_server_that_answers_ends_with_4_and_tells_no_password(workflow: Path, tmp_path: Path) -> None:
+    ended = run_cli("run", workflow, "-s", "http://me:secret@127.0.0.1:9", "-o", tmp_path)
+    assert ended.returncode == 4
+    assert "127.0.0.1:9" in only_line(ended.stderr)
+    assert "secret" not in ended.stderr
+
+
+def test_a_failed_job_ends_with_1_and_says_why(workflow: Path, tmp_path: Path) -> None:
+    fault = 'fail_nodes=[{"class_type": "KSampler", "times": -1, "message": "no luck"}]'
+    with fake_servers("--time-scale", "0.01", "--fault", fault) as urls:
+        ended = run_cli("run", workflow, "-s", urls[0], "--max-attempts", "1", "-o", tmp_path)
+    assert ended.returncode == 1
+    assert "no luck" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_a_run_that_takes_too_long_fails(tmp_path: Path) -> None:
+    path = written(tmp_path / "slow.json", picture_workflow(steps=10_000))
+    with fake_servers() as urls:
+        ended = run_cli("run", path, "-s", urls[0], "--timeout", "0.5", "-o", tmp_path)
+    assert ended.returncode == 1
+    assert "total_timeout" in ended.stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_takes_the_job_back(number: int, code: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "slow.json", picture_workflow(steps=10_000))
+    with (
+        fake_servers() as urls,
+        started(*CLI, "run", path, "-s", urls[0], "-o", tmp_path) as process,
+    ):
+        assert eventually(lambda: bool(ask(f"{urls[0]}/queue")["queue_running"]))
+        ended, output, errors = stop(process, number)
+        assert (ended, output) == (code, "")
+        assert "Traceback" not in errors
+        assert "tries again" not in errors
+        assert eventually(lambda: not ask(f"{urls[0]}/queue")["queue_running"])
+
+
+# fake-comfyui
+
+
+def test_several_fakes_listen_until_ctrl_c_and_then_no_more() -> None:
+    with started(*CLI, "fake-comfyui", "--port", "0", "--count", "2") as process:
+        lines = read_until(process, lambda line: "Ctrl-C" in line)
+        urls = [line.split()[0] for line in lines if line.startswith("http://")]
+        assert len(set(urls)) == 2
+        assert all(ask(f"{url}/system_stats")["devices"] for url in urls)
+        assert any(f"curl {urls[0]}/fake/faults" in line for line in lines)
+        code, output, errors = stop(process, signal.SIGINT)
+    assert (code, output, errors.strip()) == (130, "", "")
+    assert not any(map(is_listening, urls))
+
+
+def test_a_fake_that_is_told_to_stop_ends_well() -> None:
+    with started(*CLI, "fake-comfyui", "--port", "0") as process:
+        read_until(process, lambda line: "Ctrl-C" in line)
+        assert stop(process, signal.SIGTERM) == (0, "", "")
+
+
+def test_a_fake_is_what_its_options_say() -> None:
+    options = ["--version", "0.3.57", "--vram", "8", "--model", "checkpoints/mine/a.safetensors=3.5"]
+    options += [
+        "--node-class",
+        "SaveImage",
+        "--node-class",
+        "EmptyImage",
+        "--fault",
+        "never_start",
+        "--fault",
+    ]
+    with fake_servers(*options, "slow_paths=[]") as urls:
+        about = ask(f"{urls[0]}/system_stats")
+        assert about["system"]["comfyui_version"] == "0.3.57"
+        assert about["devices"][0]["vram_total"] == 8 * 1024**3
+        assert ask(f"{urls[0]}/models/checkpoints") == ["mine/a.safetensors"]
+        assert set(ask(f"{urls[0]}/object_info")) == {"SaveImage", "EmptyImage"}
+        assert ask(f"{urls[0]}/fake/faults")["never_start"] is True
+
+
+def test_a_port_in_use_is_told_in_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = run_cli("fake-comfyui", "--port", str(port))
+    assert ended.returncode == 1
+    assert f"port {port}" in only_line(ended.stderr)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--fault", "no_such_switch=1"],
+        ["--fault", "never_start=maybe"],
+        ["--fault", "crash"],
+        ["--model", "sdxl.safetensors=6"],
+        ["--model", "checkpoints/sdxl.safetensors=big"],
+        ["--version", "newest"],
+        ["--node-class", "NoSuchClass"],
+        ["--port", "65535", "--count", "2"],
+    ],
+)
+def test_a_fake_with_impossible_options_is_a_usage_error(options: list[str]) -> None:
+    ended = run_cli("fake-comfyui", *options)
+    assert ended.returncode == 2
+    assert options[0] in ended.stderr.splitlines()[-1]

@@ -1,0 +1,139 @@
+"""The demo from outside: it ends by itself, tells the truth, and can be interrupted at any moment."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests.acceptance._process import CLI, environment, read_until, run_cli, started, stop
+
+from comfyfleet.cli.demo_report import Report
+
+FASTER = ("--time-scale", "0.3")
+
+# One process plays the demo once for all of them.
+pytestmark = pytest.mark.xdist_group("demo")
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("demo") / "pictures"
+    return run_cli("demo", *FASTER, "--out", folder), folder
+
+
+Played = tuple[subprocess.CompletedProcess[str], Path]
+
+
+def test_the_demo_completes_every_job(played: Played) -> None:
+    ended, _ = played
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert ended.stdout.rstrip().splitlines()[-1] == "24 of 24 jobs completed, nothing lost"
+
+
+def test_the_demo_shows_a_block_and_its_end(played: Played) -> None:
+    output = played[0].stdout
+    blocked = re.search(r"gpu-b +blocked for SDXL", output)
+    unblocked = re.search(r"gpu-b +unblocked for SDXL", output)
+    assert blocked and unblocked and blocked.start() < unblocked.start()
+    assert re.search(r"^gpu-b +SDXL +\d+\.\d s +\d+\.\d s", output, re.MULTILINE)
+    assert "still blocked" not in output
+
+
+def test_the_demo_shows_a_crash_and_the_return(played: Played) -> None:
+    output = played[0].stdout
+    assert output.index("gpu-c  is offline") < output.index("gpu-c  is online")
+    crashes = re.search(r"^gpu-c .* (\d+)$", output, re.MULTILINE)
+    assert crashes and crashes.group(1) == "1"
+    retries = output[output.index("\nRetries") :]
+    assert "gpu-c → gpu-" in retries
+    assert "crashed: " in retries
+
+
+def test_the_demo_leaves_its_pictures_in_the_folder(played: Played) -> None:
+    ended, folder = played
+    pictures = list(folder.iterdir())
+    assert len(pictures) == 24
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
+    shown = [line.strip() for line in ended.stdout.splitlines() if line.strip().endswith(".png")]
+    assert len(shown) == 1
+    assert Path(shown[0]) in pictures
+
+
+def test_the_counts_of_the_servers_add_up(played: Played) -> None:
+    rows = re.findall(r"^gpu-[abcd] +.*%.*$", played[0].stdout, re.MULTILINE)
+    numbers = [[0 if cell == "–" else int(cell) for cell in row.split()[1:6]] for row in rows]
+    assert len(numbers) == 4
+    assert sum(row[4] for row in numbers) == 24
+    assert all(sum(row[:4]) == row[4] for row in numbers)
+
+
+def test_an_interrupted_demo_ends_at_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    with started(*CLI, "demo", env={"TMPDIR": str(tmp_path)}) as process:
+        read_until(process, lambda line: "completed" in line)
+        code, _, errors = stop(process, signal.SIGINT)
+    assert code == 130
+    assert errors.strip() == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_demo_leaves_the_terminal_sane() -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*CLI, "demo"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment({"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}),
+    )
+    os.close(theirs)
+    try:
+        shown = _read_pty(ours, until=b"running", within_s=15)
+        assert b"\x1b[?25l" in shown, "live bars hide the cursor"
+        process.send_signal(signal.SIGINT)
+        rest = _read_pty(ours, until=None, within_s=15)
+        assert process.wait(15) == 130
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert b"\x1b[?25h" in rest
+    assert b"Traceback" not in rest
+
+
+def _read_pty(descriptor: int, *, until: bytes | None, within_s: float) -> bytes:
+    """What is written to the terminal, up to some bytes or to its end."""
+    shown = b""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        readable, _, _ = select.select([descriptor], [], [], 0.2)
+        if not readable:
+            continue
+        try:
+            part = os.read(descriptor, 65536)
+        except OSError:  # Linux's word for the end of a terminal
+            return shown
+        shown += part
+        if not part or (until is not None and until in shown):
+            return shown
+    raise AssertionError(f"not seen in time: {until!r} in {shown[-500:]!r}")
+
+
+def test_a_demo_that_lost_a_job_does_not_say_that_nothing_was_lost() -> None:
+    report = Report(0.0)
+    assert not report.is_complete
+    report.is_short = True
+    console = Console(file=io.StringIO(), width=100)
+    report.print_verdict(console)
+    said = console.file.getvalue() if isinstance(console.file, io.StringIO) else ""
+    assert "0 of 24 jobs completed" in said
+    assert "nothing lost" not in said

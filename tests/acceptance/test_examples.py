@@ -1,0 +1,90 @@
+"""The examples run as they are, and say clearly what is wrong with a setting."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tests.acceptance._process import ROOT, fake_servers, read_until, run_program, started, stop
+
+TWO_STAGE = ROOT / "examples" / "two_stage_edit.py"
+QUICKSTART = ROOT / "examples" / "pool_quickstart.py"
+
+
+def test_the_quickstart_runs_without_any_server(tmp_path: Path) -> None:
+    ended = run_program(sys.executable, QUICKSTART, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "quickstart_00001_.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_quickstart_uses_the_servers_it_is_given(tmp_path: Path) -> None:
+    with fake_servers("--count", "2") as urls:
+        ended = run_program(sys.executable, QUICKSTART, *urls, cwd=tmp_path)
+        assert ended.returncode == 0, ended.stderr
+        assert any(url.removeprefix("http://") in ended.stdout for url in urls)
+
+
+def last_statistics(output: str) -> dict[str, tuple[str, int]]:
+    """By server: its stage and its jobs, from the last table."""
+    table = output[output.rindex("\nafter ") :]
+    rows = re.findall(r"^  (server\d) +(\w+) +(\d+) ", table, re.MULTILINE)
+    return {server: (stage, int(jobs)) for server, stage, jobs in rows}
+
+
+def test_two_stages_run_on_their_own_servers() -> None:
+    ended = run_program(sys.executable, TWO_STAGE, env={"TWO_STAGE_RUNTIME_MS": "4000"})
+    assert ended.returncode == 0, ended.stderr
+    found = last_statistics(ended.stdout)
+    assert {server: stage for server, (stage, _) in found.items()} == {
+        "server1": "generation",
+        "server2": "edit",
+        "server3": "edit",
+    }
+    assert found["server1"][1] >= 2
+    # Every picture that was generated was edited, and nowhere else.
+    assert found["server2"][1] + found["server3"][1] == found["server1"][1]
+    assert "100%" in ended.stdout
+    assert "disconnects" in ended.stdout
+
+
+def test_a_single_host_does_both_stages() -> None:
+    with fake_servers("--time-scale", "0.05") as urls:
+        settings = {
+            "TWO_STAGE_HOSTS": urls[0],
+            "TWO_STAGE_RUNTIME_MS": "500",
+            "TWO_STAGE_SEED_STRATEGY": "auto",
+        }
+        ended = run_program(sys.executable, TWO_STAGE, env=settings)
+    assert ended.returncode == 0, ended.stderr
+    stage, jobs = last_statistics(ended.stdout)["server1"]
+    assert stage == "both"
+    assert jobs >= 2
+
+
+def test_ctrl_c_ends_with_the_statistics() -> None:
+    with started(sys.executable, "-u", TWO_STAGE) as process:
+        read_until(process, lambda line: line.startswith("server3"))
+        code, output, errors = stop(process, signal.SIGINT)
+    assert code == 130
+    assert set(last_statistics(output)) == {"server1", "server2", "server3"}
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"TWO_STAGE_RUNTIME_MS": "long"}, "TWO_STAGE_RUNTIME_MS"),
+        ({"TWO_STAGE_CONCURRENCY": "0"}, "at least 1"),
+        ({"TWO_STAGE_MIN_DELAY_MS": "9", "TWO_STAGE_MAX_DELAY_MS": "3"}, "TWO_STAGE_MAX_DELAY_MS (3)"),
+        ({"TWO_STAGE_SEED_STRATEGY": "lucky"}, "random, auto or fixed"),
+        ({"TWO_STAGE_HOSTS": "127.0.0.1:9"}, "no server of TWO_STAGE_HOSTS answers"),
+    ],
+)
+def test_a_wrong_setting_is_told_by_its_name(settings: dict[str, str], why: str) -> None:
+    ended = run_program(sys.executable, TWO_STAGE, env=settings)
+    assert ended.returncode == 1
+    assert why in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,71 @@
+"""The documents say what is so: the diagram is the table's, links lead somewhere, nothing points outside."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from comfyfleet.policy.lifecycle import diagram
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tracked(*suffixes: str) -> list[Path]:
+    """The files of the repository, those not yet committed included."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    paths = [ROOT / line for line in listing.stdout.splitlines()]
+    return [path for path in paths if path.suffix in suffixes and path.is_file()]
+
+
+def test_the_lifecycle_diagram_in_the_docs_is_printed_from_the_table() -> None:
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    found = re.search(r"```mermaid\n(stateDiagram-v2.*?)\n```", page, re.DOTALL)
+    assert found is not None, "docs/concepts.md has no lifecycle diagram"
+    assert found.group(1) == diagram()
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)} → {target}"
+        for page in tracked(".md")
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+        if not re.match(r"[a-z]+:", target) and not (page.parent / target).exists()
+    ]
+    assert broken == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
+def test_nothing_refers_to_places_outside_the_repository() -> None:
+    # Spelled apart, so that this file does not find itself.
+    forbidden = [
+        "/work" + "/",
+        "../" + "shared",
+        "pypi" + ".org",
+        "pythonhosted" + ".org",
+        "registry.npmjs" + ".org",
+    ]
+    wrong = [
+        f"{path.relative_to(ROOT)} names {word}"
+        for path in tracked(".py", ".md", ".toml", ".txt", ".json", ".yml", ".in", ".cfg", "")
+        for word in forbidden
+        if word in path.read_text(errors="replace")
+    ]
+    assert wrong == []
+
+
+def test_the_pinned_requirements_are_hash_checked() -> None:
+    lines = (ROOT / "requirements" / "dev.txt").read_text().splitlines()
+    pins = [line for line in lines if re.match(r"[a-z0-9]", line)]
+    assert len(pins) > 10
+    assert all("==" in pin for pin in pins)
+    assert sum("--hash=sha256:" in line for line in lines) >= len(pins)
