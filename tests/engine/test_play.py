@@ -204,9 +204,7 @@ def run(play: list[tuple[Any, ...]]) -> None:
         loop.close()
 
 
-@settings(
-    max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.lists(steps, min_size=20, max_size=60))
 def test_whatever_happens_what_was_promised_holds_after_every_step(play: list[tuple[Any, ...]]) -> None:
     run(play)

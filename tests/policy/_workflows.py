@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 Graph = dict[str, Any]
 
 # A busy machine, or the first use of the Unicode tables, is no reason to fail.
-patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def text_to_image() -> Graph:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.policy._workflows import patient
 
 from comfyfleet.model.canonical import NotCanonicalError, canonical_json
 
@@ -28,20 +27,17 @@ def double(bits: int) -> float:
     return float(number)
 
 
-@patient
 @given(values)
 def test_the_text_is_json_of_an_equal_value(value: Any) -> None:
     assert json.loads(canonical_json(value)) == value
 
 
-@patient
 @given(values)
 def test_the_text_of_the_text_is_itself(value: Any) -> None:
     text = canonical_json(value)
     assert canonical_json(json.loads(text)) == text
 
 
-@patient
 @given(st.dictionaries(texts, st.integers(), max_size=8), st.randoms(use_true_random=False))
 def test_the_order_of_keys_does_not_matter(value: dict[str, int], random: Any) -> None:
     items = list(value.items())
@@ -49,7 +45,6 @@ def test_the_order_of_keys_does_not_matter(value: dict[str, int], random: Any) -
     assert canonical_json(dict(items)) == canonical_json(value)
 
 
-@patient
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_equal_numbers_have_one_text(number: float) -> None:
     if number.is_integer():

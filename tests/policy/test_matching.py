@@ -75,7 +75,7 @@ def best_by_brute_force(jobs: list[WaitingJob]) -> tuple[int, list[int]]:
     return max(map(len, runnable)), max(runnable)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rounds())
 def test_a_round_is_a_maximum_matching_with_the_best_possible_priorities(jobs: list[WaitingJob]) -> None:
     by_id = {job.job_id: job for job in jobs}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.policy._workflows import Graph, changed, graphs, literals, patient, renumbered, text_to_image
+from tests.policy._workflows import Graph, changed, graphs, literals, renumbered, text_to_image
 
 from comfyfleet.model.canonical import NotCanonicalError, canonical_json
 from comfyfleet.model.workflow import (
@@ -34,7 +34,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 VECTORS: dict[str, Any] = json.loads((DOCS / "workflow-hash-vectors.json").read_text("utf-8"))
 
 
-@settings(patient, max_examples=200)
+@settings(max_examples=200)
 @given(graphs(), st.data())
 def test_ids_and_orders_do_not_change_the_hash(graph: Graph, data: st.DataObject) -> None:
     expected = hash_workflow(graph)
@@ -173,7 +173,6 @@ def test_node_ids_and_unknown_parts_of_a_node_belong_to_the_exact_hash() -> None
     assert exact_hash(graph) != exact_hash(text_to_image())
 
 
-@patient
 @given(graphs(), st.data())
 def test_exactly_the_same_graph_has_the_same_exact_hash_in_any_order(
     graph: Graph, data: st.DataObject
@@ -182,7 +181,6 @@ def test_exactly_the_same_graph_has_the_same_exact_hash_in_any_order(
     assert exact_hash(renumbered(graph, list(graph), order)) == exact_hash(graph)
 
 
-@patient
 @given(graphs(), literals)
 def test_raw_and_parsed_graphs_have_the_same_hashes(graph: Graph, value: Any) -> None:
     graph["0"]["inputs"]["extra"] = value
@@ -270,7 +268,7 @@ def reference_hash(graph: Graph) -> str:
     return sha256(b"comfyfleet-workflow/1\n" + b"".join(sorted(colour.values()))).hexdigest()
 
 
-@settings(patient, max_examples=300)
+@settings(max_examples=300)
 @given(graphs(max_size=14))
 def test_the_hash_is_what_its_specification_says(graph: Graph) -> None:
     assert hash_workflow(graph) == reference_hash(graph)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from tests.policy._workflows import Graph, changed, graphs, patient, text_to_image
+from tests.policy._workflows import Graph, changed, graphs, text_to_image
 
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.model.workflow import (
@@ -241,7 +241,6 @@ def test_a_workflow_does_not_change_with_the_mapping_it_was_read_from() -> None:
     assert workflow.to_graph() == text_to_image()
 
 
-@patient
 @given(graphs())
 def test_a_parsed_graph_is_given_back_as_it_came(graph: Graph) -> None:
     assert parse_workflow(graph).to_graph() == graph

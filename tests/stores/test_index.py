@@ -56,7 +56,7 @@ class Plain:
         return sorted(mine, key=lambda job: (-job[0].priority, job[2], job[1]))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(fits_table, steps)
 def test_the_index_always_chooses_what_looking_at_every_job_would(
     fits: list[set[ClassKey]], play: list[tuple[object, ...]]
