@@ -124,6 +124,15 @@ class Store(Protocol):
     def records(self) -> Records: ...
     @property
     def epoch(self) -> int: ...
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes write here too; then what an engine knows of the fleet is read again and again."""
+
+    async def open(self) -> None:
+        """Connects, migrates, checks that what must hold does. Called once, before anything else."""
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """`wake` is called when another process may have changed what waits: a hint that may be lost."""
 
     async def now(self) -> float: ...
 

@@ -74,6 +74,9 @@ class Engine:
         self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers)
 
     async def __aenter__(self) -> Engine:
+        await self.store.open()
+        await self._context.fleet.load(self._context.clock.now())
+        self.store.listen(self._rounds.everything_changed)
         self._sweeper.start()
         return self
 

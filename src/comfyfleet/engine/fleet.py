@@ -24,6 +24,8 @@ from comfyfleet.ports import Store
 # After so many growths the vocabulary is made anew from what waits, so that words nobody uses any more are forgotten.
 _REBUILD_AFTER = 1024
 
+_SAVE_SEEN_EVERY_S = 10.0
+
 _NONE: Set[ProfileKey] = frozenset()
 
 
@@ -39,7 +41,67 @@ class Fleet:
         self._growths = 0
         self._selectivity: dict[ClassKey, int] = {}
         self._keys: dict[RequirementClass, ClassKey] = {}
+        self._table_version = -1
+        self._saved_at: dict[WorkerId, float] = {}
         self._changing = asyncio.Lock()
+
+    # what others, or this engine in an earlier life, have put into the store
+
+    async def load(self, now: float) -> None:
+        async with self._changing:
+            await self._catch_up()
+        for block in await self._store.blocks():
+            self.note_block(block, now)
+
+    async def sync(self, now: float) -> bool:
+        """Reads again what other engines may have changed. True: somebody may find what was not there before."""
+        async with self._changing:
+            return await self._catch_up() | await self._read_blocks(now)
+
+    async def _catch_up(self) -> bool:
+        """Learns of classes and workers of others, so that a profile here means the same as it does there."""
+        stored = {worker.worker_id: worker for worker in await self._store.workers()}
+        changed = stored.keys() != self.workers.keys()
+        for gone in self.workers.keys() - stored.keys():
+            del self.workers[gone]
+        for worker_id, worker in stored.items():
+            known = self.workers.get(worker_id)
+            if known is not None:
+                changed |= _differs(known, worker)
+                # The one thing that is newer here: it is not saved each time.
+                last_seen_at = max(known.last_seen_at, worker.last_seen_at)
+                worker = msgspec.structs.replace(worker, last_seen_at=last_seen_at)
+            self.workers[worker_id] = worker
+        table = await self._store.table()
+        if table.version == self._table_version and not changed:
+            return False
+        self._selectivity.clear()
+        strangers = [cls for key, cls in table.classes.items() if key not in self.classes]
+        if not all(self._vocabulary.covers(cls) for cls in strangers):
+            await self._grow(*strangers)
+            table = await self._store.table()
+        self.classes.update(table.classes)
+        for key, cls in table.classes.items():
+            await self._judge(key, cls, table.profiles)
+        self._table_version = table.version
+        return True
+
+    async def _judge(self, key: ClassKey, cls: RequirementClass, profiles: Set[ProfileKey]) -> None:
+        """Which of the profiles in the table may take the class, as the table has it too."""
+        lesson = await self._lesson_for(cls)
+        fits = self._fits.setdefault(key, set())
+        for profile, worker in self._speakers().items():
+            if profile in profiles and is_feasible(cls, worker.worker_id, worker.capabilities, lesson):
+                fits.add(profile)
+
+    async def _read_blocks(self, now: float) -> bool:
+        before = set(self.with_blocks)
+        self.with_blocks = {block.worker_id for block in await self._store.blocks() if block.is_in_force(now)}
+        return bool(before - self.with_blocks)
+
+    def _speakers(self) -> dict[ProfileKey, WorkerRecord]:
+        """Whatever one worker of a profile may take, all of them may: one speaks for each."""
+        return {worker.profile: worker for worker in self.workers.values()}
 
     # classes
 
@@ -58,16 +120,16 @@ class Fleet:
 
     async def _ensure_class(self, cls: RequirementClass) -> ClassKey:
         key = self.key_of(cls)
-        if not self._vocabulary.covers(cls):
-            await self._grow(cls)
         lesson = await self._lesson_for(cls)
         while True:
+            if self._store.is_shared:
+                await self._catch_up()
+            if not self._vocabulary.covers(cls):
+                await self._grow(cls)
             table = await self._store.table()
-            # Whatever one worker of a profile may take, all of them may.
-            speakers = {worker.profile: worker for worker in self.workers.values()}
             fits = {
                 profile
-                for profile, worker in speakers.items()
+                for profile, worker in self._speakers().items()
                 if is_feasible(cls, worker.worker_id, worker.capabilities, lesson)
             }
             if await self._store.put_class(cls, fits & table.profiles, version=table.version):
@@ -117,6 +179,8 @@ class Fleet:
     async def _put(
         self, worker_id: WorkerId, capabilities: Capabilities, slots: int, live: LiveState, now: float
     ) -> WorkerRecord:
+        if self._store.is_shared:
+            await self._catch_up()
         known = self.workers.get(worker_id)
         if known is not None and known.capabilities == capabilities:
             profile = known.profile
@@ -146,6 +210,16 @@ class Fleet:
         self._selectivity.clear()
         await self._store.put_worker(record)
 
+    async def note_seen(self, worker_id: WorkerId, now: float) -> None:
+        """Kept at hand each time, and in the store often enough that no other engine takes the worker for lost."""
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return
+        seen = self.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=now)
+        if self._store.is_shared and now - self._saved_at.get(worker_id, 0.0) >= _SAVE_SEEN_EVERY_S:
+            self._saved_at[worker_id] = now
+            await self._store.put_worker(seen)
+
     async def note_run(self, worker_id: WorkerId, seconds: float, live: LiveState) -> None:
         worker = self.workers[worker_id]
         await self._note(
@@ -167,6 +241,7 @@ class Fleet:
         async with self._changing:
             self.workers.pop(worker_id, None)
             self.with_blocks.discard(worker_id)
+            self._saved_at.pop(worker_id, None)
             self._selectivity.clear()
             await self._store.remove_worker(worker_id)
             await self._drop_unused()
@@ -200,13 +275,14 @@ class Fleet:
                     self._fits.setdefault(key, set()).add(profile)
                 return profile
 
-    async def _grow(self, cls: RequirementClass) -> None:
+    async def _grow(self, *classes: RequirementClass) -> None:
         """A class names something new: workers that were equal so far may have to part."""
         self._growths += 1
         if self._growths >= _REBUILD_AFTER:
             self._growths = 0
             self._vocabulary = Vocabulary.of((await self._store.table()).classes.values())
-        self._vocabulary = self._vocabulary.extended(cls)
+        for cls in classes:
+            self._vocabulary = self._vocabulary.extended(cls)
         moved = False
         for worker in list(self.workers.values()):
             profile = await self._admit(worker.worker_id, worker.capabilities, worker.profile)
@@ -236,6 +312,16 @@ class Fleet:
         if cls.workflow_hash is None:
             return None
         return await self._store.get_lesson(WorkflowHash(cls.workflow_hash))
+
+
+def _differs(known: WorkerRecord, stored: WorkerRecord) -> bool:
+    """In anything that decides who may take what."""
+    return (
+        known.capabilities != stored.capabilities
+        or known.profile != stored.profile
+        or (known.is_offline, known.is_paused, known.is_draining, known.quarantined_until)
+        != (stored.is_offline, stored.is_paused, stored.is_draining, stored.quarantined_until)
+    )
 
 
 def _still_warm(known: LiveState, told: LiveState) -> LiveState:

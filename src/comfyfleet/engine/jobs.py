@@ -69,6 +69,10 @@ class JobDesk:
         now = await context.store.now()
         cls = await self._class_of(submission, read_needs(graph), workflow_hash)
         unworkable = self._unworkable(cls)
+        if unworkable and context.store.is_shared:
+            # A worker of another engine may be new to this one.
+            await context.fleet.sync(now)
+            unworkable = self._unworkable(cls)
         if unworkable and submission.require_workable:
             raise Refusal(
                 RefusalCode.UNWORKABLE,

@@ -47,6 +47,7 @@ class Rounds:
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
         self._overtaken: dict[JobId, float] = {}
         self._timer: Timer | None = None
+        self._synced_at = 0.0
         self._is_closed = False
 
     @property
@@ -166,6 +167,10 @@ class Rounds:
     async def _serve(self, slots: list[Slot]) -> None:
         """Until every slot has a job or has seen that there is none."""
         now = self._context.clock.now()
+        if self._context.store.is_shared and now >= self._synced_at + self._context.rules.round_s:
+            # What this engine knows of the others' workers and classes is at most so old.
+            self._synced_at = now
+            await self._context.fleet.sync(now)
         while True:
             workers = self._context.fleet.workers
             waiting = {
@@ -228,6 +233,11 @@ class Rounds:
             for candidate in await self._peek(profile, group[0].worker_id, len(slots), now):
                 seen[candidate.job_id] = candidate
                 takers[candidate.job_id] = (*takers.get(candidate.job_id, ()), number)
+        if any(candidate.lane.class_key not in fleet.classes for candidate in seen.values()):
+            # Another engine's class; what it is must be known before it can be ranked.
+            await fleet.sync(now)
+            known = {job_id: each for job_id, each in seen.items() if each.lane.class_key in fleet.classes}
+            return self._ranked(known, takers, groups, now), known
         return self._ranked(seen, takers, groups, now), seen
 
     async def _peek(

@@ -127,7 +127,7 @@ class WorkerDesk:
             # The answer to this poll was lost on its way: the same lease is told again.
             return await self._leased_job(known)
         self._known(call.worker_id)
-        self._seen(call.worker_id)
+        await self._seen(call.worker_id)
         slot = Slot(call.worker_id, poll_id)
         try:
             await self._rounds.park(slot)
@@ -142,7 +142,7 @@ class WorkerDesk:
         finally:
             self._rounds.leave(slot)
         # It was here all the while it was parked, however long that was.
-        self._seen(call.worker_id)
+        await self._seen(call.worker_id)
         if slot.answer.cancel():
             return None
         dispatch = slot.answer.result()
@@ -188,7 +188,7 @@ class WorkerDesk:
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
         context = self._context
-        self._seen(worker_id)
+        await self._seen(worker_id)
         states = await context.store.heartbeat(refs, context.rules.lease_ttl_s)
         commands = self._told.pop(worker_id, [])
         told = {(command.job_id, command.lease_number) for command in commands}
@@ -359,10 +359,8 @@ class WorkerDesk:
             )
         return worker
 
-    def _seen(self, worker_id: WorkerId) -> None:
-        workers = self._context.fleet.workers
-        if (worker := workers.get(worker_id)) is not None:
-            workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=self._context.clock.now())
+    async def _seen(self, worker_id: WorkerId) -> None:
+        await self._context.fleet.note_seen(worker_id, self._context.clock.now())
 
     async def _remember_run(
         self, dispatch: Dispatch, worker_id: WorkerId, seconds: float, live: LiveState | None

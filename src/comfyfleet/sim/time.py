@@ -61,11 +61,12 @@ class ManualClock:
 class SeededChance:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
+        self._seed = seed
         self._jobs = 0
 
     def job_id(self, now: float) -> JobId:
         self._jobs += 1
-        return JobId(f"{int(now * 1000):012x}-{self._jobs:08d}")
+        return JobId(f"{int(now * 1000):012x}-{self._jobs:08d}-{self._seed}")
 
     def token(self) -> str:
         return f"{self._random.getrandbits(64):016x}"

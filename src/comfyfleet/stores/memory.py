@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Any
@@ -68,6 +68,16 @@ class MemoryStore:
             phase: deque() for phase in Phase if phase.is_final
         }
         self._is_paused = False
+
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+    async def open(self) -> None:
+        """Nothing to connect to."""
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Nobody else writes here."""
 
     async def now(self) -> float:
         return self._clock.now()

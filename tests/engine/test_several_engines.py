@@ -1,0 +1,149 @@
+"""Several engines on one store: what one adds the others come to know, and a profile means the same to all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.engine._rig import Rig, graph, offers
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.model.calls import Completion, Poll, RegisterWorker
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.failure import FailureKind
+from comfyfleet.model.ids import JobId, PollId, WorkerId
+from comfyfleet.model.job import JobResult, Submission
+from comfyfleet.policy.rules import Rules
+from comfyfleet.sim.time import ManualClock, SeededChance
+from comfyfleet.stores.memory import MemoryStore
+
+
+class SharedStore(MemoryStore):
+    """As if in another process: it is shared, gives no hints, and outlives the engines on it."""
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+
+class Engines:
+    """Two engines that know each other through the store alone."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.clock = ManualClock()
+        self.store = SharedStore(self.clock)
+        self.first, self.second = (
+            Engine(self.store, rules=Rules(**rules), clock=self.clock, chance=SeededChance(seed))
+            for seed in (1, 2)
+        )
+
+    async def __aenter__(self) -> Engines:
+        await self.first.__aenter__()
+        await self.second.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.first.close()
+        await self.second.close()
+
+
+async def take(engine: Engine, worker: str, poll: str = "poll") -> JobId | None:
+    leased = await engine.poll(Poll(WorkerId(worker), PollId(poll), 0))
+    return None if leased is None else leased.job_id
+
+
+async def register(engine: Engine, worker: str, *kinds: str, **more: Any) -> None:
+    await engine.register(RegisterWorker(WorkerId(worker), offers(*kinds, **more)))
+
+
+async def test_a_job_submitted_at_one_engine_runs_on_a_worker_of_the_other() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        submitted = await it.first.submit(Submission(graph()))
+        assert submitted.unworkable == (), "the other engine's worker counts"
+        leased = await it.second.poll(Poll(WorkerId("b"), PollId("p"), 0))
+        assert leased is not None
+        await it.second.complete(Completion(leased.ref, JobResult()))
+        assert (await it.first.get(submitted.job_id)).job.phase is Phase.COMPLETED
+
+
+async def test_a_parked_poll_finds_the_other_engines_job_within_a_second_without_any_hint() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        rig = Rig()
+        rig.engine, rig.clock = it.second, it.clock
+        parked = rig.park("b")
+        await it.clock.settle()
+        job_id = (await it.first.submit(Submission(graph()))).job_id
+        await it.clock.settle()
+        assert not parked.done()
+        await it.clock.advance(1.0)
+        leased = parked.result()
+        assert leased is not None
+        assert leased.job_id == job_id
+
+
+async def test_a_new_word_at_one_engine_parts_the_workers_of_the_other() -> None:
+    async with Engines() as it:
+        await register(it.second, "with", "KSampler", models=("rare.safetensors",))
+        await register(it.second, "without", "KSampler")
+        await it.first.submit(Submission(graph(priority=1)))
+        # Until now nobody could tell the two apart.
+        profiles = {str(worker.worker_id): worker.profile for worker in await it.second.workers()}
+        job_id = (await it.first.submit(Submission(graph(model="rare.safetensors"), priority=5))).job_id
+        assert await take(it.second, "without", "1") != job_id
+        await it.clock.advance(1.0)
+        assert await take(it.second, "with", "2") == job_id
+        assert profiles["with"] == profiles["without"]
+
+
+async def test_workers_of_one_kind_registered_at_both_engines_share_a_profile_and_each_verdict_is_right() -> (
+    None
+):
+    async with Engines() as it:
+        await it.first.submit(Submission(graph(model="one.safetensors")))
+        await register(it.first, "a", "KSampler", models=("one.safetensors", "two.safetensors"))
+        await it.second.submit(Submission(graph(model="two.safetensors")))
+        await register(it.second, "b", "KSampler", models=("one.safetensors",))
+        assert await take(it.second, "b", "1") is not None
+        assert await take(it.second, "b", "2") is None, "the other job needs what it lacks"
+        assert await take(it.first, "a", "3") is not None
+
+
+async def test_a_worker_seen_by_one_engine_is_not_lost_to_the_other() -> None:
+    async with Engines(worker_lost_s=60) as it:
+        await register(it.second, "b", "KSampler")
+        for _ in range(10):
+            await it.clock.advance(12)
+            await it.second.heartbeat(WorkerId("b"), [])
+        await it.first.submit(Submission(graph()))
+        workers = await it.first.workers()
+        assert [worker.is_offline for worker in workers] == [False]
+
+
+async def test_a_block_set_at_one_engine_holds_at_the_other() -> None:
+    async with Engines(cooldown_s=60, max_attempts=9) as it:
+        for engine, name in ((it.first, "a"), (it.second, "b")):
+            await register(engine, name, "KSampler")
+        job_id = (await it.first.submit(Submission(graph(), max_attempts=9))).job_id
+        leased = await it.first.poll(Poll(WorkerId("a"), PollId("p"), 0))
+        assert leased is not None
+        rig = Rig()
+        rig.engine = it.first
+        await rig.fail(leased, FailureKind.OUT_OF_MEMORY)
+        # The same worker, now polling at the other engine.
+        assert await take(it.second, "a", "q") is None
+        await it.clock.advance(1.0)
+        assert await take(it.second, "b", "r") == job_id
+
+
+async def test_an_engine_that_starts_again_knows_what_waits_and_who_works() -> None:
+    it = Engines()
+    async with it:
+        await register(it.first, "a", "KSampler")
+        job_id = (await it.first.submit(Submission(graph()))).job_id
+    later = Engine(it.store, clock=it.clock, chance=SeededChance(3))
+    async with later:
+        assert [worker.worker_id for worker in await later.workers()] == ["a"]
+        assert "worker" in (await later.explain(job_id)).summary
+        await register(later, "a", "KSampler")
+        assert await take(later, "a") == job_id
