@@ -92,6 +92,18 @@ async def test_a_watcher_that_waits_is_woken_and_ends_when_it_is_closed() -> Non
     assert seen == [fact(1)]
 
 
+async def test_a_bus_that_is_closed_ends_every_subscription_with_what_it_holds() -> None:
+    bus = LocalBus()
+    watchers = [bus.subscribe(), bus.subscribe(JOB), bus.subscribe(OTHER)]
+    bus.publish(fact(1))
+    bus.close()
+    bus.publish(fact(2))
+    async with asyncio.timeout(5):
+        assert [[event async for event in watcher] for watcher in watchers] == [[fact(1)], [fact(1)], []]
+        assert [event async for event in bus.subscribe(JOB)] == []
+    bus.close()
+
+
 async def test_a_failing_listener_stops_nobody(caplog: pytest.LogCaptureFixture) -> None:
     bus = LocalBus()
     heard: list[Event] = []

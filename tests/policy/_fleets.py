@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
-from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.requirement import (
     COST_TIERS,
     Environment,
@@ -98,6 +97,10 @@ OFFERS: dict[str, st.SearchStrategy[Any]] = {
     "environment": st.sampled_from(ENVIRONMENTS),
 }
 
+slow_worker_classes = st.lists(
+    OFFERS["hardware"].map(lambda hardware: Capabilities((), hardware).worker_class), unique=True, max_size=3
+).map(tuple)
+
 HARDWARE_NEEDS: dict[str, st.SearchStrategy[Any]] = {
     "gpu_count": st.sampled_from(COUNTS),
     "gpu_memory_gb": st.sampled_from(GIGABYTES),
@@ -173,19 +176,6 @@ def classes(draw: st.DrawFn, *always: str, most_others: int = 2) -> RequirementC
     drawn = {name: draw(NEEDS[name]) for name in names}
     needs = {name: drawn.pop(name) for name in names if name not in HARDWARE_NEEDS}
     needs["hardware"] = HardwareNeed(**drawn)
-    return RequirementClass(
-        Requirements(**needs),
-        tenant=draw(tenants),
-        workflow_hash=HASH if needs.get("max_processing_s") is not None else None,
-    )
-
-
-@st.composite
-def lessons(draw: st.DrawFn, *known: Capabilities) -> Lesson:
-    """Some of the worker classes have run the workflow before."""
-    durations = {
-        each.worker_class: Duration(draw(st.sampled_from((0.5, 5.0, 50.0))), 3)
-        for each in known
-        if draw(st.booleans())
-    }
-    return Lesson(HASH, durations)
+    if needs.get("max_processing_s") is not None:
+        needs["slow_worker_classes"] = draw(slow_worker_classes)
+    return RequirementClass(Requirements(**needs), tenant=draw(tenants))

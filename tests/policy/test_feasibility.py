@@ -5,11 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
-from tests.policy._fleets import HASH, capabilities, classes, lessons, worker_ids
+from tests.policy._fleets import capabilities, classes, worker_ids
 
 from comfyfleet.model.ids import TenantId, WorkerId
-from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.requirement import (
     HardwareNeed,
     Isolation,
@@ -50,16 +48,15 @@ def job(**needs: object) -> RequirementClass:
     return RequirementClass(msgspec.structs.replace(Requirements(), **needs), tenant=ACME)
 
 
-def reasons(cls: RequirementClass, worker: Capabilities = WORKER, lesson: Lesson | None = None) -> list[str]:
-    return [miss.reason for miss in misses(cls, NORTH, worker, lesson)]
+def reasons(cls: RequirementClass, worker: Capabilities = WORKER) -> list[str]:
+    return [miss.reason for miss in misses(cls, NORTH, worker)]
 
 
-@given(st.data(), worker_ids, capabilities(), classes())
+@given(worker_ids, capabilities(), classes())
 def test_the_verdict_agrees_with_its_reasons(
-    data: st.DataObject, worker_id: WorkerId, worker: Capabilities, cls: RequirementClass
+    worker_id: WorkerId, worker: Capabilities, cls: RequirementClass
 ) -> None:
-    lesson = data.draw(st.none() | lessons(worker))
-    assert is_feasible(cls, worker_id, worker, lesson) == (not misses(cls, worker_id, worker, lesson))
+    assert is_feasible(cls, worker_id, worker) == (not misses(cls, worker_id, worker))
 
 
 @given(worker_ids, capabilities(), classes())
@@ -198,14 +195,13 @@ def test_a_worker_that_denies_a_listed_tenant_says_that_it_denies() -> None:
     ]
 
 
-def test_a_time_limit_counts_only_against_what_was_learned_for_this_class_of_worker() -> None:
-    cls = job(max_processing_s=10.0)
-    slow = Lesson(HASH, {WORKER.worker_class: Duration(12.5, 4)})
-    assert reasons(cls) == []
-    assert reasons(cls, lesson=Lesson(HASH, {"another": Duration(500, 4)})) == []
-    assert reasons(cls, lesson=Lesson(HASH, {WORKER.worker_class: Duration(10, 4)})) == []
-    assert reasons(cls, lesson=slow) == ["takes about 12.5 s for this workflow, 10 s are allowed"]
-    assert reasons(job(), lesson=slow) == []
+def test_a_time_limit_keeps_a_job_from_the_classes_of_workers_known_to_be_too_slow() -> None:
+    slow = (WORKER.worker_class,)
+    assert reasons(job(max_processing_s=10.0)) == []
+    assert reasons(job(max_processing_s=10.0, slow_worker_classes=("another",))) == []
+    assert reasons(job(max_processing_s=10.0, slow_worker_classes=slow)) == [
+        "takes longer for this workflow than the 10 s that are allowed"
+    ]
 
 
 def test_a_cost_tier_is_a_limit_and_not_a_wish() -> None:

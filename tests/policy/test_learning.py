@@ -7,8 +7,17 @@ from hypothesis import strategies as st
 
 from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.requirement import HardwareNeed, Requirements
-from comfyfleet.model.worker import Capabilities, Gpu, Hardware, Service
-from comfyfleet.policy.learning import after_out_of_memory, after_run, expected_s, no_lesson, with_lesson
+from comfyfleet.model.worker import Capabilities, Gpu, Hardware, LiveState, Service
+from comfyfleet.policy.learning import (
+    after_out_of_memory,
+    after_run,
+    expected_s,
+    no_lesson,
+    still_warm,
+    warmed,
+    with_memory,
+    without_slow,
+)
 
 EMPTY = no_lesson(WorkflowHash("hash"))
 
@@ -52,12 +61,39 @@ def test_the_number_of_worker_classes_in_a_lesson_is_bounded() -> None:
 
 def test_a_workflow_asks_for_more_than_the_largest_card_that_was_too_small() -> None:
     lesson = after_out_of_memory(after_out_of_memory(EMPTY, 24), 12)
-    needs = with_lesson(Requirements(), lesson, [card(12), card(24), card(48)])
+    needs = with_memory(Requirements(), lesson, [card(12), card(24), card(48)])
     assert needs.hardware.gpu_memory_above_gb == 24
 
 
 def test_nothing_more_is_asked_for_when_no_card_is_bigger() -> None:
     lesson = after_out_of_memory(EMPTY, 24)
     needs = Requirements(hardware=HardwareNeed(gpu_count=1))
-    assert with_lesson(needs, lesson, [card(12), card(24)]) is needs
-    assert with_lesson(needs, None, [card(48)]) is needs
+    assert with_memory(needs, lesson, [card(12), card(24)]) is needs
+    assert with_memory(needs, None, [card(48)]) is needs
+
+
+def test_a_limited_job_is_kept_from_the_classes_of_workers_that_take_longer() -> None:
+    lesson = after_run(after_run(EMPTY, "slow", 30), "fast", 10)
+    limited = Requirements(max_processing_s=20)
+    assert without_slow(limited, lesson).slow_worker_classes == ("slow",)
+    assert without_slow(Requirements(), lesson) == Requirements()
+    assert without_slow(limited, None) is limited
+    assert without_slow(Requirements(max_processing_s=30), lesson).slow_worker_classes == ()
+
+
+def test_the_models_of_the_last_run_are_warm_until_the_worker_says_otherwise() -> None:
+    first, second = WorkflowHash("first"), WorkflowHash("second")
+    live = warmed(LiveState(free_vram_gb=3), ("a.safetensors",), first)
+    assert (live.loaded_models, live.last_workflow, live.free_vram_gb) == (
+        frozenset({"a.safetensors"}),
+        first,
+        3,
+    )
+    assert warmed(live, (), second).loaded_models == {"a.safetensors"}
+    told = still_warm(live, LiveState(free_vram_gb=5))
+    assert (told.loaded_models, told.last_workflow, told.free_vram_gb) == (
+        frozenset({"a.safetensors"}),
+        first,
+        5,
+    )
+    assert still_warm(live, LiveState(loaded_models=frozenset({"b"}))).loaded_models == {"b"}

@@ -10,7 +10,6 @@ from comfyfleet.policy.lifecycle import (
     MOVES,
     IllegalMove,
     Move,
-    cancel_requested,
     cancelled,
     completed,
     diagram,
@@ -76,18 +75,6 @@ def test_a_move_that_ends_a_lease_clears_it_and_waits_for_nothing_more(change: C
     assert after.lease is None
     assert after.due_at is None
     assert after.phase.is_final
-
-
-def test_a_cancel_request_is_no_phase_and_wakes_at_the_end_of_its_grace_or_earlier() -> None:
-    after = cancel_requested(job(Phase.LEASED), 10.0, 30.0).apply(job(Phase.LEASED))
-    assert (after.phase, after.lease, after.cancel_requested_at, after.wake_at) == (
-        Phase.LEASED,
-        LEASE,
-        10.0,
-        40.0,
-    )
-    early = job(Phase.LEASED, wake_at=15.0)
-    assert cancel_requested(early, 10.0, 30.0).apply(early).wake_at == 15.0
 
 
 def test_only_a_waiting_job_can_be_paused() -> None:

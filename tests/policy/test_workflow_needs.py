@@ -54,7 +54,7 @@ def nested(levels: int) -> Any:
         ({}, "has no nodes"),
         (
             {"last_node_id": 2, "nodes": [], "links": [], "version": 0.4},
-            r"export it with 'Save \(API Format\)'",
+            r"save it with 'Export \(API\)'",
         ),
         ({"prompt": {"1": NODE}, "client_id": "x"}, "pass the content of its 'prompt' alone"),
         ({1: NODE}, "Node ids are strings, but 1 is int"),

@@ -71,6 +71,7 @@ class ScriptedApi:
         self._jobs: deque[LeasedJob] = deque()
         self._parked: deque[asyncio.Future[None]] = deque()
         self._by_poll: dict[PollId, LeasedJob] = {}
+        self._given: dict[LeaseRef, LeasedJob] = {}
 
     def give(self, *jobs: LeasedJob) -> None:
         self._jobs.extend(jobs)
@@ -114,7 +115,8 @@ class ScriptedApi:
                             self._parked.remove(parked)
             except TimeoutError:
                 return None
-            self._by_poll[call.poll_id] = self._jobs.popleft()
+            job = self._by_poll[call.poll_id] = self._jobs.popleft()
+            self._given[job.ref] = job
         self._answer("poll")
         return self._by_poll[call.poll_id]
 
@@ -144,6 +146,9 @@ class ScriptedApi:
     async def release(self, call: Release) -> Settled:
         await self._arrive("release", call)
         self._check_held(call.ref)
+        if call.reason == "declined":
+            # The worst that the other side may do: whoever declines and polls gets the same job again.
+            self.give(self._given[call.ref])
         self._answer("release")
         return Settled(Phase.QUEUED)
 

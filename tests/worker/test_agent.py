@@ -79,12 +79,12 @@ async def test_an_idle_agent_still_fetches_commands() -> None:
         assert agent.state.status is AgentStatus.ONLINE
 
 
-async def test_missing_timeouts_are_filled_from_the_settings() -> None:
+async def test_the_timeouts_of_a_job_reach_the_connector_as_they_came() -> None:
     api, connector = ScriptedApi(), SimulatedConnector()
-    async with running(api, connector, settings=quick(accept_timeout_s=7.0, stall_timeout_s=9.0)):
+    async with running(api, connector):
         api.give(leased_job(timeouts=Timeouts(stall_s=1.0)))
         await until(lambda: connector.runs)
-    assert connector.runs[0].job.timeouts == Timeouts(accept_s=7.0, stall_s=1.0)
+    assert connector.runs[0].job.timeouts == Timeouts(stall_s=1.0)
 
 
 # polls
@@ -256,7 +256,7 @@ async def test_a_drain_can_be_commanded() -> None:
     api, connector = ScriptedApi(), SimulatedConnector()
     async with running(api, connector) as agent:
         api.orders += [Command("drain"), Command("drain")]
-        await agent.wait_drained()
+        await until(lambda: api.named("unregister"))
         assert agent.state.status is AgentStatus.DRAINING
         assert api.parked == 0
 

@@ -13,8 +13,10 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service
+from comfyfleet.ports import Inventory
 from comfyfleet.worker.agent import AgentState, AgentStatus
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails
+from comfyfleet.worker.presence import Server
 
 # servers that come and go
 
@@ -110,19 +112,99 @@ async def test_a_registration_that_fails_is_repeated() -> None:
         assert agent.state.status is AgentStatus.ONLINE
 
 
-async def test_a_dead_server_does_not_fail_one_job_after_the_other() -> None:
-    api = ScriptedApi()
+class Mortal(SimulatedConnector):
+    """Dies of its first job. The checks of a dead one but the first so many get no answer."""
 
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
-        connector.is_healthy = False
+    def __init__(self, service_name: str = "comfyui", answered: int = 1) -> None:
+        super().__init__(service_name, behaviour=self._die)
+        self.answered = answered
+
+    async def _die(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+        self.is_healthy = False
         raise ServiceFailed(Failure(FailureKind.TRANSIENT, "connection refused"))
 
-    connector = SimulatedConnector(behaviour=behave)
-    async with running(api, connector, settings=quick(health_interval_s=1000.0)):
+    async def check_health(self) -> bool:
+        if not self.is_healthy:
+            self.answered -= 1
+            if self.answered < 0:
+                await asyncio.Event().wait()
+        return self.is_healthy
+
+
+@pytest.mark.parametrize("missed_checks", [1, 2])
+async def test_a_dead_server_does_not_fail_one_job_after_the_other(missed_checks: int) -> None:
+    api, connector = ScriptedApi(), Mortal(answered=missed_checks)
+    settings = quick(health_interval_s=1000.0, missed_checks=missed_checks)
+    async with running(api, connector, settings=settings) as agent:
         api.give(*(leased_job(str(number)) for number in range(10)))
-        await until(lambda: api.named("unregister"))
+        await until(lambda: api.named("unregister") == ["offline"])
+        assert agent.state.status is AgentStatus.OFFLINE
+        assert agent.state.disconnects == 1
     assert len(api.named("fail")) == 1
-    assert all(call.reason == "declined" for call in api.named("release"))
+    assert not api.named("release"), "what was never taken need not be declined"
+    assert len(api.named("poll")) == 1
+
+
+async def test_a_job_that_was_on_its_way_to_a_dead_server_is_declined_once() -> None:
+    api, connector = ScriptedApi(), Mortal()
+    async with running(api, connector, settings=quick(health_interval_s=1000.0, slots=2)):
+        await until(lambda: api.parked == 2)
+        api.give(leased_job("1"), leased_job("2"))
+        await until(lambda: api.named("unregister"))
+    assert len(api.named("fail")) + len(api.named("release")) == 2
+    assert len(api.named("poll")) == 2
+
+
+async def test_nothing_is_taken_for_a_lost_service_while_the_offer_still_holds_it() -> None:
+    api, pictures, words = ScriptedApi(), SimulatedConnector("comfyui"), Mortal("langflow")
+    async with running(api, pictures, words, settings=quick(health_interval_s=1000.0)):
+        await until(lambda: api.parked == 1)
+        api.holds["register"] = asyncio.Event()
+        api.give(leased_job("1", service="langflow"))
+        await until(lambda: len(api.named("register")) == 2)
+        beats = len(api.named("heartbeat"))
+        await until(lambda: len(api.named("heartbeat")) >= beats + 2)
+        assert len(api.named("poll")) == 1
+        assert api.named("register")[1].capabilities.services == (Service("comfyui"),)
+        api.holds.pop("register").set()
+        api.give(leased_job("2"))
+        await until(lambda: api.named("complete"))
+    assert not api.named("release")
+    assert api.named("unregister") == ["stopped"]
+
+
+async def test_a_server_that_is_back_before_its_offer_was_taken_back_gets_work_again() -> None:
+    class Slow(SimulatedConnector):
+        answers: asyncio.Event | None = None
+
+        async def inventory(self) -> Inventory:
+            found = await super().inventory()
+            if self.answers is not None:
+                await self.answers.wait()
+            return found
+
+    ends = {"1": asyncio.Event(), "2": asyncio.Event()}
+
+    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+        await ends[job.job_id].wait()
+        raise ServiceFailed(Failure(FailureKind.TRANSIENT, "connection refused"))
+
+    api, connector = ScriptedApi(), Slow(behaviour=behave)
+    async with running(api, connector, settings=quick(health_interval_s=1000.0, slots=2)) as agent:
+        api.give(leased_job("1"), leased_job("2"))
+        await until(lambda: connector.run_count == 2)
+        connector.answers = asyncio.Event()
+        connector.come_back()
+        await until(lambda: connector.inventory_count == 2)
+        connector.is_healthy = False
+        ends["1"].set()
+        await until(lambda: agent.state.status is AgentStatus.OFFLINE)
+        connector.is_healthy = True
+        ends["2"].set()
+        await until(lambda: len(api.named("fail")) == 2)
+        connector.answers.set()
+        await until(lambda: api.parked == 2)
+        assert agent.state.status is AgentStatus.ONLINE
 
 
 # inventory
@@ -139,6 +221,37 @@ async def test_a_failure_for_something_missing_refreshes_the_inventory(kind: Fai
         await until(lambda: len(api.named("register")) == 2)
     assert api.names.index("fail") < len(api.names) - 1 - api.names[::-1].index("register")
     assert api.named("register")[1].capabilities == connector.capabilities
+
+
+async def test_a_model_that_was_missing_is_looked_for_until_it_appears() -> None:
+    api = ScriptedApi()
+    missing = Failure(FailureKind.MISSING_MODEL, "not here", missing=("sub\\b.ckpt",))
+    connector = SimulatedConnector(behaviour=fails(missing))
+    settings = quick(health_interval_s=1000.0, missing_interval_s=0.002)
+    async with running(api, connector, settings=settings):
+        await until(lambda: api.parked == 1)
+        api.give(leased_job())
+        await until(lambda: connector.inventory_count >= 5)
+        assert len(api.named("register")) == 1
+        connector.capabilities = Capabilities((Service("comfyui", models=frozenset({"sub/b.ckpt"})),))
+        await until(lambda: len(api.named("register")) == 2)
+
+
+async def test_what_stays_missing_is_looked_for_less_and_less_often() -> None:
+    connector = SimulatedConnector()
+    server = Server(connector, quick(missing_interval_s=10.0, inventory_interval_s=60.0))
+    server.lacks(("b.ckpt",))
+    pauses = []
+    for _ in range(5):
+        await server.look()
+        pauses.append(round(server.look_due_at - asyncio.get_running_loop().time()))
+    assert pauses == [10, 20, 40, 60, 60]
+    server.lacks(("c.ckpt",))
+    await server.look()
+    assert round(server.look_due_at - asyncio.get_running_loop().time()) == 10
+    connector.capabilities = Capabilities((Service("comfyui", models=frozenset({"b.ckpt", "c.ckpt"})),))
+    await server.look()
+    assert round(server.look_due_at - asyncio.get_running_loop().time()) == 60
 
 
 async def test_an_unchanged_inventory_is_registered_again_only_when_somebody_asks() -> None:

@@ -13,13 +13,49 @@ from comfyfleet.model.calls import Beat, Command, LeasedJob, Report
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.ports import RunningAttempt
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails, hangs, takes
 from comfyfleet.worker.news import NewsSender
+
+# what a run took
+
+
+@pytest.mark.parametrize("failure", [None, Failure(FailureKind.NODE_ERROR, "bad")])
+async def test_the_wait_in_the_servers_own_queue_is_not_counted(failure: Failure | None) -> None:
+    api = ScriptedApi()
+
+    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+        report(Report(job.ref, NewsKind.ACCEPTED))
+        await asyncio.sleep(0.3)
+        report(Report(job.ref, NewsKind.STARTED))
+        report(Report(job.ref, NewsKind.STARTED))
+        if failure is not None:
+            raise ServiceFailed(failure)
+        return JobResult()
+
+    async with running(api, SimulatedConnector(behaviour=behave)):
+        api.give(leased_job())
+        await until(lambda: api.named("complete") + api.named("fail"))
+    (told,) = api.named("complete") + api.named("fail")
+    assert 0 <= told.seconds < 0.2
+
+
+async def test_a_run_that_never_told_its_start_counts_from_its_beginning() -> None:
+    api = ScriptedApi()
+
+    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+        await asyncio.sleep(0.1)
+        return JobResult()
+
+    async with running(api, SimulatedConnector(behaviour=behave)):
+        api.give(leased_job())
+        await until(lambda: api.named("complete"))
+    assert api.named("complete")[0].seconds >= 0.09
+
 
 # a lease that ends early
 

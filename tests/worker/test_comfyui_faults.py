@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -23,10 +24,9 @@ from tests.worker._comfyui import (
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.job import Timeouts
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, NodeFault
+from comfyfleet.sim.fake_comfyui import FakeComfyUI, Faults, NodeFault
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.connectors.comfyui.run import Run
-from comfyfleet.worker.connectors.comfyui.submission import Accepted
+from comfyfleet.worker.connectors.comfyui.messages import Message
 
 
 async def is_empty(fake: FakeComfyUI, connector: ComfyUI) -> bool:
@@ -131,37 +131,6 @@ async def _submit_for_ever(fake: FakeComfyUI, connector: ComfyUI) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_worker_thread_that_died_idle_is_noticed() -> None:
-    async with server_and_connector() as (fake, connector):
-        fake.faults.dead_worker = True
-        failure = await Attempt(connector, leased(picture())).failure()
-        assert failure.kind is FailureKind.DEAD_WORKER
-        assert await connector.check_health()
-
-
-async def test_a_worker_thread_that_dies_in_a_run_is_noticed() -> None:
-    async with server_and_connector(tuned(silent_run_s=0.6, stop_s=0.2)) as (fake, connector):
-        attempt = Attempt(connector, leased(slow(steps=10)))
-        await attempt.heard(NewsKind.STARTED)
-        fake.faults.dead_worker = True
-        assert (await attempt.failure()).kind is FailureKind.DEAD_WORKER
-
-
-class Careless(ComfyUI):
-    """Sends a node without inputs along, which kills the worker thread of a real server."""
-
-    async def _submit(self, run: Run, graph: dict[str, Any], accept_s: float | None) -> Accepted:
-        return await super()._submit(run, {**graph, "9": {"class_type": "EmptyImage"}}, accept_s)
-
-
-async def test_a_worker_thread_that_died_of_our_prompt_is_noticed() -> None:
-    async with FakeComfyUI() as fake, Careless(fake.url, tuned(stop_s=0.2)) as connector:
-        attempt = Attempt(connector, leased(picture()))
-        assert (await attempt.failure()).kind is FailureKind.DEAD_WORKER
-        assert attempt.of(NewsKind.STARTED)
-        assert not attempt.of(NewsKind.PROGRESS)
-
-
 async def test_a_success_that_was_heard_stands_although_the_server_is_gone() -> None:
     async with server_and_connector(tuned(poll_s=5.0)) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=4)))
@@ -262,6 +231,40 @@ async def test_an_end_that_nobody_heard_is_found_in_the_history() -> None:
         fake.faults.drop_sockets = True
         assert (await attempt.result()).files
         assert not attempt.of(NewsKind.OUTPUT)
+
+
+async def test_sockets_cut_in_the_middle_of_a_run_are_told_as_lost_and_back() -> None:
+    async with server_and_connector() as (fake, connector):
+        told: list[bool] = []
+        connector.on_connection = told.append
+        fake.faults.drop_sockets_after_nodes = 1
+        await Attempt(connector, leased(slow())).result()
+        await eventually(lambda: told == [False, True])
+    assert told == [False, True], "a socket that we close is not lost"
+
+
+async def test_a_listener_survives_what_nobody_foresaw(caplog: pytest.LogCaptureFixture) -> None:
+    async with server_and_connector() as (_, connector):
+        listener = connector._listening()
+        route = listener.route
+
+        def stumble(message: Message) -> None:
+            listener.__dict__.pop("route")
+            raise LookupError("a defect")
+
+        listener.__dict__["route"] = stumble
+        await Attempt(connector, leased(slow())).result()
+        assert listener.route == route
+        assert await listener.wait_open(2.0)
+        attempt = Attempt(connector, leased(slow(seed=2)))
+        await attempt.result()
+        assert attempt.of(NewsKind.PROGRESS)
+    assert "a defect" in caplog.text
+
+
+def test_every_switch_of_the_fake_is_met_by_the_connector() -> None:
+    sources = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+    assert [name for name in Faults.__struct_fields__ if f"faults.{name}" not in sources] == []
 
 
 async def test_a_server_without_websockets_still_runs_jobs() -> None:

@@ -258,6 +258,11 @@ def about(kind: str, prompt_id: str | None, **data: Any) -> Message:
 PREVIEW = Message("preview", None, {"format": "image/jpeg"}, b"x")
 
 
+def test_a_preview_whose_header_is_nested_without_end_is_passed_over() -> None:
+    header = b"[" * 200_000
+    assert parse_binary((4).to_bytes(4, "big") + len(header).to_bytes(4, "big") + header + b"x") is None
+
+
 async def test_a_preview_without_prompt_id_goes_to_the_prompt_that_executes() -> None:
     ears, ours, theirs = listener(), Recorder(), Recorder()
     ears.attach("a", ours)

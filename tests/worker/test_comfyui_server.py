@@ -29,7 +29,7 @@ from tests.worker._comfyui import (
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.job import Attachment
-from comfyfleet.model.worker import Capabilities, Cost, Gpu, Hardware, Service
+from comfyfleet.model.worker import Gpu
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI, server_id
 from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, combo_models, read_machine
@@ -197,46 +197,12 @@ async def test_models_that_come_and_go_are_seen() -> None:
         assert "sd15.safetensors" not in models
 
 
-async def test_what_was_declared_stands_and_is_filled_in() -> None:
-    declared = Capabilities(
-        services=(
-            Service("comfyui", providers=("mine",), models=frozenset({"extra.ckpt"})),
-            Service("a1111"),
-        ),
-        hardware=Hardware(gpu=Gpu(2, 48.0, "custom")),
-        cost=Cost(tier="premium"),
-    )
-    async with FakeComfyUI() as fake, ComfyUI(fake.url, QUICK, declared) as connector:
-        found = (await connector.inventory()).capabilities
-    assert [service.name for service in found.services] == ["comfyui", "a1111"]
-    assert found.services[0].providers == ("mine",)
-    assert found.services[0].models is not None
-    assert {"extra.ckpt", "sd15.safetensors"} <= found.services[0].models
-    assert found.hardware.gpu == Gpu(2, 48.0, "custom")
-    assert found.hardware.memory.total_gb == 64.0
-    assert found.cost.tier == "premium"
-
-
 async def test_an_inventory_of_a_server_that_is_away_fails() -> None:
     async with server_and_connector() as (fake, connector):
         await fake.crash()
         with pytest.raises(ServiceFailed) as raised:
             await connector.inventory()
         assert raised.value.failure.kind is FailureKind.TRANSIENT
-
-
-async def test_the_last_workflow_and_its_models_count_as_loaded() -> None:
-    graph: dict[str, Any] = {
-        "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "sd15.safetensors"}},
-        "2": {"class_type": "EmptyLatentImage", "inputs": {"width": 64, "height": 64, "batch_size": 1}},
-        "3": {"class_type": "VAEDecode", "inputs": {"samples": ["2", 0], "vae": ["1", 2]}},
-        "4": {"class_type": "SaveImage", "inputs": {"images": ["3", 0], "filename_prefix": "x"}},
-    }
-    async with server_and_connector() as (_, connector):
-        await Attempt(connector, leased(graph)).result()
-        live = (await connector.inventory()).live
-    assert live.loaded_models == {"sd15.safetensors"}
-    assert live.last_workflow == "hash"
 
 
 async def test_the_boot_changes_with_a_restart_and_not_with_a_lost_socket() -> None:

@@ -73,6 +73,7 @@ class LocalBus:
         self._listeners: list[Callable[[Event], None]] = []
         self._everything: dict[LocalSubscription, None] = {}
         self._by_job: dict[JobId, dict[LocalSubscription, None]] = {}
+        self._is_closed = False
 
     def publish(self, event: Event) -> None:
         for listener in tuple(self._listeners):
@@ -100,10 +101,19 @@ class LocalBus:
         if job_id is None:
             subscription = LocalSubscription(self._leave_everything)
             self._everything[subscription] = None
-            return subscription
-        subscription = LocalSubscription(lambda gone: self._leave_job(job_id, gone))
-        self._by_job.setdefault(job_id, {})[subscription] = None
+        else:
+            subscription = LocalSubscription(lambda gone: self._leave_job(job_id, gone))
+            self._by_job.setdefault(job_id, {})[subscription] = None
+        if self._is_closed:
+            subscription.close()
         return subscription
+
+    def close(self) -> None:
+        """Ends every subscription, those to come included, once it has told what it holds."""
+        self._is_closed = True
+        watchers = [self._everything, *self._by_job.values()]
+        for subscription in [each for some in watchers for each in some]:
+            subscription.close()
 
     def _leave_everything(self, subscription: LocalSubscription) -> None:
         self._everything.pop(subscription, None)

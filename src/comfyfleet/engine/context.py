@@ -48,7 +48,7 @@ class Context:
     def tell(self, kind: str, worker_id: WorkerId, **data: object) -> None:
         self.bus.publish(FleetEvent(kind, self.clock.now(), worker_id, data))
 
-    def blocked(self, block: Block) -> None:
+    def blocked(self, block: Block, message: str = "") -> None:
         now = self.clock.now()
         if block.is_in_force(now):
             self.fleet.note_block(block, now)
@@ -60,15 +60,16 @@ class Context:
                 reason=block.reason.value,
                 failures=block.failures,
                 blocked_until=block.blocked_until,
+                message=message,
             )
 
-    async def unblocked(self, block: Block) -> None:
+    async def unblocked(self, block: Block, why: str) -> None:
         now = self.clock.now()
         others = await self.store.blocks(block.worker_id)
         if not any(other.is_in_force(now) for other in others):
             self.fleet.with_blocks.discard(block.worker_id)
         if block.blocked_until is not None:
-            self.tell("unblocked", block.worker_id, target=block.target, reason=block.reason.value)
+            self.tell("unblocked", block.worker_id, target=block.target, reason=block.reason.value, why=why)
 
     def offer(self, worker: WorkerRecord, poll_id: PollId) -> LeaseOffer:
         rules = self.rules

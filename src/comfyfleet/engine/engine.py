@@ -88,6 +88,7 @@ class Engine:
     async def close(self) -> None:
         await self._rounds.close()
         await self._sweeper.close()
+        self.bus.close()
         await self.store.close()
 
     # the callers' door
@@ -216,7 +217,7 @@ class Engine:
     async def unblock(self, worker_id: WorkerId, target: str) -> bool:
         lifted = await self.store.lift([Pair(worker_id, target)])
         for block in lifted:
-            await self._context.unblocked(block)
+            await self._context.unblocked(block, "by hand")
         self._rounds.worker_freed(worker_id)
         return bool(lifted)
 

@@ -8,7 +8,7 @@ from comfyfleet.model.calls import Explanation, MissingFor
 from comfyfleet.model.dispatch import Dispatch, Phase, Standing
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.policy.feasibility import misses
+from comfyfleet.policy.feasibility import Miss, misses, nearest_miss
 from comfyfleet.policy.learning import expected_s
 
 
@@ -18,21 +18,28 @@ async def explain(context: Context, dispatch: Dispatch) -> Explanation:
         where = "" if dispatch.lease is None else f" on {dispatch.lease.worker_id}"
         return Explanation(job_id, phase, f"the job is {phase.value}{where}")
     now = await context.store.now()
-    reasons: list[MissingFor] = []
+    cls = context.fleet.classes[dispatch.class_key]
+    lacking: dict[WorkerId, tuple[Miss, ...]] = {}
+    reasons: dict[WorkerId, MissingFor] = {}
     able: list[WorkerRecord] = []
-    for worker in context.fleet.workers.values():
-        why = await _why_not(context, dispatch, worker, now)
+    for worker in list(context.fleet.workers.values()):
+        lacks = misses(cls, worker.worker_id, worker.capabilities)
+        why = [miss.reason for miss in lacks] + await _kept_from(context, dispatch, worker, now)
         if why:
-            reasons.append(MissingFor(worker.worker_id, why[0], tuple(why)))
+            lacking[worker.worker_id] = lacks
+            reasons[worker.worker_id] = MissingFor(worker.worker_id, why[0], tuple(why))
         else:
             able.append(worker)
     position = await context.store.position(job_id)
-    nearest = min(reasons, key=lambda miss: len(miss.reasons), default=None)
+    # One that could run it and is only kept from it is nearer than any that lacks something.
+    kept = next((worker_id for worker_id, lacks in lacking.items() if not lacks), None)
+    closest = kept or nearest_miss(lacking, context.rules.weights)
+    nearest = None if closest is None else reasons[closest]
     return Explanation(
         job_id,
         phase,
         await _summary(context, dispatch, able, nearest, position, now),
-        tuple(reasons),
+        tuple(reasons.values()),
         tuple(worker.worker_id for worker in able),
         None if nearest is None else nearest.worker_id,
         position,
@@ -40,10 +47,9 @@ async def explain(context: Context, dispatch: Dispatch) -> Explanation:
     )
 
 
-async def _why_not(context: Context, dispatch: Dispatch, worker: WorkerRecord, now: float) -> list[str]:
-    cls = context.fleet.classes[dispatch.class_key]
-    lesson = context.known_lesson(dispatch.workflow_hash)
-    why = [miss.reason for miss in misses(cls, worker.worker_id, worker.capabilities, lesson)]
+async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord, now: float) -> list[str]:
+    """What keeps a worker from a job it could run."""
+    why: list[str] = []
     for target in (dispatch.workflow_hash, dispatch.job_id):
         block = await context.store.get_block(Pair(worker.worker_id, target))
         if block is not None and block.is_in_force(now):

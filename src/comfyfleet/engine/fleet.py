@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping, Set
 import msgspec
 
 from comfyfleet.model.block import Block
-from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId, WorkflowHash
-from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
 from comfyfleet.policy.feasibility import is_feasible
+from comfyfleet.policy.learning import still_warm
 from comfyfleet.policy.projection import Vocabulary, profile_key
 from comfyfleet.ports import Store
 
@@ -82,16 +83,15 @@ class Fleet:
             table = await self._store.table()
         self.classes.update(table.classes)
         for key, cls in table.classes.items():
-            await self._judge(key, cls, table.profiles)
+            self._judge(key, cls, table.profiles)
         self._table_version = table.version
         return True
 
-    async def _judge(self, key: ClassKey, cls: RequirementClass, profiles: Set[ProfileKey]) -> None:
+    def _judge(self, key: ClassKey, cls: RequirementClass, profiles: Set[ProfileKey]) -> None:
         """Which of the profiles in the table may take the class, as the table has it too."""
-        lesson = await self._lesson_for(cls)
         fits = self._fits.setdefault(key, set())
         for profile, worker in self._speakers().items():
-            if profile in profiles and is_feasible(cls, worker.worker_id, worker.capabilities, lesson):
+            if profile in profiles and is_feasible(cls, worker.worker_id, worker.capabilities):
                 fits.add(profile)
 
     async def _read_blocks(self, now: float) -> bool:
@@ -120,7 +120,6 @@ class Fleet:
 
     async def _ensure_class(self, cls: RequirementClass) -> ClassKey:
         key = self.key_of(cls)
-        lesson = await self._lesson_for(cls)
         while True:
             if self._store.is_shared:
                 await self._catch_up()
@@ -130,7 +129,7 @@ class Fleet:
             fits = {
                 profile
                 for profile, worker in self._speakers().items()
-                if is_feasible(cls, worker.worker_id, worker.capabilities, lesson)
+                if is_feasible(cls, worker.worker_id, worker.capabilities)
             }
             if await self._store.put_class(cls, fits & table.profiles, version=table.version):
                 break
@@ -158,12 +157,20 @@ class Fleet:
             known = self._selectivity[key] = len(self.able(key))
         return known
 
-    def is_workable(self, cls: RequirementClass, lesson: Lesson | None = None) -> bool:
+    def is_workable(self, cls: RequirementClass) -> bool:
         return any(
-            is_feasible(cls, worker.worker_id, worker.capabilities, lesson)
+            is_feasible(cls, worker.worker_id, worker.capabilities)
             for worker in self.workers.values()
             if not worker.is_offline
         )
+
+    def waits_for_memory(self, dispatch: Dispatch) -> bool:
+        """Its class asks for more memory than the one it relaxes to: a bigger card is hoped for."""
+        later = None if dispatch.relaxed_class is None else self.classes.get(dispatch.relaxed_class)
+        now = self.classes.get(dispatch.class_key)
+        if now is None or later is None:
+            return False
+        return now.requirements.hardware.gpu_memory_above_gb > later.requirements.hardware.gpu_memory_above_gb
 
     def capabilities(self) -> Iterable[Capabilities]:
         return (worker.capabilities for worker in self.workers.values() if not worker.is_offline)
@@ -193,7 +200,7 @@ class Fleet:
                 capabilities=capabilities,
                 profile=profile,
                 slots=slots,
-                live=live if known.is_offline else _still_warm(known.live, live),
+                live=live if known.is_offline else still_warm(known.live, live),
                 connected_at=now if known.is_offline else known.connected_at,
                 last_seen_at=now,
                 is_offline=False,
@@ -264,10 +271,10 @@ class Fleet:
             fits = []
             for key, cls in table.classes.items():
                 known = self._fits.get(key)
-                if heir_of is not None and known is not None and cls.workflow_hash is None:
+                if heir_of is not None and known is not None:
                     may_take = heir_of in known
                 else:
-                    may_take = is_feasible(cls, worker_id, capabilities, await self._lesson_for(cls))
+                    may_take = is_feasible(cls, worker_id, capabilities)
                 if may_take:
                     fits.append(key)
             if await self._store.put_profile(profile, fits, version=table.version):
@@ -308,11 +315,6 @@ class Fleet:
             self._fits.pop(gone, None)
             self._selectivity.pop(gone, None)
 
-    async def _lesson_for(self, cls: RequirementClass) -> Lesson | None:
-        if cls.workflow_hash is None:
-            return None
-        return await self._store.get_lesson(WorkflowHash(cls.workflow_hash))
-
 
 def _differs(known: WorkerRecord, stored: WorkerRecord) -> bool:
     """In anything that decides who may take what."""
@@ -321,13 +323,4 @@ def _differs(known: WorkerRecord, stored: WorkerRecord) -> bool:
         or known.profile != stored.profile
         or (known.is_offline, known.is_paused, known.is_draining, known.quarantined_until)
         != (stored.is_offline, stored.is_paused, stored.is_draining, stored.quarantined_until)
-    )
-
-
-def _still_warm(known: LiveState, told: LiveState) -> LiveState:
-    """ComfyUI does not say what it has loaded; what its last run needed is remembered until it says or goes away."""
-    return msgspec.structs.replace(
-        told,
-        loaded_models=told.loaded_models or known.loaded_models,
-        last_workflow=told.last_workflow or known.last_workflow,
     )

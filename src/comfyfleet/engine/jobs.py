@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,15 +24,14 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import GraphNeeds, hash_workflow, parse_workflow, read_needs, resolve_seeds
 from comfyfleet.policy.admission import check_priority, check_room, check_submission
-from comfyfleet.policy.feasibility import misses
-from comfyfleet.policy.learning import with_lesson
+from comfyfleet.policy.feasibility import misses, nearest_miss
+from comfyfleet.policy.learning import with_memory, without_slow
 from comfyfleet.policy.lifecycle import (
     IllegalMove,
     Move,
-    cancel_requested,
     cancelled,
     paused,
     standing_at,
@@ -41,6 +41,18 @@ from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.timing import wake_at
 
 _QUEUED = (FactDraft(FactKind.QUEUED),)
+
+
+class Place(NamedTuple):
+    """The class a job stands in, and the one it moves to when it has waited long enough."""
+
+    cls: RequirementClass
+    later: RequirementClass | None
+    relax_at: float | None
+
+    @property
+    def classes(self) -> tuple[RequirementClass, ...]:
+        return (self.cls,) if self.later is None else (self.cls, self.later)
 
 
 class JobDesk:
@@ -76,10 +88,11 @@ class JobDesk:
         if unworkable and submission.require_workable:
             raise Refusal(
                 RefusalCode.UNWORKABLE,
-                "no live worker can run this: " + "; ".join(unworkable),
+                "no live worker can run this; the nearest: " + "; ".join(unworkable),
                 missing=unworkable,
             )
-        dispatch = await self._dispatch(submission, cls, workflow_hash, now)
+        place = await self._place(cls, workflow_hash, max(now, submission.not_before or now))
+        dispatch = self._dispatch(submission, place, workflow_hash, now)
         job = Job(
             dispatch.job_id,
             submission.tenant,
@@ -89,7 +102,7 @@ class JobDesk:
             reference=submission.reference,
             seeds=seeds or None,
         )
-        written = await self._enqueue(dispatch, job, cls)
+        written = await self._enqueue(dispatch, job, place)
         if written.dispatch.job_id != dispatch.job_id:
             # Somebody else submitted under the same reference in between.
             known = await context.store.records.get(written.dispatch.job_id)
@@ -104,7 +117,11 @@ class JobDesk:
 
     @staticmethod
     def _repeat(known: Job, submission: Submission) -> Submitted:
-        if known.payload != submission:
+        # What was attached to a completed job is not kept.
+        kept = known.payload
+        if not kept.attachments:
+            submission = msgspec.structs.replace(submission, attachments=())
+        if kept != submission:
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,
                 f"a different job was submitted as {submission.reference!r} before; choose another id",
@@ -115,38 +132,42 @@ class JobDesk:
     async def _class_of(
         self, submission: Submission, graph: GraphNeeds, workflow_hash: WorkflowHash
     ) -> RequirementClass:
-        """What the caller declares, plus what the graph shows, plus what the fleet has learned."""
+        """What the caller declares, plus what the graph shows, plus which workers are known to be too slow."""
         declared = submission.requirements
         needs = msgspec.structs.replace(
             declared,
             models=tuple(sorted(graph.models.union(declared.models))),
             node_classes=tuple(sorted(graph.node_classes.union(declared.node_classes))),
         )
-        lesson = await self._context.lesson(workflow_hash)
-        cls = RequirementClass(
-            needs,
-            submission.preferences,
-            submission.tenant,
-            workflow_hash if needs.max_processing_s is not None else None,
-        )
-        learned = with_lesson(needs, lesson, self._context.fleet.capabilities())
-        if learned is needs:
-            return cls
-        # A bigger card that lacks something else is no help: then the small one may try again.
-        bigger = msgspec.structs.replace(cls, requirements=learned)
-        return bigger if self._context.fleet.is_workable(bigger) else cls
+        needs = without_slow(needs, await self._context.lesson(workflow_hash))
+        return RequirementClass(needs, submission.preferences, submission.tenant)
 
-    async def _dispatch(
-        self, submission: Submission, cls: RequirementClass, workflow_hash: WorkflowHash, now: float
+    async def _place(self, cls: RequirementClass, workflow_hash: WorkflowHash, start: float) -> Place:
+        """Where a job stands first: with the bigger cards it is known to need, with those it prefers, or anywhere."""
+        fleet, rules = self._context.fleet, self._context.rules
+        lesson = await self._context.lesson(workflow_hash)
+        needs = with_memory(cls.requirements, lesson, fleet.capabilities())
+        bigger = msgspec.structs.replace(cls, requirements=needs)
+        if bigger != cls and fleet.is_workable(bigger):
+            return Place(bigger, cls, start + rules.bigger_card_wait_s)
+        wanted, allowed = cls.preferences.workers, cls.requirements.workers
+        if wanted and rules.affinity_wait_s > 0:
+            only = tuple(worker for worker in wanted if allowed is None or worker in allowed)
+            needs = msgspec.structs.replace(cls.requirements, workers=only)
+            held = msgspec.structs.replace(cls, requirements=needs)
+            if fleet.is_workable(held):
+                return Place(held, cls, start + rules.affinity_wait_s)
+        return Place(cls, None, None)
+
+    def _dispatch(
+        self, submission: Submission, place: Place, workflow_hash: WorkflowHash, now: float
     ) -> Dispatch:
-        context, rules = self._context, self._context.rules
+        fleet, rules = self._context.fleet, self._context.rules
         base = effective_priority(submission.priority, submission.tier, submission.urgency, None, now, rules)
-        held = self._held_for_preferred(cls)
         total_s = submission.timeouts.total_s
-        key = context.fleet.key_of(cls)
         dispatch = Dispatch(
-            job_id=context.chance.job_id(now),
-            class_key=key if held is None else context.fleet.key_of(held),
+            job_id=self._context.chance.job_id(now),
+            class_key=fleet.key_of(place.cls),
             workflow_hash=workflow_hash,
             priority=effective_priority(base, 0, "normal", submission.deadline, now, rules),
             base_priority=base,
@@ -158,37 +179,26 @@ class JobDesk:
             deadline_at=submission.deadline,
             fails_at_deadline=submission.on_deadline == "fail",
             expires_at=None if total_s is None else now + total_s,
-            relaxed_class=None if held is None else key,
-            relax_at=None if held is None else max(now, submission.not_before or now) + rules.affinity_wait_s,
+            relaxed_class=None if place.later is None else fleet.key_of(place.later),
+            relax_at=place.relax_at,
         )
-        if held is not None:
-            await context.fleet.ensure_class(held)
         return msgspec.structs.replace(dispatch, wake_at=wake_at(dispatch, now, rules))
 
-    def _held_for_preferred(self, cls: RequirementClass) -> RequirementClass | None:
-        """The class while a live preferred worker is waited for: only those workers. None: no reason to wait."""
-        wanted = cls.preferences.workers
-        if not wanted or self._context.rules.affinity_wait_s <= 0:
-            return None
-        allowed = cls.requirements.workers
-        only = tuple(worker for worker in wanted if allowed is None or worker in allowed)
-        held = msgspec.structs.replace(cls, requirements=_only_on(cls.requirements, only))
-        return held if self._context.fleet.is_workable(held) else None
-
-    async def _enqueue(self, dispatch: Dispatch, job: Job, cls: RequirementClass) -> Written:
+    async def _enqueue(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
         fleet = self._context.fleet
-        if fleet.key_of(cls) not in fleet.classes:
-            await fleet.ensure_class(cls)
+        for cls in place.classes:
+            if fleet.key_of(cls) not in fleet.classes:
+                await fleet.ensure_class(cls)
         while True:
             written = await self._context.store.enqueue(dispatch, job, _QUEUED)
             if written is not None:
                 return written
             # The store has dropped a class that was idle for long.
-            await fleet.ensure_class(cls)
-            await fleet.ensure_class(fleet.classes[dispatch.class_key])
+            for cls in place.classes:
+                await fleet.ensure_class(cls)
 
     def _unworkable(self, cls: RequirementClass) -> tuple[str, ...]:
-        """What no live worker has, by name; empty when somebody can run it."""
+        """What the worker that misses least still lacks, by name; empty when somebody can run it."""
         fleet = self._context.fleet
         key = fleet.key_of(cls)
         if key in fleet.classes:
@@ -196,17 +206,15 @@ class JobDesk:
                 return ()
         elif fleet.is_workable(cls):
             return ()
-        live = [worker for worker in fleet.workers.values() if not worker.is_offline]
-        if not live:
+        lacking = {
+            worker.worker_id: misses(cls, worker.worker_id, worker.capabilities)
+            for worker in fleet.workers.values()
+            if not worker.is_offline
+        }
+        nearest = nearest_miss(lacking, self._context.rules.weights)
+        if nearest is None:
             return ("no worker is connected",)
-        common: set[str] | None = None
-        fewest: tuple[str, ...] = ()
-        for worker in live:
-            reasons = tuple(miss.reason for miss in misses(cls, worker.worker_id, worker.capabilities))
-            common = set(reasons) if common is None else common & set(reasons)
-            if not fewest or len(reasons) < len(fewest):
-                fewest = reasons
-        return tuple(reason for reason in fewest if reason in (common or ())) or fewest
+        return tuple(f"{nearest} {miss.reason}" for miss in lacking[nearest])
 
     # look
 
@@ -230,7 +238,9 @@ class JobDesk:
             if dispatch.phase.is_final or dispatch.cancel_requested_at is not None:
                 return None
             if dispatch.phase is Phase.LEASED:
-                change = cancel_requested(dispatch, now, context.rules.cancel_grace_s)
+                # Not a phase: the lease runs on until its holder confirms, or until the grace is over.
+                asked = msgspec.structs.replace(dispatch, cancel_requested_at=now)
+                change = Change(cancel_requested_at=now, wake_at=wake_at(asked, now, context.rules))
                 return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED))
             return _write(
                 dispatch,
@@ -250,6 +260,7 @@ class JobDesk:
         view = await self.get(job_id)
         submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
         cls = await self._class_of(submission, read_needs(submission.workflow), workflow_hash)
+        place = await self._place(cls, workflow_hash, await self._context.store.now())
 
         def decide(dispatch: Dispatch, now: float) -> Write:
             try:
@@ -260,9 +271,9 @@ class JobDesk:
             change = Change(
                 phase=phase,
                 standing=Standing.IN_LANE,
-                class_key=fleet.key_of(cls),
-                relaxed_class=None,
-                relax_at=None,
+                class_key=fleet.key_of(place.cls),
+                relaxed_class=None if place.later is None else fleet.key_of(place.later),
+                relax_at=place.relax_at,
                 round=dispatch.round + 1,
                 charged=0,
                 worker_faults=0,
@@ -274,7 +285,7 @@ class JobDesk:
                 deadline_at=None,
                 expires_at=None,
                 priority=effective_priority(dispatch.base_priority, 0, "normal", None, now, rules),
-                wake_at=None,
+                wake_at=place.relax_at,
             )
             return _write(
                 dispatch,
@@ -292,7 +303,7 @@ class JobDesk:
                 },
             )
 
-        dispatch, _ = await self._change(job_id, decide, needed=cls)
+        dispatch, _ = await self._change(job_id, decide, needed=place.classes)
         return Submitted(job_id, dispatch.phase, workflow_hash)
 
     async def pause(self, job_id: JobId) -> None:
@@ -329,7 +340,12 @@ class JobDesk:
             raised = effective_priority(base, 0, "normal", dispatch.deadline_at, now, rules)
             changed = msgspec.structs.replace(dispatch, base_priority=base, priority=raised)
             change = Change(base_priority=base, priority=raised, wake_at=wake_at(changed, now, rules))
-            return _write(dispatch, change, FactDraft(FactKind.PRIORITY_CHANGED, {"priority": priority}))
+            return _write(
+                dispatch,
+                change,
+                FactDraft(FactKind.PRIORITY_CHANGED, {"priority": priority}),
+                job={"priority": priority},
+            )
 
         await self._change(job_id, decide)
 
@@ -352,12 +368,12 @@ class JobDesk:
         self,
         job_id: JobId,
         decide: Callable[[Dispatch, float], Write | None],
-        needed: RequirementClass | None = None,
+        needed: tuple[RequirementClass, ...] = (),
     ) -> tuple[Dispatch, Written | None]:
         """Load, decide, write; again when somebody was faster. None from `decide`: nothing is to be done."""
         while True:
-            if needed is not None:
-                await self._context.fleet.ensure_class(needed)
+            for cls in needed:
+                await self._context.fleet.ensure_class(cls)
             dispatch = await self._load(job_id)
             write = decide(dispatch, await self._context.store.now())
             if write is None:
@@ -368,10 +384,6 @@ class JobDesk:
                 if written.dispatch.stands_in_lane:
                     self._rounds.job_arrived(written.dispatch.class_key)
                 return written.dispatch, written
-
-
-def _only_on(needs: Requirements, workers: tuple[str, ...]) -> Requirements:
-    return msgspec.structs.replace(needs, workers=workers)
 
 
 def _write(

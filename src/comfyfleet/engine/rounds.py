@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.overtaking import Overtaking
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId
 from comfyfleet.policy.failover import SmartFailover
@@ -22,7 +23,6 @@ from comfyfleet.policy.scoring import score, warmth
 from comfyfleet.ports import Peek, Timer
 
 _LOG = logging.getLogger(__name__)
-_MAX_OVERTAKEN = 10_000
 
 
 class Slot:
@@ -45,7 +45,7 @@ class Rounds:
         self._running: asyncio.Task[None] | None = None
         # A strategy with an opinion of its own has one for each worker, equal in all else or not.
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
-        self._overtaken: dict[JobId, float] = {}
+        self._overtaking = Overtaking()
         self._timer: Timer | None = None
         self._synced_at = 0.0
         self._is_closed = False
@@ -186,7 +186,7 @@ class Rounds:
             if not jobs:
                 return
             chosen = assign(jobs)
-            self._note_overtaken(jobs, chosen, lanes, now)
+            self._note_overtaken(jobs, chosen, waiting, now)
             was_taken = False
             # Oldest first: of one lane, the head is always the one that leaves.
             for poll_id, job_id in sorted(chosen.items(), key=lambda pair: lanes[pair[1]].sequence):
@@ -206,7 +206,6 @@ class Rounds:
             for block in await context.store.blocks(worker.worker_id):
                 context.fleet.note_block(block, now)
             return False
-        self._overtaken.pop(job_id, None)
         self.leave(slot)
         context.publish(written)
         if slot.answer.done():
@@ -264,6 +263,7 @@ class Rounds:
     ) -> list[WaitingJob]:
         """Jobs of one lane differ in age alone, so a lane's slots are ranked once."""
         ranked: dict[tuple[LaneKey, tuple[int, ...]], tuple[RankKey, tuple[str, ...]]] = {}
+        wait_s = self._context.rules.affinity_wait_s
         jobs = []
         for job_id, candidate in seen.items():
             lane, by = candidate.lane, takers[job_id]
@@ -279,11 +279,9 @@ class Rounds:
                     continue
                 best = WaitingJob.ranked(job_id, lane.priority, ranks)
                 known = ranked[lane, by] = (best.rank, best.slots)
-            overtaken_at = self._overtaken.get(job_id)
-            wait_s = self._context.rules.affinity_wait_s
-            is_overdue = overtaken_at is not None and now - overtaken_at >= wait_s
-            rank = (not is_overdue, *known[0][1:5], candidate.sequence)
-            if is_overdue:
+            rank = (True, *known[0][1:5], candidate.sequence)
+            profiles = {self._context.fleet.workers[groups[number][0].worker_id].profile for number in by}
+            if self._overtaking.is_overdue(profiles, lane.priority, candidate.sequence, now - wait_s):
                 # Among those that waited long enough age alone counts, or the cold would go on losing to the warm.
                 rank = (False, False, 0, 0, 0.0, candidate.sequence)
             jobs.append(WaitingJob(job_id, lane.priority, rank, known[1]))
@@ -307,28 +305,26 @@ class Rounds:
         )
 
     def _note_overtaken(
-        self,
-        jobs: list[WaitingJob],
-        chosen: dict[str, JobId],
-        lanes: dict[JobId, Candidate],
-        now: float,
+        self, jobs: list[WaitingJob], chosen: dict[str, JobId], slots: dict[PollId, Slot], now: float
     ) -> None:
         """Preference, warmth and score may let a younger job pass, but not for longer than the affinity wait.
 
         Selectivity alone may do so for ever: whoever is passed then has other workers.
         """
         taken = set(chosen.values())
-        youngest: dict[tuple[int, int | None], int] = {}
-        for job in jobs:
-            if job.job_id in taken:
-                is_favoured = job.rank[1:3] < (True, 0)
-                at = (job.priority, None if is_favoured else job.rank[3])
-                youngest[at] = max(youngest.get(at, 0), lanes[job.job_id].sequence)
-        for job in jobs:
-            if job.job_id in taken or job.job_id in self._overtaken:
-                continue
-            favoured = youngest.get((job.priority, None), 0)
-            if lanes[job.job_id].sequence < max(favoured, youngest.get((job.priority, job.rank[3]), 0)):
-                if len(self._overtaken) >= _MAX_OVERTAKEN:
-                    del self._overtaken[next(iter(self._overtaken))]
-                self._overtaken[job.job_id] = now
+        left = [job for job in jobs if job.job_id not in taken]
+        if not left:
+            return
+        by_id = {job.job_id: job for job in jobs}
+        for poll_id, job_id in chosen.items():
+            job = by_id[job_id]
+            is_favoured = job.rank[1:3] < (True, 0)
+            if any(
+                other.priority == job.priority
+                and other.rank[-1] < job.rank[-1]
+                and (is_favoured or other.rank[3] == job.rank[3])
+                and poll_id in other.slots
+                for other in left
+            ):
+                worker = self._context.fleet.workers[slots[PollId(poll_id)].worker_id]
+                self._overtaking.note(worker.profile, job.priority, job.rank[-1], now)

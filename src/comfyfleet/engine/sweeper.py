@@ -73,6 +73,7 @@ class Sweeper:
         await self._end_quarantines()
         await self._find_lost_workers()
         before: list[Dispatch] = []
+        has_failed = False
         while True:
             due = await context.store.due(_BATCH)
             for dispatch in due:
@@ -80,6 +81,7 @@ class Sweeper:
                     await self._attend(dispatch)
                 except Exception:
                     # One that cannot be attended to must not keep the others waiting.
+                    has_failed = True
                     _LOG.exception(
                         "job %s could not be attended to; the next sweep tries again", dispatch.job_id
                     )
@@ -87,12 +89,16 @@ class Sweeper:
                 break
             before = due
         await self._purge()
-        self.wake_by(await context.store.next_due())
-        self.wake_by(await context.store.next_block_end())
+        # What could not be done is still due; trying again at once would only turn the fault into a storm of it.
+        earliest = await context.store.now() + context.rules.sweep_s if has_failed else 0.0
+        for at in (await context.store.next_due(), await context.store.next_block_end()):
+            self.wake_by(at if at is None else max(at, earliest))
 
     async def _attend(self, dispatch: Dispatch) -> None:
         context = self._context
         now = await context.store.now()
+        if self._still_hopes_for_memory(dispatch, now):
+            dispatch = msgspec.structs.replace(dispatch, relax_at=now + context.rules.bigger_card_wait_s)
         found = review(dispatch, now, context.rules)
         match found.due:
             case Due.TOTAL_OVER:
@@ -129,6 +135,16 @@ class Sweeper:
                     if written.dispatch.stands_in_lane:
                         self._rounds.job_arrived(written.dispatch.class_key)
 
+    def _still_hopes_for_memory(self, dispatch: Dispatch, now: float) -> bool:
+        """A job that waits for a bigger card goes on waiting while there is one, however busy."""
+        fleet = self._context.fleet
+        return (
+            dispatch.relax_at is not None
+            and dispatch.relax_at <= now
+            and fleet.waits_for_memory(dispatch)
+            and fleet.selectivity(dispatch.class_key) > 0
+        )
+
     async def _expire(self, dispatch: Dispatch) -> None:
         assert dispatch.lease is not None
         guard = AtRevision(dispatch.revision)
@@ -144,7 +160,7 @@ class Sweeper:
 
     async def _end_blocks(self) -> None:
         for block in await self._context.store.expired_blocks():
-            await self._context.unblocked(block)
+            await self._context.unblocked(block, "the cooldown is over")
             self._rounds.worker_freed(block.worker_id)
 
     async def _end_quarantines(self) -> None:
@@ -172,13 +188,15 @@ class Sweeper:
         now = await context.store.now()
         if now - self._purged_at < _PURGE_EVERY_S:
             return
-        self._purged_at = now
+        is_done = True
         for phase, keep_s in (
             (Phase.COMPLETED, rules.keep_completed_s),
             (Phase.FAILED, rules.keep_failed_s),
             (Phase.CANCELLED, rules.keep_completed_s),
         ):
-            await context.store.purge(phase, now - keep_s, _PURGE_BATCH)
+            is_done &= await context.store.purge(phase, now - keep_s, _PURGE_BATCH) < _PURGE_BATCH
+        if is_done:
+            self._purged_at = now
 
     def start(self) -> None:
         self.wake_by(self._context.clock.now() + self._context.rules.sweep_s)

@@ -22,9 +22,9 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
-from comfyfleet.model.ids import ClassKey, WorkerId, WorkflowHash
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.failover import is_quarantined
-from comfyfleet.policy.learning import after_out_of_memory, no_lesson, with_lesson
+from comfyfleet.policy.learning import after_out_of_memory, no_lesson, with_memory
 from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
 from comfyfleet.policy.retry import Choice, Verdict, after_failure
 from comfyfleet.policy.timing import returned
@@ -57,23 +57,21 @@ class Verdicts:
             fraction=context.chance.fraction(),
             retry_delay_s=None if job is None else job.payload.retry_delay_s,
         )
-        # The preferred worker had its chance: a retry goes wherever it may.
-        class_key = dispatch.relaxed_class or dispatch.class_key
-        if failure.kind is FailureKind.OUT_OF_MEMORY:
-            class_key = await self._learn_memory(dispatch.workflow_hash, class_key, failure)
         blocks = [block] if block is not None else []
         if verdict.keep_off_worker and (block is None or not block.is_in_force(now)):
             until = now + context.rules.cooldown_s
             blocks.append(Block(worker_id, dispatch.job_id, BlockReason.JOB, 1, until))
-        write = self._retry if verdict.will_retry else self._give_up
-        written = await context.store.write(
-            write(dispatch, guard, failure, verdict, class_key, tuple(blocks), now)
-        )
+        if verdict.will_retry:
+            placed = await self._placed(dispatch, failure, now)
+            write = self._retry(placed, guard, failure, verdict, tuple(blocks), now)
+        else:
+            write = self._give_up(dispatch, guard, failure, verdict, tuple(blocks), now)
+        written = await context.store.write(write)
         if written is None:
             return None
         await context.fleet.note_failure(worker_id)
         for each in blocks:
-            context.blocked(each)
+            context.blocked(each, failure.message)
         if blocks:
             await self._quarantine(worker_id, now)
         context.publish(written)
@@ -86,14 +84,20 @@ class Verdicts:
         context = self._context
         if dispatch.cancel_requested_at is not None:
             return await self.cancelled(dispatch, guard)
-        if dispatch.releases + 1 > context.rules.max_releases:
+        if reason != "declined" and dispatch.releases + 1 > context.rules.max_releases:
             failure = Failure(
                 FailureKind.UNKNOWN, f"given back {context.rules.max_releases} times without a result"
             )
             return await self.ended(dispatch, failure, guard)
-        phase = target(dispatch.phase, Move.RELEASE)
-        placed = returned(dispatch, phase, dispatch.not_before, await context.store.now(), context.rules)
+        phase, now = target(dispatch.phase, Move.RELEASE), await context.store.now()
+        placed = returned(dispatch, phase, dispatch.not_before, now, context.rules)
         change = msgspec.structs.replace(placed, releases=dispatch.releases + 1)
+        blocks: tuple[Block, ...] = ()
+        if reason == "declined" and dispatch.lease is not None:
+            # It would only be declined again: another worker, or this one a little later.
+            until = now + context.rules.acknowledge_s
+            blocks = (Block(dispatch.lease.worker_id, dispatch.job_id, BlockReason.JOB, 1, until),)
+            change = placed
         written = await context.store.write(
             Write(
                 dispatch.job_id,
@@ -101,11 +105,14 @@ class Verdicts:
                 change,
                 attempt_end=AttemptEnd(AttemptOutcome.RELEASED),
                 facts=(FactDraft(FactKind.RELEASED, {"reason": reason}),),
+                blocks=blocks,
                 job={"phase": Phase.QUEUED},
             )
         )
         if written is None:
             return None
+        for block in blocks:
+            context.blocked(block, reason)
         context.publish(written)
         self._rounds.job_arrived(written.dispatch.class_key)
         return written.dispatch
@@ -149,7 +156,7 @@ class Verdicts:
                 guard or AtRevision(dispatch.revision),
                 failed(dispatch, Move.END),
                 attempt_end=end,
-                facts=(FactDraft(FactKind.FAILED, _told(failure, failure.message)),),
+                facts=(FactDraft(FactKind.FAILED, _told(failure, failure.message, dispatch)),),
                 job={"phase": Phase.FAILED, "failure": failure, "completed_at": now},
             )
         )
@@ -166,20 +173,18 @@ class Verdicts:
         guard: Guard,
         failure: Failure,
         verdict: Verdict,
-        class_key: ClassKey,
         blocks: tuple[Block, ...],
         now: float,
     ) -> Write:
         phase = target(dispatch.phase, Move.REQUEUE)
-        relaxed = msgspec.structs.replace(dispatch, class_key=class_key, relaxed_class=None, relax_at=None)
         change = msgspec.structs.replace(
-            returned(relaxed, phase, verdict.not_before, now, self._context.rules),
+            returned(dispatch, phase, verdict.not_before, now, self._context.rules),
             charged=verdict.charged,
             worker_faults=verdict.worker_faults,
             failed_on=verdict.failed_on,
             expired_on=verdict.expired_on,
         )
-        told = {**_told(failure, failure.message), "not_before": verdict.not_before}
+        told = {**_told(failure, failure.message, dispatch), "not_before": verdict.not_before}
         return Write(
             dispatch.job_id,
             guard,
@@ -187,7 +192,7 @@ class Verdicts:
             attempt_end=_end(failure, verdict),
             facts=(FactDraft(FactKind.RETRYING, told),),
             blocks=blocks,
-            job={"phase": Phase.QUEUED, "failure": failure},
+            job={"phase": Phase.QUEUED, "failure": failure, "worker_id": _holder(dispatch)},
         )
 
     def _give_up(
@@ -196,7 +201,6 @@ class Verdicts:
         guard: Guard,
         failure: Failure,
         verdict: Verdict,
-        class_key: ClassKey,  # noqa: ARG002
         blocks: tuple[Block, ...],
         now: float,
     ) -> Write:
@@ -213,9 +217,14 @@ class Verdicts:
             guard,
             change,
             attempt_end=_end(failure, verdict),
-            facts=(FactDraft(FactKind.FAILED, _told(failure, verdict.why)),),
+            facts=(FactDraft(FactKind.FAILED, _told(failure, verdict.why, dispatch)),),
             blocks=blocks,
-            job={"phase": Phase.FAILED, "failure": failure, "completed_at": now},
+            job={
+                "phase": Phase.FAILED,
+                "failure": failure,
+                "worker_id": _holder(dispatch),
+                "completed_at": now,
+            },
         )
 
     # what policy needs to know
@@ -253,21 +262,35 @@ class Verdicts:
             return failure
         return msgspec.structs.replace(failure, vram_gb=worker.capabilities.hardware.gpu.memory_gb)
 
-    async def _learn_memory(
-        self, workflow_hash: WorkflowHash, class_key: ClassKey, failure: Failure
-    ) -> ClassKey:
-        """The class of what needs more memory than this card had; the same class if nobody has more."""
-        context = self._context
+    async def _placed(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
+        """Where the next attempt stands: with bigger cards, or no longer with those it preferred."""
+        if failure.kind is FailureKind.OUT_OF_MEMORY:
+            return await self._with_more_memory(dispatch, failure, now)
+        if self._context.fleet.waits_for_memory(dispatch):
+            return dispatch
+        # The preferred worker had its chance: a retry goes wherever it may.
+        anywhere = dispatch.relaxed_class or dispatch.class_key
+        return msgspec.structs.replace(dispatch, class_key=anywhere, relaxed_class=None, relax_at=None)
+
+    async def _with_more_memory(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
+        """Learned for the workflow; this job asks for a bigger card, as long as there is one that could take it."""
+        context, workflow_hash = self._context, dispatch.workflow_hash
         lesson = await context.lesson(workflow_hash) or no_lesson(workflow_hash)
         if failure.vram_gb:
             lesson = after_out_of_memory(lesson, failure.vram_gb)
             await context.learn(lesson)
-        cls = context.fleet.classes[class_key]
-        needs = with_lesson(cls.requirements, lesson, context.fleet.capabilities())
+        base = dispatch.relaxed_class or dispatch.class_key
+        cls = context.fleet.classes[base]
+        needs = with_memory(cls.requirements, lesson, context.fleet.capabilities())
         bigger = msgspec.structs.replace(cls, requirements=needs)
         if bigger == cls or not context.fleet.is_workable(bigger):
-            return class_key
-        return await context.fleet.ensure_class(bigger)
+            return msgspec.structs.replace(dispatch, class_key=base, relaxed_class=None, relax_at=None)
+        return msgspec.structs.replace(
+            dispatch,
+            class_key=await context.fleet.ensure_class(bigger),
+            relaxed_class=base,
+            relax_at=now + context.rules.bigger_card_wait_s,
+        )
 
     async def _quarantine(self, worker_id: WorkerId, now: float) -> None:
         context = self._context
@@ -287,8 +310,14 @@ def _end(failure: Failure, verdict: Verdict) -> AttemptEnd:
     return AttemptEnd(outcome, verdict.charge.value, failure)
 
 
-def _told(failure: Failure, why: str) -> dict[str, object]:
+def _holder(dispatch: Dispatch) -> WorkerId | None:
+    return None if dispatch.lease is None else dispatch.lease.worker_id
+
+
+def _told(failure: Failure, why: str, dispatch: Dispatch) -> dict[str, object]:
     told: dict[str, object] = {"kind": failure.kind.value, "message": failure.message, "why": why}
+    if dispatch.lease is not None:
+        told |= {"worker_id": dispatch.lease.worker_id, "lease": dispatch.lease.number}
     if failure.node_id is not None:
         told["node_id"] = failure.node_id
     return told

@@ -37,12 +37,12 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
-from comfyfleet.model.ids import JobId, PollId, WorkerId, prompt_id_of
+from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
 from comfyfleet.model.lesson import Lesson
-from comfyfleet.model.worker import LiveState, WorkerRecord
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow import resolve_seeds
 from comfyfleet.policy.failover import lifted_by_inventory
-from comfyfleet.policy.learning import after_run, no_lesson
+from comfyfleet.policy.learning import after_run, no_lesson, warmed
 from comfyfleet.policy.lifecycle import completed
 
 
@@ -67,7 +67,7 @@ class WorkerDesk:
         # A worker registers again when its inventory changed, when it came back, or when somebody asked it to look.
         lifted = lifted_by_inventory(await context.store.blocks(call.worker_id))
         for block in await context.store.lift([block.pair for block in lifted]):
-            await context.unblocked(block)
+            await context.unblocked(block, "the inventory was looked at anew")
         self._rounds.worker_freed(call.worker_id)
         return record
 
@@ -259,6 +259,18 @@ class WorkerDesk:
         pairs = (Pair(worker_id, dispatch.workflow_hash), Pair(worker_id, dispatch.job_id))
         known = [block for pair in pairs if (block := await context.store.get_block(pair)) is not None]
         seconds = call.seconds or now - dispatch.lease.leased_at
+        job: dict[str, object] = {
+            "phase": Phase.COMPLETED,
+            "result": call.result,
+            "failure": None,
+            "worker_id": worker_id,
+            "prompt_id": prompt_id_of(ref.attempt_id),
+            "completed_at": now,
+        }
+        record = await context.store.records.get(ref.job_id)
+        if record is not None and record.payload.attachments:
+            # A completed job runs no more: what was attached to it need not be kept.
+            job["payload"] = msgspec.structs.replace(record.payload, attachments=())
         write = Write(
             ref.job_id,
             HeldBy(ref),
@@ -266,22 +278,15 @@ class WorkerDesk:
             attempt_end=AttemptEnd(AttemptOutcome.COMPLETED),
             facts=(FactDraft(FactKind.COMPLETED, {"worker_id": worker_id, "seconds": seconds}),),
             lifted=tuple(block.pair for block in known),
-            job={
-                "phase": Phase.COMPLETED,
-                "result": call.result,
-                "failure": None,
-                "worker_id": worker_id,
-                "prompt_id": prompt_id_of(ref.attempt_id),
-                "completed_at": now,
-            },
+            job=job,
         )
         written = await context.store.write(write)
         if written is None:
             return await self._too_late(ref, AttemptOutcome.COMPLETED)
         context.strategy.record_success(worker_id, dispatch.workflow_hash, now)
-        await self._remember_run(dispatch, worker_id, seconds, call.live)
+        await self._remember_run(dispatch, worker_id, seconds)
         for block in known:
-            await context.unblocked(block)
+            await context.unblocked(block, "it succeeded")
         context.publish(written)
         if known:
             self._rounds.worker_freed(worker_id)
@@ -362,9 +367,7 @@ class WorkerDesk:
     async def _seen(self, worker_id: WorkerId) -> None:
         await self._context.fleet.note_seen(worker_id, self._context.clock.now())
 
-    async def _remember_run(
-        self, dispatch: Dispatch, worker_id: WorkerId, seconds: float, live: LiveState | None
-    ) -> None:
+    async def _remember_run(self, dispatch: Dispatch, worker_id: WorkerId, seconds: float) -> None:
         context = self._context
         worker = context.fleet.workers.get(worker_id)
         if worker is None:
@@ -372,13 +375,6 @@ class WorkerDesk:
         lesson: Lesson = await context.lesson(dispatch.workflow_hash) or no_lesson(dispatch.workflow_hash)
         await context.learn(after_run(lesson, worker.capabilities.worker_class, seconds))
         cls = context.fleet.classes.get(dispatch.class_key)
-        models = frozenset(cls.requirements.models) if cls is not None else frozenset()
-        loaded = msgspec.structs.replace(
-            live or worker.live,
-            loaded_models=models or (live or worker.live).loaded_models,
-            last_workflow=dispatch.workflow_hash,
-        )
-        await context.fleet.note_run(worker_id, seconds, loaded)
-
-    async def leases_of(self, worker_id: WorkerId) -> list[JobId]:
-        return [dispatch.job_id for dispatch in await self._context.store.leases_of(worker_id)]
+        models = () if cls is None else cls.requirements.models
+        warm = warmed(worker.live, models, dispatch.workflow_hash)
+        await context.fleet.note_run(worker_id, seconds, warm)

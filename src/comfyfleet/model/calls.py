@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from comfyfleet.model.dispatch import Attempt, Dispatch, Lease, LeaseRef, Phase
+from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, PollId, WorkerId, WorkflowHash
@@ -23,7 +23,7 @@ class Submitted(msgspec.Struct, frozen=True, omit_defaults=True):
     workflow_hash: WorkflowHash
     seeds: dict[str, int] | None = None
     unworkable: tuple[str, ...] = ()
-    """What no live worker has; a warning, not a refusal, unless the caller asked for one."""
+    """What keeps the nearest worker from it; a warning, not a refusal, unless the caller asked for one."""
     is_repeat: bool = False
 
 
@@ -130,7 +130,6 @@ class Completion(msgspec.Struct, frozen=True, omit_defaults=True):
     ref: LeaseRef
     result: JobResult
     seconds: float = 0.0
-    live: LiveState | None = None
 
 
 class FailureReport(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -163,10 +162,3 @@ class QueueStats(msgspec.Struct, frozen=True):
     cancelled: int
     workers: int
     idle_slots: int
-
-
-class HeldLease(msgspec.Struct, frozen=True):
-    """A lease as a store hands it out."""
-
-    dispatch: Dispatch
-    lease: Lease

@@ -91,6 +91,8 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True):
     payload: Submission
     reference: str | None = None
     seeds: dict[str, int] | None = None
+    priority: int | None = None
+    """Where it was changed since the submit."""
     phase: Phase = Phase.QUEUED
     round: int = 1
     worker_id: WorkerId | None = None

@@ -46,6 +46,8 @@ class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     isolation: Isolation = "none"
     location: LocationNeed = LocationNeed()
     max_processing_s: float | None = None
+    slow_worker_classes: tuple[str, ...] = ()
+    """Learned, not asked for: classes of workers on which this workflow takes longer than `max_processing_s`."""
     environment: Environment | None = None
     max_cost_tier: CostTier | None = None
     workers: tuple[WorkerId, ...] | None = None
@@ -69,8 +71,6 @@ class RequirementClass(msgspec.Struct, frozen=True, omit_defaults=True):
     requirements: Requirements
     preferences: Preferences = Preferences()
     tenant: TenantId = DEFAULT_TENANT
-    workflow_hash: str | None = None
-    """Set only where a need depends on the workflow itself (`max_processing_s` against learned durations)."""
 
     @property
     def key(self) -> ClassKey:
@@ -95,6 +95,7 @@ def _normal(cls: RequirementClass) -> RequirementClass:
             ),
             workers=None if needs.workers is None else tuple(sorted(set(needs.workers))),
             exclude_workers=tuple(sorted(set(needs.exclude_workers))),
+            slow_worker_classes=tuple(sorted(set(needs.slow_worker_classes))),
         ),
         preferences=msgspec.structs.replace(wishes, models=tuple(sorted(set(wishes.models)))),
     )

@@ -185,14 +185,14 @@ def _check_shape(graph: Any, max_nodes: int) -> None:
     if not isinstance(graph, dict):
         raise InvalidWorkflow(
             f"A workflow is an object of nodes by id, but this is {_json_type(graph)}. "
-            "Pass the content of a file exported with 'Save (API Format)'."
+            "Pass the content of a file saved with 'Export (API)' (in older releases 'Save (API Format)')."
         )
     if not graph:
         raise InvalidWorkflow("The workflow has no nodes.")
     if isinstance(graph.get("nodes"), list):
         raise InvalidWorkflow(
             "This is a workflow as the ComfyUI editor saves it, which servers do not run: "
-            "export it with 'Save (API Format)'."
+            "save it with 'Export (API)' (in older releases 'Save (API Format)')."
         )
     wrapped = graph.get("prompt")
     if isinstance(wrapped, dict) and "class_type" not in wrapped:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -11,6 +13,22 @@ from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY, Rules
 
 def check_submission(submission: Submission, rules: Rules) -> None:
     check_priority(submission.priority)
+    timeouts = submission.timeouts
+    for name, value in (
+        ("not_before", submission.not_before),
+        ("deadline", submission.deadline),
+        ("retry_delay", submission.retry_delay_s),
+        ("the accept timeout", timeouts.accept_s),
+        ("the start timeout", timeouts.start_s),
+        ("the stall timeout", timeouts.stall_s),
+        ("the total timeout", timeouts.total_s),
+        ("max_processing_s", submission.requirements.max_processing_s),
+    ):
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"{name} is {value}; it must be a number of seconds, not negative",
+            )
     if submission.max_attempts is not None and submission.max_attempts < 1:
         raise Refusal(RefusalCode.INVALID_REQUEST, "max_attempts must be at least 1")
     if submission.urgency not in rules.urgency_points:

@@ -13,7 +13,6 @@ from typing import Literal
 import msgspec
 
 from comfyfleet.model.ids import TenantId, WorkerId
-from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import COST_TIERS, CostTier, HardwareNeed, RequirementClass, Requirements
 from comfyfleet.model.worker import Capabilities, Hardware, Service, TenantAccess
 from comfyfleet.policy.rules import Weights
@@ -28,21 +27,14 @@ class Miss(msgspec.Struct, frozen=True):
     reason: str
 
 
-def misses(
-    cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities, lesson: Lesson | None = None
-) -> tuple[Miss, ...]:
-    """Every reason why the worker may not take the class, weightiest dimension first. Empty: it may.
-
-    The lesson is the one of the class's own workflow hash; without one no duration is known.
-    """
-    return tuple(_find(cls, worker_id, capabilities, lesson))
+def misses(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> tuple[Miss, ...]:
+    """Every reason why the worker may not take the class, weightiest dimension first. Empty: it may."""
+    return tuple(_find(cls, worker_id, capabilities))
 
 
-def is_feasible(
-    cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities, lesson: Lesson | None = None
-) -> bool:
+def is_feasible(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> bool:
     """`misses` without the list: stops at the first reason."""
-    return next(_find(cls, worker_id, capabilities, lesson), None) is None
+    return next(_find(cls, worker_id, capabilities), None) is None
 
 
 def nearest_miss(missing: Mapping[WorkerId, Collection[Miss]], weights: Weights) -> WorkerId | None:
@@ -67,9 +59,7 @@ def weight_of(dimension: Dimension, weights: Weights) -> float:
     return weight
 
 
-def _find(
-    cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities, lesson: Lesson | None
-) -> Iterator[Miss]:
+def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> Iterator[Miss]:
     # Lazy on purpose: most pairs of a large fleet fail early, and their later reasons are never put into words.
     needs = cls.requirements
     yield from _affinity_misses(needs, worker_id)
@@ -84,7 +74,7 @@ def _find(
         yield from _inventory_misses(needs, service)
     if not admits(capabilities.tenant_access, cls.tenant, is_strict=needs.isolation == "strict"):
         yield _tenant_miss(capabilities.tenant_access, cls.tenant)
-    yield from _performance_misses(needs, capabilities, lesson)
+    yield from _performance_misses(needs, capabilities)
     yield from _location_misses(needs, capabilities)
     if needs.max_cost_tier is not None and not is_within_tier(capabilities.cost.tier, needs.max_cost_tier):
         yield Miss("cost", f"costs '{capabilities.cost.tier}', at most '{needs.max_cost_tier}' may be paid")
@@ -206,16 +196,11 @@ def _tenant_miss(access: TenantAccess, tenant: TenantId) -> Miss:
     return Miss("tenant", "takes jobs of other tenants too, and the job asks for strict isolation")
 
 
-def _performance_misses(
-    needs: Requirements, capabilities: Capabilities, lesson: Lesson | None
-) -> Iterator[Miss]:
-    if needs.max_processing_s is None or lesson is None:
-        return
-    duration = lesson.durations.get(capabilities.worker_class)
-    if duration is not None and not duration.mean_s <= needs.max_processing_s:
+def _performance_misses(needs: Requirements, capabilities: Capabilities) -> Iterator[Miss]:
+    if needs.max_processing_s is not None and capabilities.worker_class in needs.slow_worker_classes:
         yield Miss(
             "performance",
-            f"takes about {duration.mean_s:.3g} s for this workflow, {needs.max_processing_s:g} s are allowed",
+            f"takes longer for this workflow than the {needs.max_processing_s:g} s that are allowed",
         )
 
 

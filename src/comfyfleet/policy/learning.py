@@ -9,7 +9,7 @@ import msgspec
 from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.requirement import Requirements
-from comfyfleet.model.worker import Capabilities
+from comfyfleet.model.worker import Capabilities, LiveState
 
 # The weight of the newest run once there are many: old runs fade, one odd run does not decide.
 _FADE = 0.2
@@ -42,7 +42,16 @@ def expected_s(lesson: Lesson | None, worker_class: str) -> float | None:
     return sum(duration.mean_s for duration in lesson.durations.values()) / len(lesson.durations)
 
 
-def with_lesson(needs: Requirements, lesson: Lesson | None, fleet: Iterable[Capabilities]) -> Requirements:
+def without_slow(needs: Requirements, lesson: Lesson | None) -> Requirements:
+    """Keep a job with a limit on its processing time from the classes of workers known to take longer."""
+    limit = needs.max_processing_s
+    if limit is None or lesson is None:
+        return needs
+    slow = tuple(sorted(name for name, duration in lesson.durations.items() if duration.mean_s > limit))
+    return msgspec.structs.replace(needs, slow_worker_classes=slow) if slow else needs
+
+
+def with_memory(needs: Requirements, lesson: Lesson | None, fleet: Iterable[Capabilities]) -> Requirements:
     """Ask for more memory than was seen to be too little, if any worker has more; else a hopeless need helps nobody."""
     if lesson is None or lesson.memory_above_gb <= needs.hardware.gpu_memory_above_gb:
         return needs
@@ -54,3 +63,18 @@ def with_lesson(needs: Requirements, lesson: Lesson | None, fleet: Iterable[Capa
 
 def no_lesson(workflow_hash: WorkflowHash) -> Lesson:
     return Lesson(workflow_hash)
+
+
+def warmed(live: LiveState, models: Iterable[str], workflow_hash: WorkflowHash) -> LiveState:
+    """After a run. ComfyUI does not say what is loaded: what the run needed is, and one without models evicts none."""
+    loaded = frozenset(models) or live.loaded_models
+    return msgspec.structs.replace(live, loaded_models=loaded, last_workflow=workflow_hash)
+
+
+def still_warm(known: LiveState, told: LiveState) -> LiveState:
+    """What a worker tells of itself now, and what is remembered of its last run until it says otherwise."""
+    return msgspec.structs.replace(
+        told,
+        loaded_models=told.loaded_models or known.loaded_models,
+        last_workflow=told.last_workflow or known.last_workflow,
+    )

@@ -62,13 +62,6 @@ def cancelled(dispatch: Dispatch) -> Change:
     return Change(phase=target(dispatch.phase, Move.CANCEL), lease=None, wake_at=None)
 
 
-def cancel_requested(dispatch: Dispatch, now: float, grace_s: float) -> Change:
-    """Not a phase: the lease runs on until its holder confirms, or until the grace is over."""
-    assert dispatch.phase is Phase.LEASED, "a waiting job is cancelled at once"
-    wake = now + grace_s if dispatch.wake_at is None else min(dispatch.wake_at, now + grace_s)
-    return Change(cancel_requested_at=now, wake_at=wake)
-
-
 def paused(dispatch: Dispatch) -> Change:
     assert dispatch.phase is Phase.QUEUED, "only a waiting job can be paused"
     return Change(standing=Standing.PAUSED)

@@ -45,8 +45,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     gpu_memory_above_gb: frozenset[float] = frozenset()
     cpu_cores: frozenset[int] = frozenset()
     ram_gb: frozenset[float] = frozenset()
-    time_limits: frozenset[bool] = frozenset()
-    """{True} when some class limits its processing time; the limit itself tells no two workers apart."""
+    slow_worker_classes: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, classes: Iterable[RequirementClass]) -> Vocabulary:
@@ -90,7 +89,7 @@ def _words(requirement_class: RequirementClass) -> dict[str, Iterable[Any]]:
         "gpu_memory_above_gb": _bound(hardware.gpu_memory_above_gb),
         "cpu_cores": _bound(hardware.cpu_cores),
         "ram_gb": _bound(hardware.ram_gb),
-        "time_limits": (True,) if needs.max_processing_s is not None else (),
+        "slow_worker_classes": needs.slow_worker_classes,
     }
 
 
@@ -107,7 +106,7 @@ def _bound(value: float) -> tuple[float, ...]:
 
 
 def profile_key(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Vocabulary) -> ProfileKey:
-    """Equal keys: equal verdicts on every class the vocabulary covers (given the same lessons)."""
+    """Equal keys: equal verdicts on every class the vocabulary covers."""
     services = {
         _ENCODER.encode(_project_service(service, vocabulary))
         for service in capabilities.services
@@ -148,7 +147,8 @@ def _project(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Vocabu
         _highest(bound for bound in vocabulary.gpu_memory_above_gb if gpu.memory_gb > bound),
         _highest(bound for bound in vocabulary.cpu_cores if hardware.cpu.cores >= bound),
         _highest(bound for bound in vocabulary.ram_gb if hardware.memory.total_gb >= bound),
-        capabilities.worker_class if vocabulary.time_limits else None,
+        # As with exclusion: its own class is the one that is absent.
+        vocabulary.slow_worker_classes - {capabilities.worker_class},
     )
 
 

@@ -24,12 +24,8 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # leases
     lease_ttl_s: float = 60.0
-    heartbeat_s: float = 15.0
-    heartbeat_jitter: float = 0.2
     acknowledge_s: float = 10.0
     """A lease whose first heartbeat does not come in this time goes back uncharged."""
-    abandon_share: float = 0.8
-    """A worker stops its run after this share of the lease without a confirmed heartbeat."""
     worker_lost_s: float = 60.0
     cancel_grace_s: float = 30.0
     """After this long a lease whose cancel was not confirmed is revoked."""
@@ -60,6 +56,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window_lanes: int = 32
     quantum_s: float = 30.0
     affinity_wait_s: float = 3.0
+    bigger_card_wait_s: float = 60.0
+    """After out of memory a job asks for a bigger card; so often it is looked whether there still is one."""
     weights: Weights = Weights()
     round_s: float = 1.0
     """Parked slots are matched at least this often, should a wake-up be lost."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self, assert_never
 
@@ -17,8 +18,8 @@ from comfyfleet.model.calls import Beat, Command, LeasedJob, RegisterWorker, Rel
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
-from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.model.worker import Capabilities, LiveState
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.commands import CommandListener
@@ -33,8 +34,17 @@ __all__ = ["Agent", "AgentSettings", "AgentState", "AgentStatus"]
 
 _log = logging.getLogger(__name__)
 
-_INVENTORY_IS_OLD = frozenset({FailureKind.MISSING_MODEL, FailureKind.MISSING_NODE, FailureKind.CRASHED})
-_SERVER_MAY_BE_GONE = frozenset({FailureKind.TRANSIENT, FailureKind.CRASHED, FailureKind.ACCEPT_TIMEOUT})
+_SOMETHING_IS_MISSING = frozenset({FailureKind.MISSING_MODEL, FailureKind.MISSING_NODE})
+_SERVER_MAY_BE_GONE = frozenset(
+    {
+        FailureKind.TRANSIENT,
+        FailureKind.CRASHED,
+        FailureKind.ACCEPT_TIMEOUT,
+        FailureKind.START_TIMEOUT,
+        FailureKind.STALL_TIMEOUT,
+        FailureKind.DEAD_WORKER,
+    }
+)
 
 
 class Agent:
@@ -53,7 +63,7 @@ class Agent:
         self._settings = settings or AgentSettings()
         self._declared = declared
         self._on_state = on_state
-        self._servers = [Server(connector, self._settings) for connector in connectors]
+        self._servers = [Server(connector, self._settings, self._lost) for connector in connectors]
         self._by_service = {server.name: server for server in self._servers}
         if not connectors or len(self._by_service) != len(connectors):
             raise ValueError(
@@ -74,8 +84,6 @@ class Agent:
         """What is registered. None: nothing is."""
         self._registration = 0
         self._registering = asyncio.Lock()
-        self._looked_at = 0.0
-        self._last_workflow: WorkflowHash | None = None
         self._tend_now = asyncio.Event()
         self._first_verdict = asyncio.Event()
         self._disconnects = 0
@@ -100,7 +108,7 @@ class Agent:
         assert not self._tasks and self._ending is None, "an agent is started once"
         for server in self._servers:
             if isinstance(server.connector, TellsConnection):
-                server.connector.on_connection = self._connection_hint
+                server.connector.on_connection = partial(self._connection_hint, server)
         self._own(self._keep_going(self._tend))
         self._own(self._keep_going(self._heart.run))
         self._own(self._keep_going(self._news.run))
@@ -126,9 +134,6 @@ class Agent:
             self._update(reason)
             # Owned by the agent: a caller that stops waiting does not stop the drain.
             self._own(self._drain())
-        await self._drained.wait()
-
-    async def wait_drained(self) -> None:
         await self._drained.wait()
 
     async def _drain(self) -> None:
@@ -193,7 +198,7 @@ class Agent:
         if server is None or not server.is_up or self._is_draining:
             await self._decline(job)
             return
-        run = AttemptRun(job, server.connector, self._api, self._news, self._settings, self._live_after(job))
+        run = AttemptRun(job, server.connector, self._api, self._news, self._settings)
         self._runs[job.ref] = run
         self._heart.add(run)
         try:
@@ -203,13 +208,24 @@ class Agent:
             del self._runs[job.ref]
         if failure is None or self._is_draining:
             return
-        if failure.kind in _SERVER_MAY_BE_GONE:
-            # Asked before the next poll: a dead server must not fail one job after the other.
-            self._disconnects += await server.check()
+        if failure.kind in _SOMETHING_IS_MISSING:
+            server.lacks(failure.missing)
             self._tend_now.set()
-        if failure.kind in _INVENTORY_IS_OLD:
+        if failure.kind is FailureKind.CRASHED:
             server.wants_look = True
-            self._tend_now.set()
+        if failure.kind is FailureKind.DEAD_WORKER:
+            server.defect = failure.message
+        if failure.kind in _SERVER_MAY_BE_GONE:
+            await self._make_sure(server)
+
+    async def _make_sure(self, server: Server) -> None:
+        """Ends with a verdict, before the next poll: a dead server must not fail one job after the other."""
+        backoff = Backoff(self._settings)
+        await server.check()
+        while server.is_up and server.missed and not self._is_draining:
+            await asyncio.sleep(backoff.next_s())
+            await server.check()
+        self._tend_now.set()
 
     async def _decline(self, job: LeasedJob) -> None:
         try:
@@ -217,14 +233,6 @@ class Agent:
         except Exception as error:
             # Never acknowledged, it goes back by itself.
             _log.info("worker %s: a lease could not be declined: %r", self.worker_id, error)
-
-    def _live_after(self, job: LeasedJob) -> LiveState | None:
-        """Told with a completion only where it changed what is warm."""
-        if job.workflow_hash == self._last_workflow or self._offer is None:
-            return None
-        self._last_workflow = job.workflow_hash
-        live = self._offer.live
-        return LiveState(live.free_vram_gb, live.available_ram_gb, live.loaded_models, job.workflow_hash)
 
     def _stop_runs(self) -> None:
         for run in list(self._runs.values()):
@@ -263,11 +271,18 @@ class Agent:
 
     # servers and registration
 
-    def _connection_hint(self, is_connected: bool) -> None:
-        if is_connected:
-            for server in self._servers:
-                server.wants_look = True
+    def _connection_hint(self, server: Server, is_connected: bool) -> None:
+        # Away for a moment, it may have been started anew and have other models.
+        server.wants_look = server.wants_look or is_connected
         self._tend_now.set()
+
+    def _lost(self) -> None:
+        """A server fell, whoever noticed. The gate closes at once; saying so to the other side may take a while."""
+        self._disconnects += 1
+        self._tend_now.set()
+        self._update()
+        if not self._is_draining:
+            self._own(self._offer_less())
 
     async def _tend(self) -> None:
         backoff = Backoff(self._settings)
@@ -289,50 +304,65 @@ class Agent:
         """Looks after the servers once. Answers when to look again."""
         if self._is_draining:
             return self._settings.health_interval_s
-        self._disconnects += await check_all(self._servers)
+        await check_all(self._servers)
         now = asyncio.get_running_loop().time()
-        if not any(server.is_usable(now) for server in self._servers):
-            await self._leave()
+        usable = {server.name: server for server in self._servers if server.is_usable(now)}
+        if not usable:
+            await self._offer_less()
             if coming := [server.usable_at - now for server in self._servers if server.is_up]:
                 return min(coming)
             return backoff.next_s()
-        is_look_due = now >= self._looked_at + self._settings.inventory_interval_s
         offered = self._offer.boots.keys() if self._offer else set()
-        usable = {server.name for server in self._servers if server.is_usable(now)}
-        is_wanted = any(server.wants_look for server in self._servers if server.is_usable(now))
-        if is_wanted or is_look_due or offered != usable:
+        if offered != usable.keys() or any(now >= server.look_due_at for server in usable.values()):
             await self._look()
         if self._offer is None or any(server.missed for server in self._servers if server.is_up):
             return backoff.next_s()
         backoff.reset()
         ends = [server.usable_at - now for server in self._servers if server.is_up and server.usable_at > now]
-        return min(
-            self._settings.health_interval_s,
-            *ends,
-            self._looked_at + self._settings.inventory_interval_s - now,
-        )
+        looks = [server.look_due_at - now for server in usable.values()]
+        return min(self._settings.health_interval_s, *ends, *looks)
 
-    async def _leave(self) -> None:
-        """No server can be used: nothing more is taken until one can."""
-        was_registered, self._offer = self._offer is not None, None
-        self._update()
-        if was_registered:
-            await self._say_goodbye("offline")
+    async def _offer_less(self) -> None:
+        """Takes back what is offered by servers that cannot be used now; without any the worker goes offline."""
+        async with self._registering:
+            if self._is_draining:
+                return
+            now = asyncio.get_running_loop().time()
+            offered = self._offer.boots.keys() if self._offer else set()
+            found = {
+                server.name: server.inventory
+                for server in self._servers
+                if server.name in offered and server.is_usable(now) and server.inventory
+            }
+            if found and found.keys() != offered:
+                try:
+                    await self._register(join(self._declared, found))
+                except Exception as error:
+                    _log.info("worker %s could not take an offer back: %r", self.worker_id, error)
+                    self._tend_now.set()
+                return
+            if not found:
+                self._offer = None
+            # Back before it could be taken back, an offer stands again.
+            self._update()
+            if offered and not found:
+                await self._say_goodbye("offline")
 
     async def _look(self, is_asked: bool = False) -> None:
         async with self._registering:
             now = asyncio.get_running_loop().time()
             usable = [server for server in self._servers if server.is_usable(now)]
             for server in usable:
-                if not await server.look() and server.miss():
-                    self._disconnects += 1
-            self._looked_at = now
+                if not await server.look():
+                    server.miss()
             found = {server.name: server.inventory for server in usable if server.is_up and server.inventory}
             if not found or self._is_draining:
                 return
             offer = join(self._declared, found)
             if is_asked or offer.differs_from(self._offer):
                 await self._register(offer)
+            else:
+                self._update()
 
     async def _register(self, offer: Offer) -> None:
         await self._api.register(
@@ -373,10 +403,14 @@ class Agent:
 
     def _update(self, reason: str = "") -> None:
         """Brings gate, parked polls and status in line with what is true now."""
-        is_registered = self._offer is not None
+        now = asyncio.get_running_loop().time()
+        offered = [self._by_service[name] for name in (self._offer.boots if self._offer else ())]
+        is_registered = any(server.is_usable(now) for server in offered)
+        # A job for a server that cannot be used would only be declined, again and again.
+        is_offer_true = is_registered and all(server.is_usable(now) for server in offered)
         self._heart.is_registered = is_registered
         self._commands.set_registered(is_registered)
-        if is_registered and not self._is_paused and not self._is_draining:
+        if is_offer_true and not self._is_paused and not self._is_draining:
             self._slots.open()
         else:
             self._slots.close()

@@ -13,13 +13,11 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Literal
 
-import msgspec
-
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release, Report, Settled
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
-from comfyfleet.model.job import JobResult, Timeouts
-from comfyfleet.model.worker import LiveState
+from comfyfleet.model.job import JobResult
 from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.worker.news import NewsSender, Outbox
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
@@ -74,11 +72,11 @@ class AttemptRun:
         "_interrupter",
         "_is_torn_off",
         "_left",
-        "_live",
         "_news",
         "_outbox",
         "_runner",
         "_settings",
+        "_started_at",
         "_stop_reason",
         "confirmed_at",
         "job",
@@ -93,9 +91,8 @@ class AttemptRun:
         api: WorkerApi,
         news: NewsSender,
         settings: AgentSettings,
-        live: LiveState | None = None,
     ) -> None:
-        self.job = with_default_timeouts(job, settings)
+        self.job = job
         self.ref = job.ref
         self.ttl_s = job.ttl_s
         self.confirmed_at = asyncio.get_running_loop().time()
@@ -103,7 +100,8 @@ class AttemptRun:
         self._api = api
         self._news = news
         self._settings = settings
-        self._live = live
+        self._started_at: float | None = None
+        """When the service began to execute: what it kept in its own queue before says nothing of the job."""
         self._outbox: Outbox | None = None
         self._runner: asyncio.Task[object] | None = None
         """The task to tear off; set only while the service runs the job."""
@@ -115,9 +113,10 @@ class AttemptRun:
     async def run(self) -> Failure | None:
         """Ends when nothing is left to do for the lease. Answers the failure that was reported, if one was."""
         try:
-            started_at = asyncio.get_running_loop().time()
+            loop = asyncio.get_running_loop()
+            begun_at = loop.time()
             outcome = await self._process() if self._stop_reason is None else None
-            seconds = asyncio.get_running_loop().time() - started_at
+            seconds = loop.time() - (begun_at if self._started_at is None else self._started_at)
             if isinstance(outcome, Failure) and outcome.kind in _MAY_HAVE_FINISHED and not self._stop_reason:
                 outcome = await self._reconcile(outcome)
             if self._stop_reason is not None:
@@ -173,6 +172,8 @@ class AttemptRun:
     def _tell(self, report: Report) -> None:
         if self._runner is None:
             return
+        if report.kind is NewsKind.STARTED and self._started_at is None:
+            self._started_at = asyncio.get_running_loop().time()
         if self._outbox is None:
             self._outbox = self._news.outbox()
         self._news.put(self._outbox, report)
@@ -228,7 +229,7 @@ class AttemptRun:
 
     async def _complete(self, result: JobResult, seconds: float) -> Failure | None:
         await self._flush()
-        call = Completion(self.ref, result, seconds, self._live)
+        call = Completion(self.ref, result, seconds)
         refusal = await self._report(lambda: self._api.complete(call))
         if refusal is None or refusal.code in _LEASE_IS_OVER:
             return None
@@ -269,17 +270,6 @@ class AttemptRun:
                     _log.warning("the end of %s could not be reported: %r", self.ref.attempt_id, error)
                     return None
             await asyncio.sleep(pause_s)
-
-
-def with_default_timeouts(job: LeasedJob, settings: AgentSettings) -> LeasedJob:
-    own = job.timeouts
-    filled = Timeouts(
-        settings.accept_timeout_s if own.accept_s is None else own.accept_s,
-        settings.start_timeout_s if own.start_s is None else own.start_s,
-        settings.stall_timeout_s if own.stall_s is None else own.stall_s,
-        own.total_s,
-    )
-    return job if filled == own else msgspec.structs.replace(job, timeouts=filled)
 
 
 def _unexpected(error: BaseException) -> Failure:

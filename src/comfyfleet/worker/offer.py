@@ -86,8 +86,6 @@ def _live(sources: Sequence[LiveState]) -> LiveState:
     return LiveState(
         _first([source.free_vram_gb for source in sources], None),
         _first([source.available_ram_gb for source in sources], None),
-        frozenset().union(*(source.loaded_models for source in sources)),
-        _first([source.last_workflow for source in sources], None),
     )
 
 

@@ -1,7 +1,7 @@
-"""The servers behind an agent: are they there, since when, and what do they have?
+"""The servers behind an agent: are they there, since when, what do they have, and when to look again?
 
 Each connector is opened, asked for its health and its inventory, and remembered as up, in its grace, or down. What
-follows (register, poll, go offline) is the agent's decision.
+follows (register, poll, go offline) is the agent's decision; it is told the moment a server is lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class TellsConnection(Protocol):
 class Server:
     """One connector and what is known of the server behind it."""
 
-    def __init__(self, connector: Connector, settings: AgentSettings) -> None:
+    def __init__(
+        self, connector: Connector, settings: AgentSettings, on_lost: Callable[[], None] = lambda: None
+    ) -> None:
         self.connector = connector
         self.inventory: Inventory | None = None
         self.is_up = False
@@ -36,8 +38,14 @@ class Server:
         self.missed = 0
         self.wants_look = False
         """Its inventory may have changed."""
+        self.defect: str | None = None
+        """What a run found wrong with the server itself. It is why, should the server now be called unhealthy."""
         self.reason = "not asked yet"
         self._settings = settings
+        self._on_lost = on_lost
+        self._looked_at = float("-inf")
+        self._missing: frozenset[str] = frozenset()
+        self._missing_pause_s = 0.0
         self._is_open = False
         self._was_lost = False
 
@@ -48,8 +56,21 @@ class Server:
     def is_usable(self, now: float) -> bool:
         return self.is_up and now >= self.usable_at
 
-    async def check(self) -> bool:
-        """Asks the server whether it is there. Answers whether it was lost by this check."""
+    @property
+    def look_due_at(self) -> float:
+        if self.wants_look:
+            return float("-inf")
+        pause_s = self._settings.inventory_interval_s
+        return self._looked_at + (min(pause_s, self._missing_pause_s) if self._missing else pause_s)
+
+    def lacks(self, names: Sequence[str]) -> None:
+        """A run failed for want of these: they are looked for at once, and then more often than usual."""
+        self.wants_look = True
+        self._missing |= {_plain(name) for name in names}
+        self._missing_pause_s = self._settings.missing_interval_s
+
+    async def check(self) -> None:
+        """Asks the server whether it is there."""
         if await self._answers():
             # Away for a moment, it may have been started anew.
             self.wants_look = self.wants_look or self.missed > 0
@@ -58,28 +79,43 @@ class Server:
                 self.is_up = True
                 grace_s = self._settings.reconnect_grace_s if self._was_lost else 0.0
                 self.usable_at = asyncio.get_running_loop().time() + grace_s
-            return False
-        return self.miss()
+        else:
+            self.miss()
 
-    def miss(self) -> bool:
+    def miss(self) -> None:
+        """The only place where a server falls: whoever must stop using it hears of it before anything else runs."""
         self.missed += 1
         if self.is_up and self.missed < self._settings.missed_checks:
-            return False
+            return
         # One that is away from the start is not lost, but it gets its grace like any that comes back.
         is_lost, self.is_up, self._was_lost = self.is_up, False, True
-        return is_lost
+        if is_lost:
+            self._on_lost()
 
     async def look(self) -> bool:
         """Reads the inventory. False: it could not be read; an older one is kept."""
+        self._looked_at = asyncio.get_running_loop().time()
+        # Taken down before the look: a wish that comes up meanwhile is for another one.
+        was_wanted, self.wants_look = self.wants_look, False
         try:
             async with asyncio.timeout(self._settings.inventory_timeout_s):
                 self.inventory = await self.connector.inventory()
-            self.wants_look = False
+            self._look_for_missing(self.inventory, is_first=was_wanted)
             return True
         except Exception as error:
+            self.wants_look = self.wants_look or was_wanted
             self.reason = f"{self.name}: its inventory could not be read ({_text(error)})"
             _log.warning("%s", self.reason)
             return False
+
+    def _look_for_missing(self, inventory: Inventory, *, is_first: bool) -> None:
+        """What is listed is no longer looked for; for the rest the pauses grow."""
+        listed: set[str] = set()
+        for service in inventory.capabilities.services:
+            listed |= {_plain(name) for name in service.models or ()} | (service.node_classes or frozenset())
+        self._missing -= listed
+        if not is_first:
+            self._missing_pause_s *= 2
 
     async def close(self) -> None:
         if not self._is_open:
@@ -106,18 +142,24 @@ class Server:
         except Exception as error:
             self.reason = f"{self.name} does not answer ({_text(error)})"
             return False
-        if not is_healthy:
-            self.reason = f"{self.name} does not answer its health check"
+        if is_healthy:
+            self.defect = None
+        else:
+            self.reason = f"{self.name}: {self.defect or 'it does not answer its health check'}"
         return is_healthy
 
 
-async def check_all(servers: Sequence[Server]) -> int:
-    """Answers how many were lost by this check."""
+async def check_all(servers: Sequence[Server]) -> None:
     if len(servers) == 1:
-        return int(await servers[0].check())
+        await servers[0].check()
+        return
     async with asyncio.TaskGroup() as group:
-        checks = [group.create_task(server.check()) for server in servers]
-    return sum(check.result() for check in checks)
+        for server in servers:
+            group.create_task(server.check())
+
+
+def _plain(name: str) -> str:
+    return name.replace("\\", "/")
 
 
 def _text(error: Exception) -> str:

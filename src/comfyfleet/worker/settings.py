@@ -31,9 +31,6 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A run is stopped after this share of its lease without a confirmed heartbeat."""
 
     # attempts
-    accept_timeout_s: float | None = 30.0
-    start_timeout_s: float | None = None
-    stall_timeout_s: float | None = None
     cancel_timeout_s: float = 10.0
     """The longest a service gets to confirm that it stopped a run."""
     cancel_settle_s: float = 1.0
@@ -55,6 +52,8 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reconnect_grace_s: float = 5.0
     """A server that came back gets work only after this long."""
     inventory_interval_s: float = 300.0
+    missing_interval_s: float = 10.0
+    """After a run failed for something missing it is looked for this often, then less and less often."""
     inventory_timeout_s: float = 60.0
 
     # the end

@@ -18,13 +18,7 @@ from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.worker import Capabilities, LiveState
-from comfyfleet.model.workflow import (
-    InvalidWorkflow,
-    Workflow,
-    parse_workflow,
-    read_needs,
-    with_filename_prefix,
-)
+from comfyfleet.model.workflow import InvalidWorkflow, Workflow, parse_workflow, with_filename_prefix
 from comfyfleet.ports import Inventory, RunningAttempt
 from comfyfleet.worker.connectors.comfyui import failures, inventory
 from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
@@ -38,6 +32,7 @@ from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, parse
 from comfyfleet.worker.connectors.comfyui.stopping import Stopped, parse_version, stop
 from comfyfleet.worker.connectors.comfyui.submission import Accepted, Submission, Unwanted
 from comfyfleet.worker.connectors.comfyui.truth import State, look_up
+from comfyfleet.worker.connectors.comfyui.vitality import Vitality
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +46,11 @@ class ComfyUI:
 
     service_name = "comfyui"
 
-    def __init__(
-        self, url: str, settings: ComfyUISettings | None = None, declared: Capabilities | None = None
-    ) -> None:
+    def __init__(self, url: str, settings: ComfyUISettings | None = None) -> None:
         self.address = parse_address(url)
         self.settings = settings or ComfyUISettings()
-        self._declared = declared
+        self.on_connection: Callable[[bool], None] | None = None
+        """Told when the websocket is lost against our will, and when it is back."""
         self._api = Api(self.address, self.settings)
         self._listener: Listener | None = None
         self._client_id = ""
@@ -66,7 +60,7 @@ class ComfyUI:
         self._boot = BootWatch()
         self._losses_seen = 0
         self._machine: Machine | None = None
-        self._live = LiveState()
+        self._vitality = Vitality(self._api, self.settings)
 
     @property
     def server_id(self) -> str:
@@ -86,7 +80,9 @@ class ComfyUI:
         await self._api.open()
         self._client_id = uuid.uuid4().hex
         self._losses_seen = 0
-        self._listener = Listener(self._api, self.settings, self._client_id, self._restarted)
+        self._listener = Listener(
+            self._api, self.settings, self._client_id, self._restarted, self._tell_connection
+        )
         self._listener.start()
 
     async def close(self) -> None:
@@ -106,11 +102,15 @@ class ComfyUI:
     # the port
 
     async def check_health(self) -> bool:
+        """False too while the server answers and its worker thread, found dead, shows no sign of a new life."""
         try:
             answer = await self._api.queue_length()
+            if not answer.is_ok or not isinstance(answer.body, dict):
+                return False
+            listener = self._listening()
+            return not await self._vitality.is_dead(listener.losses, is_listening=listener.is_open)
         except Unreachable:
             return False
-        return answer.is_ok and isinstance(answer.body, dict)
 
     async def inventory(self) -> Inventory:
         """Raises `ServiceFailed` when the server does not tell."""
@@ -123,8 +123,8 @@ class ComfyUI:
             raise fail(FailureKind.TRANSIENT, f"The server did not tell what it has: {error}") from error
         self._machine = machine
         return Inventory(
-            capabilities=inventory.combine(self._declared, service, machine),
-            live=inventory.live_state(machine, self._live),
+            capabilities=Capabilities(services=(service,), hardware=machine.hardware),
+            live=LiveState(machine.free_vram_gb, machine.available_ram_gb),
             boot=self._boot.value,
         )
 
@@ -146,12 +146,16 @@ class ComfyUI:
             accepted = await self._submit(run, workflow.to_graph(), job.timeouts.accept_s)
             run.accepted(accepted.number)
             result = await run.until_end(lambda: self._take_back(prompt_id))
+        except ServiceFailed as failed:
+            if failed.failure.kind is FailureKind.DEAD_WORKER:
+                self._vitality.found_dead(prompt_id, listener.losses)
+            raise
         finally:
             listener.detach(prompt_id)
             del self._runs[prompt_id]
             run.close()
         self._boot.remembered = prompt_id
-        self._live = LiveState(loaded_models=read_needs(workflow).models, last_workflow=job.workflow_hash)
+        self._vitality.found_alive()
         return result
 
     async def cancel_job(self, job: LeasedJob) -> None:
@@ -289,7 +293,10 @@ class ComfyUI:
 
     async def _stop(self, prompt_id: str, within_s: float) -> Stopped:
         version = parse_version(self._machine.version) if self._machine is not None else None
-        return await stop(self._api, self.settings, prompt_id, version, within_s)
+        stopped = await stop(self._api, self.settings, prompt_id, version, within_s)
+        if stopped.standing.state is State.RUNNING:
+            self._vitality.found_busy(prompt_id, self._listening().losses)
+        return stopped
 
     async def _stop_all_of(self, prompt_id: str) -> Stopped:
         """Stop the prompt, and again when its submit was still under way."""
@@ -342,7 +349,10 @@ class ComfyUI:
     def _restarted(self) -> None:
         self._boot.restarted()
         self._machine = None
-        self._live = LiveState()
+
+    def _tell_connection(self, is_connected: bool) -> None:
+        if self.on_connection is not None:
+            self.on_connection(is_connected)
 
     async def _notice_restart(self) -> None:
         losses = self._listening().losses

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from comfyfleet.model.worker import Capabilities, Gpu, Hardware, LiveState, Memory, Service
+from comfyfleet.model.worker import Gpu, Hardware, Memory, Service
 from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
 from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
 
@@ -119,31 +119,6 @@ def read_machine(stats: Mapping[str, Any]) -> Machine:
         free_vram_gb=_smallest(device.get("vram_free") for device in devices),
         available_ram_gb=_smallest([system.get("ram_free")]),
     )
-
-
-def live_state(machine: Machine, remembered: LiveState) -> LiveState:
-    return msgspec.structs.replace(
-        remembered, free_vram_gb=machine.free_vram_gb, available_ram_gb=machine.available_ram_gb
-    )
-
-
-def combine(declared: Capabilities | None, service: Service, machine: Machine) -> Capabilities:
-    """What was declared stands; what was found fills it in."""
-    if declared is None:
-        return Capabilities(services=(service,), hardware=machine.hardware)
-    others = tuple(other for other in declared.services if other.name != service.name)
-    for own in declared.services:
-        if own.name == service.name:
-            models = service.models if own.models is None else (service.models or frozenset()) | own.models
-            service = msgspec.structs.replace(
-                service, providers=own.providers or service.providers, models=models
-            )
-    hardware = declared.hardware
-    if hardware.gpu == Gpu():
-        hardware = msgspec.structs.replace(hardware, gpu=machine.hardware.gpu)
-    if hardware.memory == Memory():
-        hardware = msgspec.structs.replace(hardware, memory=machine.hardware.memory)
-    return msgspec.structs.replace(declared, services=(service, *others), hardware=hardware)
 
 
 def _gpu(devices: list[Mapping[str, Any]]) -> Gpu:

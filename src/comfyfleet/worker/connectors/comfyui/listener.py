@@ -1,8 +1,8 @@
 """The one websocket to a server, shared by every attempt that runs there.
 
-Owns connecting, reconnecting with backoff, and who a message is for. It always closes the old socket before it opens
-a new one: a server that sees the old of two sockets with one client id close forgets the new one as well. Nothing
-here decides what became of a run; whoever listens is told when news may have been missed.
+Owns connecting, reconnecting with backoff, telling of losses and returns, and who a message is for. It always closes
+the old socket before it opens a new one: a server that sees the old of two sockets with one client id close forgets the
+new one as well. Nothing here decides what became of a run; whoever listens is told when news may have been missed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,19 @@ class Ear(Protocol):
 
 class Listener:
     def __init__(
-        self, api: Api, settings: ComfyUISettings, client_id: str, on_restart: Callable[[], None]
+        self,
+        api: Api,
+        settings: ComfyUISettings,
+        client_id: str,
+        on_restart: Callable[[], None],
+        on_connection: Callable[[bool], None] = lambda _: None,
     ) -> None:
+        """`on_connection` is told of every loss against our will, and of the return after it."""
         self._api = api
         self._settings = settings
         self._client_id = client_id
         self._on_restart = on_restart
+        self._on_connection = on_connection
         self._ears: dict[str, Ear] = {}
         self._executing: str | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -45,6 +52,7 @@ class Listener:
         self._hurry = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_reopening = False
+        self._is_lost = False
         self.lost_at: float | None = None
         """When the socket was last lost against our will, on the event loop's clock."""
         self.losses = 0
@@ -89,14 +97,22 @@ class Listener:
     async def _keep_listening(self) -> None:
         delay_s = self._settings.reconnect_min_s
         failed = 0
+        loop = asyncio.get_running_loop()
         while True:
             self._hurry.clear()
+            begun_at = loop.time()
             try:
                 await self._listen_once(had_failures=failed > 0)
-                delay_s, failed = self._settings.reconnect_min_s, 0
+                failed = 0
+                # One that is cut again and again is opened less and less often.
+                if loop.time() >= begun_at + self._settings.reconnect_max_s:
+                    delay_s = self._settings.reconnect_min_s
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 failed += 1
                 log.debug("no websocket to %s: %r", self._api.address.server_id, error)
+            except Exception:
+                # Whatever it was, all the runs to come need a listener.
+                log.exception("the websocket to %s failed and is opened anew", self._api.address.server_id)
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
                     await self._hurry.wait()
@@ -141,6 +157,9 @@ class Listener:
         self._open.set()
         if had_failures and self.lost_at is not None:
             self._on_restart()
+        is_back, self._is_lost = self._is_lost, False
+        if is_back:
+            self._on_connection(True)
         for ear in list(self._ears.values()):
             ear.reconnected()
 
@@ -148,9 +167,13 @@ class Listener:
         if self._reading is not None and not self._is_reopening:
             self.lost_at = asyncio.get_running_loop().time()
             self.losses += 1
+            self._is_lost = True
+        was_open = self._open.is_set()
         self._reading = None
         self._executing = None
         self._open.clear()
+        if self._is_lost and was_open and self._task is not None:
+            self._on_connection(False)
 
     async def _deliver(self, frame: aiohttp.WSMessage) -> None:
         if frame.type is aiohttp.WSMsgType.TEXT:

@@ -76,7 +76,7 @@ def _preview_with_metadata(frame: bytes) -> Message | None:
         return None
     try:
         header = json.loads(frame[8 : 8 + length])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(header, dict):
         return None

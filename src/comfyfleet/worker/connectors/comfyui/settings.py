@@ -58,6 +58,9 @@ class ComfyUISettings(msgspec.Struct, frozen=True, kw_only=True):
     silent_run_s: float = 3600.0
     """A run without any sign for so long, where the attempt sets no stall timeout: dead as well."""
 
+    dead_worker_s: float = 600.0
+    """A server whose worker thread was found dead is tried again after so long, should nothing wait in its queue."""
+
     cancel_s: float = 60.0
     """How long a cancel insists."""
     stop_s: float = 3.0

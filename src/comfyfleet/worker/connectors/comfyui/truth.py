@@ -54,6 +54,13 @@ async def _in_history(api: Api, prompt_id: str) -> Standing | None:
     return None if entry is None else Standing(State.ENDED, _number(entry.get("prompt")), entry)
 
 
+async def prompts_of(api: Api) -> tuple[frozenset[str], frozenset[str]]:
+    """The ids of everybody's prompts that run, and that wait. Raises `Unreachable` as above."""
+    queue = _object(await api.queue(), "the queue")
+    running, waiting = _items(queue.get("queue_running")), _items(queue.get("queue_pending"))
+    return frozenset(str(item[1]) for item in running), frozenset(str(item[1]) for item in waiting)
+
+
 def find_in_queue(queue: Mapping[str, Any], prompt_id: str) -> Standing:
     running = _items(queue.get("queue_running"))
     for item in running:

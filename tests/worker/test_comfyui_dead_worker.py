@@ -1,0 +1,91 @@
+"""A worker thread that died while HTTP goes on answering: noticed, believed, and forgotten after a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.worker._comfyui import Attempt, eventually, leased, picture, server_and_connector, slow, tuned
+
+from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.failure import FailureKind
+from comfyfleet.model.job import Timeouts
+from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.worker.connectors.comfyui import ComfyUI
+from comfyfleet.worker.connectors.comfyui.run import Run
+from comfyfleet.worker.connectors.comfyui.submission import Accepted
+
+
+async def test_a_worker_thread_that_died_idle_is_noticed() -> None:
+    async with server_and_connector() as (fake, connector):
+        fake.faults.dead_worker = True
+        failure = await Attempt(connector, leased(picture())).failure()
+        assert failure.kind is FailureKind.DEAD_WORKER
+
+
+async def test_a_server_with_a_dead_worker_thread_is_unhealthy_until_it_was_restarted() -> None:
+    async with server_and_connector() as (fake, connector):
+        assert await connector.check_health()
+        fake.faults.dead_worker = True
+        assert (await Attempt(connector, leased(picture())).failure()).kind is FailureKind.DEAD_WORKER
+        assert not await connector.check_health()
+        fake.faults.dead_worker = False
+        assert not await connector.check_health(), "a thread that died does not come back by itself"
+        await fake.restart()
+        await eventually(connector.check_health)
+        await Attempt(connector, leased(picture())).result()
+
+
+async def test_a_server_that_runs_prompts_again_is_healthy_although_its_worker_thread_was_found_dead() -> (
+    None
+):
+    async with server_and_connector() as (fake, connector):
+        fake.faults.never_start = True
+        assert (await Attempt(connector, leased(picture())).failure()).kind is FailureKind.DEAD_WORKER
+        await connector._api.submit(slow(steps=100), "foreign", "somebody", 2.0)
+        assert not await connector.check_health()
+        fake.faults.never_start = False
+        await eventually(connector.check_health)
+
+
+async def test_a_diagnosis_that_nothing_confirms_does_not_stand_for_ever() -> None:
+    async with server_and_connector(tuned(dead_worker_s=0.0)) as (fake, connector):
+        fake.faults.dead_worker = True
+        assert (await Attempt(connector, leased(picture())).failure()).kind is FailureKind.DEAD_WORKER
+        assert await connector.check_health()
+        await connector._api.submit(picture(), "foreign", "somebody", 2.0)
+        assert (await Attempt(connector, leased(picture())).failure()).kind is FailureKind.DEAD_WORKER
+        assert not await connector.check_health(), "a prompt waits and none runs"
+
+
+async def test_a_server_busy_with_a_prompt_that_does_not_stop_is_unhealthy_until_it_is_done() -> None:
+    async with server_and_connector(tuned(stop_s=0.2)) as (fake, connector):
+        fake.faults.stall = "LabSlow"
+        attempt = Attempt(connector, leased(slow(steps=5), timeouts=Timeouts(stall_s=0.3)))
+        assert (await attempt.failure()).kind is FailureKind.STALL_TIMEOUT
+        assert not await connector.check_health(), "the next job would wait behind a prompt that never ends"
+        fake.faults.stall = None
+        await eventually(connector.check_health)
+        await Attempt(connector, leased(picture())).result()
+
+
+async def test_a_worker_thread_that_dies_in_a_run_is_noticed() -> None:
+    async with server_and_connector(tuned(silent_run_s=0.6, stop_s=0.2)) as (fake, connector):
+        attempt = Attempt(connector, leased(slow(steps=10)))
+        await attempt.heard(NewsKind.STARTED)
+        fake.faults.dead_worker = True
+        assert (await attempt.failure()).kind is FailureKind.DEAD_WORKER
+
+
+class Careless(ComfyUI):
+    """Sends a node without inputs along, which kills the worker thread of a real server."""
+
+    async def _submit(self, run: Run, graph: dict[str, Any], accept_s: float | None) -> Accepted:
+        return await super()._submit(run, {**graph, "9": {"class_type": "EmptyImage"}}, accept_s)
+
+
+async def test_a_worker_thread_that_died_of_our_prompt_is_noticed() -> None:
+    async with FakeComfyUI() as fake, Careless(fake.url, tuned(stop_s=0.2)) as connector:
+        attempt = Attempt(connector, leased(picture()))
+        assert (await attempt.failure()).kind is FailureKind.DEAD_WORKER
+        assert attempt.of(NewsKind.STARTED)
+        assert not attempt.of(NewsKind.PROGRESS)
