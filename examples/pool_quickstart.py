@@ -7,7 +7,6 @@ The workflow needs no model, so every ComfyUI can run it. Without addresses one 
 
 import asyncio
 import sys
-from pathlib import Path
 
 from comfyfleet import WorkflowPool
 
@@ -28,9 +27,8 @@ async def run(servers: list[str]) -> None:
         pool.on("job:started", lambda event: print(f"job {event.job_id} runs on {event.client_id}"))
         job_id = await pool.enqueue(WORKFLOW, priority=10, metadata={"tenant": "a"}, include_outputs=["2"])
         result = await pool.wait(job_id, timeout=120)
-        for file in result.files:
-            await asyncio.to_thread(Path(file.filename).write_bytes, await pool.fetch(file))
-            print(f"saved {file.filename}")
+        for path in await pool.save(result, "."):
+            print(f"saved {path}")
 
 
 async def main(servers: list[str]) -> None:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from comfyfleet.pool.options import Server as Server
     from comfyfleet.pool.options import attach as attach
     from comfyfleet.pool.pool import WorkflowPool as WorkflowPool
+    from comfyfleet.pool.records import BlockedWorkflow as BlockedWorkflow
     from comfyfleet.pool.records import JobCancelled as JobCancelled
     from comfyfleet.pool.records import JobFailed as JobFailed
     from comfyfleet.pool.records import JobRecord as JobRecord
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Affinity": "comfyfleet.pool.options",
     "Attachment": "comfyfleet.model.job",
+    "BlockedWorkflow": "comfyfleet.pool.records",
     "ComfyFleetError": "comfyfleet.model.errors",
     "FailoverStrategy": "comfyfleet.policy.failover",
     "Failure": "comfyfleet.model.failure",

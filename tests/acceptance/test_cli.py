@@ -25,6 +25,8 @@ from tests.acceptance._process import (
     written,
 )
 
+from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
@@ -73,8 +75,8 @@ def test_starting_imports_nothing_heavy() -> None:
         ["demo", "--loud"],
     ],
 )
-def test_a_wrong_command_line_is_told_and_ends_with_2(arguments: list[str]) -> None:
-    ended = run_cli(*arguments)
+def test_a_wrong_command_line_is_told_and_ends_with_2(arguments: list[str], tmp_path: Path) -> None:
+    ended = run_cli(*arguments, cwd=tmp_path)
     assert ended.returncode == 2
     assert "Error: " in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -114,7 +116,7 @@ def test_hash_tells_what_a_workflow_needs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("{", "not JSON"), ("[]", "list"), ('{"nodes": [], "links": []}', "API Format"), ("{}", "no nodes")],
+    [("{", "not JSON"), ("[]", "list"), ('{"nodes": [], "links": []}', "API"), ("{}", "no nodes")],
 )
 def test_what_is_no_workflow_is_refused_in_one_line(content: str, why: str) -> None:
     ended = run_cli("hash", "-", given=content)
@@ -240,7 +242,65 @@ def test_an_interrupted_run_takes_the_job_back(number: int, code: int, tmp_path:
         assert (ended, output) == (code, "")
         assert "Traceback" not in errors
         assert "tries again" not in errors
+        assert "stopping…" in errors
+        assert "Warning" not in errors
         assert eventually(lambda: not ask(f"{urls[0]}/queue")["queue_running"])
+
+
+def test_an_interrupted_run_that_its_server_does_not_confirm_warns(tmp_path: Path) -> None:
+    path = written(tmp_path / "slow.json", picture_workflow(steps=10_000))
+    with (
+        fake_servers() as urls,
+        started(*CLI, "run", path, "-q", "-s", urls[0], "-o", tmp_path) as process,
+    ):
+        assert eventually(lambda: bool(ask(f"{urls[0]}/queue")["queue_running"]))
+        ask(f"{urls[0]}/fake/faults", {"slow_answer_s": 60})
+        ended, _, errors = stop(process, signal.SIGINT)
+    assert ended == 130
+    assert "it may still run there" in only_line(errors.replace("Warning: ", "Error: "))
+
+
+def test_a_workflow_that_the_server_finds_invalid_ends_with_3(
+    server: str, workflow: Path, tmp_path: Path
+) -> None:
+    ended = run_cli("run", workflow, "-s", server, "--set", "3.sampler_name=nothing", "-o", tmp_path)
+    assert ended.returncode == 3
+    assert "sampler_name" in ended.stderr
+
+
+def test_a_priority_out_of_its_range_is_a_usage_error(workflow: Path) -> None:
+    for priority in (MIN_PRIORITY - 1, MAX_PRIORITY + 1):
+        ended = run_cli("run", workflow, "-s", "127.0.0.1:9", f"--priority={priority}")
+        assert ended.returncode == 2
+        assert "--priority" in ended.stderr
+
+
+def test_servers_in_the_environment_are_told_apart_by_commas_or_spaces(
+    server: str, workflow: Path, tmp_path: Path
+) -> None:
+    for separator in (",", " ", ", "):
+        names = f"127.0.0.1:9{separator}{server}"
+        ended = run_cli("run", workflow, cwd=tmp_path, env={"COMFYFLEET_SERVERS": names})
+        assert ended.returncode == 0, ended.stderr
+        assert "127.0.0.1:9 does not answer" in ended.stderr
+
+
+def test_an_address_without_a_port_gets_a_hint_where_nothing_answers(workflow: Path, tmp_path: Path) -> None:
+    ended = run_cli("run", workflow, "-s", "nowhere.invalid", "-o", tmp_path)
+    assert ended.returncode == 4
+    assert "8188" in only_line(ended.stderr)
+    assert "8188" not in run_cli("run", workflow, "-s", "127.0.0.1:9", "-o", tmp_path).stderr
+
+
+@pytest.mark.parametrize("command", ["run", "demo"])
+def test_a_folder_that_cannot_be_made_is_told_with_its_option(
+    command: str, workflow: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments: list[str | Path] = [workflow, "-s", "127.0.0.1:9"] if command == "run" else []
+    ended = run_cli(command, *arguments, "--out", tmp_path / "file" / "folder")
+    assert ended.returncode == 2
+    assert "--out" in ended.stderr.splitlines()[-1]
 
 
 # fake-comfyui
@@ -301,6 +361,7 @@ def test_a_port_in_use_is_told_in_one_line() -> None:
         ["--model", "sdxl.safetensors=6"],
         ["--model", "checkpoints/sdxl.safetensors=big"],
         ["--version", "newest"],
+        ["--version", "0.1.0"],
         ["--node-class", "NoSuchClass"],
         ["--port", "65535", "--count", "2"],
     ],

@@ -18,6 +18,8 @@ def test_the_quickstart_runs_without_any_server(tmp_path: Path) -> None:
     ended = run_program(sys.executable, QUICKSTART, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "quickstart_00001_.png").read_bytes().startswith(b"\x89PNG")
+    assert run_program(sys.executable, QUICKSTART, cwd=tmp_path).returncode == 0
+    assert len(list(tmp_path.iterdir())) == 2, "the second picture is beside the first"
 
 
 def test_the_quickstart_uses_the_servers_it_is_given(tmp_path: Path) -> None:

@@ -104,6 +104,19 @@ async def test_a_node_that_stalls_moves_on_at_the_stall_timeout() -> None:
         assert (await it.pool.get_job(job_id)).client_id == it.id_of(1)
 
 
+async def test_no_job_is_left_waiting_behind_a_prompt_that_does_not_stop() -> None:
+    async with fleet(quick(), quick(), node_execution_timeout=0.4, cooldown=0.1) as it:
+        it.servers[0].faults.stall = "KSampler"
+        jobs = [await it.pool.enqueue(text_to_image(text=f"cat {number}")) for number in range(8)]
+        for job in jobs:
+            await it.pool.wait(job, timeout=20)
+        stuck = (await it.pool.stats()).servers[0]
+        assert (stuck.state, stuck.completed) == ("offline", 0)
+        it.servers[0].faults.stall = None
+        only_there = await it.pool.enqueue(text_to_image(), preferred_client_ids=[it.id_of(0)])
+        await it.pool.wait(only_there, timeout=15)
+
+
 async def test_a_server_that_reconnects_takes_waiting_work_after_its_grace_without_any_new_job() -> None:
     async with fleet(reconnection_grace=0.3) as it:
         await it.servers[0].crash()

@@ -24,11 +24,11 @@ from comfyfleet import (
     Affinity,
     InvalidWorkflow,
     JobCancelled,
+    JobFailed,
     PoolEvent,
     Refusal,
     Server,
     SmartFailover,
-    SyncWorkflowPool,
     WorkflowPool,
     attach,
     hash_workflow,
@@ -184,7 +184,7 @@ async def test_jobs_for_different_servers_run_side_by_side_and_slots_are_kept() 
 
 async def test_a_server_added_while_running_takes_waiting_work_and_a_removed_one_gets_none() -> None:
     async with fleet() as it, FakeComfyUI(quick()) as late:
-        only_there = await it.pool.enqueue(text_to_image(), preferred_client_ids=["late"])
+        only_there = await it.pool.enqueue(text_to_image(), excluded_client_ids=[it.id_of(0)])
         assert await it.pool.add_server(Server(late.url, id="late")) == "late"
         await it.pool.wait(only_there, timeout=15)
         with pytest.raises(Refusal, match="already"):
@@ -290,7 +290,8 @@ async def test_waiting_has_its_own_timeout_and_the_job_another() -> None:
     async with fleet() as it:
         it.servers[0].faults.never_start = True
         job_id = await it.pool.enqueue(text_to_image(), timeout=0.3)
-        with pytest.raises(TimeoutError):
+        await it.told.until("job:accepted", job_id)
+        with pytest.raises(TimeoutError, match=f"job {job_id} has not ended after 0.01 s, it is running: "):
             await it.pool.wait(job_id, timeout=0.01)
         record = await it.pool.wait_for_record(job_id, timeout=15)
         assert record.status == "failed"
@@ -345,8 +346,14 @@ async def test_a_closed_pool_refuses_and_closing_twice_is_harmless() -> None:
         await it.pool.wait(job_id, timeout=15)
         await it.pool.close()
         await it.pool.close()
-        with pytest.raises(Refusal, match="closed"):
-            await it.pool.enqueue(text_to_image())
+        for use in (
+            lambda: it.pool.enqueue(text_to_image()),
+            lambda: it.pool.add_server("http://127.0.0.1:9"),
+            lambda: it.pool.get_job(job_id),
+            lambda: it.pool.wait(job_id),
+        ):
+            with pytest.raises(Refusal, match="the pool is closed"):
+                await use()
 
 
 async def test_closing_stops_what_runs_on_the_servers() -> None:
@@ -365,6 +372,31 @@ async def test_closing_stops_what_runs_on_the_servers() -> None:
         await eventually(lambda: all(run.ended_at for run in it.servers[0].stats.prompt_log))
 
 
+async def test_jobs_that_are_lost_with_the_pool_are_counted_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with WorkflowPool() as pool:
+        for _ in range(2):
+            await pool.enqueue(text_to_image())
+    assert "2 job(s) were still waiting or running and are gone with the memory store" in caplog.text
+    caplog.clear()
+    async with fleet() as it:
+        await it.pool.run(text_to_image())
+    assert "memory store" not in caplog.text
+
+
+async def test_a_job_that_never_got_an_attempt_says_so() -> None:
+    async with WorkflowPool() as pool:
+        with pytest.raises(JobFailed, match="failed and no attempt was made: total_timeout"):
+            await pool.run(text_to_image(), timeout=0.05)
+
+
+async def test_a_stuck_server_is_noticed_without_any_setting() -> None:
+    async with WorkflowPool() as pool, WorkflowPool(node_execution_timeout=None) as patient:
+        assert pool._engine.rules.start_timeout_s == pool._engine.rules.stall_timeout_s == 600
+        assert patient._engine.rules.stall_timeout_s is None
+
+
 async def test_draining_lets_what_runs_finish() -> None:
     async with fleet() as it:
         job_id = await it.pool.enqueue(text_to_image(steps=30))
@@ -375,28 +407,6 @@ async def test_draining_lets_what_runs_finish() -> None:
         assert (await it.pool.get_job(waiting)).status == "queued"
 
 
-async def test_wrong_arguments_are_refused_in_words() -> None:
-    with pytest.raises(Refusal, match="no store for"):
-        WorkflowPool(store="mongodb://somewhere")
-    async with fleet() as it:
-        for wrong, words in (
-            ({"priority": 5000}, "outside"),
-            ({"max_attempts": 0}, "at least 1"),
-            ({"timeout": -1}, "negative"),
-            ({"urgency": "now!"}, "not one of"),
-            ({"metadata": {"key": object()}}, "plain JSON"),
-            ({"metadata": {"key": "x" * 70_000}}, "metadata has"),
-        ):
-            with pytest.raises(Refusal, match=words):
-                await it.pool.enqueue(text_to_image(), **wrong)
-        with pytest.raises(Refusal, match="no workflow file"):
-            await it.pool.enqueue("not-there.json")
-        with pytest.raises(Refusal, match="no job"):
-            await it.pool.get_job("unknown")
-        with pytest.raises(Refusal, match="needs a host"):
-            await it.pool.add_server("http://")
-
-
 async def test_a_full_queue_refuses_and_takes_again_when_there_is_room() -> None:
     async with fleet(rules=Rules(max_waiting=2)) as it:
         await it.pool.pause_queue()
@@ -405,23 +415,3 @@ async def test_a_full_queue_refuses_and_takes_again_when_there_is_room() -> None
             await it.pool.enqueue(text_to_image())
         await it.pool.cancel(jobs[0])
         await it.pool.enqueue(text_to_image())
-
-
-async def test_a_script_without_an_event_loop_can_use_the_pool() -> None:
-    async with FakeComfyUI(quick()) as server:
-
-        def script() -> tuple[list[str], int]:
-            heard: list[str] = []
-            with SyncWorkflowPool([server.url], comfyui=QUICK_COMFYUI) as pool:
-                pool.on("job:completed", lambda event: heard.append(event.name))
-                job_id = pool.enqueue(text_to_image())
-                names = [event.name for event in pool.events(job_id)]
-                assert names[-1] == "job:completed"
-                result = pool.wait(job_id, timeout=15)
-                size = len(pool.fetch(result.files[0]))
-                assert pool.stats().completed == 1
-            return heard, size
-
-        heard, size = await asyncio.to_thread(script)
-        assert heard == ["job:completed"]
-        assert size > 100

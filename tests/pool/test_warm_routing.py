@@ -11,7 +11,8 @@ from comfyfleet import Rules, Weights
 MODELS = ("red.safetensors", "green.safetensors", "blue.safetensors")
 AFFINITY_WAIT_S = 0.15
 NO_WEIGHTS = Weights(service=0, hardware=0, models=0, tenant=0, performance=0, location=0, cost=0, load=0)
-FIRST_COME = Rules(retry_base_s=QUICK_RULES.retry_base_s, weights=NO_WEIGHTS)
+# Without weights a score is the same for everybody: what differs between the two plays is warmth alone.
+UNWEIGHTED = Rules(retry_base_s=QUICK_RULES.retry_base_s, weights=NO_WEIGHTS)
 
 # A card holds one of the models at a time, and loading one takes as long as a few runs.
 CARD = quick(
@@ -34,20 +35,19 @@ async def play(it: Fleet) -> tuple[int, list[str]]:
 async def test_warm_routing_causes_fewer_model_swaps_than_fifo_and_nobody_waits_longer_than_the_bound() -> (
     None
 ):
-    async with fleet(CARD, CARD, affinity_wait=0, rules=FIRST_COME) as it:
+    async with fleet(CARD, CARD, affinity_wait=0, rules=UNWEIGHTED) as it:
         fifo_swaps, jobs = await play(it)
         places = [jobs.index(event.job_id or "") for event in it.told.of("job:started")]
         # Two servers start side by side, so neighbours may change places.
         assert all(abs(place - turn) <= 1 for turn, place in enumerate(places)), "first come, first served"
-    async with fleet(CARD, CARD, affinity_wait=AFFINITY_WAIT_S) as it:
+    async with fleet(CARD, CARD, affinity_wait=AFFINITY_WAIT_S, rules=UNWEIGHTED) as it:
         warm_swaps, jobs = await play(it)
         started = {event.job_id: event.at for event in it.told.of("job:started")}
         ended = {event.job_id: event.at for event in it.told.of("job:completed")}
     assert warm_swaps < 0.7 * fifo_swaps
+    # Exactly: tests/engine/test_warm_bound.py. Here a run more is allowed for, as this machine has other things to do.
     longest_run = max(ended[job] - started[job] for job in jobs)
     for place, job in enumerate(jobs):
         overtaken_at = min((started[younger] for younger in jobs[place + 1 :]), default=started[job])
-        # Once its time has come it gets the next slot that is free: after one run, behind those as overdue as itself.
         behind = sum(started[older] > overtaken_at for older in jobs[:place])
-        bound = AFFINITY_WAIT_S + longest_run * (1 + behind / 2 + 0.5)
-        assert started[job] - overtaken_at <= bound
+        assert started[job] - overtaken_at <= AFFINITY_WAIT_S + longest_run * (2 + behind)

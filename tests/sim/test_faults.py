@@ -81,8 +81,8 @@ async def test_a_dead_worker_answers_and_runs_nothing_until_a_restart() -> None:
         lost = await client.submit(plain(2))
         assert (await client.get("/prompt"))["exec_info"]["queue_remaining"] == 1
         assert (await client.get("/fake/stats"))["now"]["worker_is_dead"]
-        client.server.faults.dead_worker = False
         await client.server.restart()
+        assert not client.server.faults.dead_worker
         assert (await client.run(plain(3)))["status"]["completed"]
         assert lost not in client.server.stats.prompts_run
 

@@ -115,7 +115,7 @@ def test_an_unknown_node_class_in_the_settings_is_refused() -> None:
 async def test_without_pillow_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(PillowMissing, match=r"pip install comfyfleet\[fake\]"):
+    with pytest.raises(PillowMissing, match=r"pip install 'comfyfleet\[fake\]'"):
         await FakeComfyUI().start()
 
 

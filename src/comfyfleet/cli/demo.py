@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from comfyfleet.cli.endings import CommandFailed, ExitCode, run
+from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated, make_folder, run
 
 if TYPE_CHECKING:
     from comfyfleet.cli.demo_fleet import Kind, Story
@@ -49,18 +49,22 @@ def command(out: Path | None, plain: bool, time_scale: float) -> None:
     from rich.console import Console
 
     from comfyfleet.cli.demo_report import Report
-    from comfyfleet.cli.demo_show import make_show
+    from comfyfleet.cli.demo_show import count_jobs, make_show
     from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
 
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
     console = Console(highlight=False)
     began_at = time.time()
+    report = Report(began_at)
     try:
         # A temporary folder is made late: an interrupted demo leaves nothing behind.
-        report = run(_play(make_show(console, plain, began_at), Report(began_at), time_scale))
+        run(_play(make_show(console, plain, began_at), report, time_scale))
     except PillowMissing as error:
         raise CommandFailed(str(error)) from error
+    except (KeyboardInterrupt, Terminated):
+        click.echo(f"interrupted, {len(report.pictures)} of {count_jobs()} done", err=True)
+        raise
     folder = out or Path(tempfile.mkdtemp(prefix="comfyfleet-demo-"))
     report.save_pictures(folder)
     report.print(console)
@@ -68,7 +72,7 @@ def command(out: Path | None, plain: bool, time_scale: float) -> None:
         raise SystemExit(ExitCode.FAILED)
 
 
-async def _play(show: Show, report: Report, time_scale: float) -> Report:
+async def _play(show: Show, report: Report, time_scale: float) -> None:
     import asyncio
     import contextlib
 
@@ -109,7 +113,6 @@ async def _play(show: Show, report: Report, time_scale: float) -> Report:
                 drawing.cancel()
                 await asyncio.gather(drawing, return_exceptions=True)
         await report.collect(pool, fakes)
-    return report
 
 
 class _Stage:

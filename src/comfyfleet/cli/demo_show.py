@@ -82,7 +82,7 @@ class Narrator:
                 return f"{server}  blocked for {kind} for {for_s:.1f} s", "bold magenta"
             case "client:unblocked_workflow":
                 kind = self._kinds.get(event.workflow_hash or "", "?")
-                return f"{server}  unblocked for {kind}: the cooldown is over", "bold cyan"
+                return f"{server}  unblocked for {kind}: {event.reason}", "bold cyan"
             case "client:state" if event.state in ("offline", "reconnecting", "online"):
                 return f"{server}  is {event.state}", _STATE_STYLES[event.state]
             case _:
@@ -227,7 +227,8 @@ class LiveShow:
             f"{self._narrator.elapsed_s():5.1f} s",
             ProgressBar(total=self._total, completed=self._completed, width=24),
             f"{self._completed} of {self._total} done, {running} running, "
-            f"{max(0, self._queued - self._completed - running)} waiting, {self._retries} retried",
+            f"{max(0, self._queued - self._completed - running)} waiting, {self._total - self._queued} to come, "
+            f"{self._retries} retried",
         )
         return Group(
             Text("A fleet of four fake ComfyUI servers", style="bold"),

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Coroutine
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, TypeVar
+
+import click
 
 T = TypeVar("T")
 
@@ -34,6 +37,14 @@ class CommandFailed(Exception):
 
 class Terminated(Exception):
     """SIGTERM came, and everything was closed."""
+
+
+def make_folder(folder: Path) -> None:
+    """The place for `--out`, before anything is done that needs one."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"cannot make {folder}: {error.strerror}", param_hint="--out") from error
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

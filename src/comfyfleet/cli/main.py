@@ -93,10 +93,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _explained(error: Exception) -> tuple[ExitCode, str]:
     """The code and the line for an error. One that nobody foresaw says so, and how to see more of it."""
     from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal
+    from comfyfleet.model.failure import FailureKind
+    from comfyfleet.pool.records import JobFailed
 
+    callers_fault = (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT)
     match error:
         case CommandFailed():
             return error.code, str(error)
+        case JobFailed() if error.record.last_error and error.record.last_error.kind in callers_fault:
+            return ExitCode.REFUSED, str(error)
         case Refusal():
             return ExitCode.REFUSED, error.message
         case Fault():

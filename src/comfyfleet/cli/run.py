@@ -9,13 +9,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
+from click.types import StringParamType
 
-from comfyfleet.cli.endings import CommandFailed, ExitCode, run
+from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder, run
 
 if TYPE_CHECKING:
     from comfyfleet.cli.run_progress import RunProgress
-    from comfyfleet.model.job import Attachment, OutputFile
+    from comfyfleet.model.job import Attachment
     from comfyfleet.pool.pool import WorkflowPool
+
+_TAKE_BACK_S = 8.0
+"""How long an interrupted job is waited for; its agent gives up a little later."""
+
+
+class _Address(StringParamType):
+    """An address; of several in an environment variable, commas or spaces lie between them."""
+
+    name = "url"
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return rv.replace(",", " ").split()
 
 
 @click.command("run")
@@ -24,6 +37,7 @@ if TYPE_CHECKING:
     "-s",
     "--server",
     "servers",
+    type=_Address(),
     multiple=True,
     required=True,
     envvar="COMFYFLEET_SERVERS",
@@ -45,7 +59,9 @@ if TYPE_CHECKING:
     metavar="NODE.INPUT=FILE",
     help="Upload a file and give its name to an input, such as 10.image=photo.png. Repeatable.",
 )
-@click.option("--priority", type=int, default=0, show_default=True, help="Higher runs first.")
+@click.option(
+    "--priority", type=click.IntRange(-1000, 1000), default=0, show_default=True, help="Higher runs first."
+)
 @click.option(
     "--max-attempts", type=click.IntRange(1), default=3, show_default=True, help="Give up after so many."
 )
@@ -100,7 +116,7 @@ def command(
         "require_workable": True,
     }
     # Better to know now that there is no place for the outputs than after an hour of work.
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     run(_run(graph, list(addresses.values()), options, out, quiet))
 
 
@@ -151,25 +167,41 @@ def _target(graph: dict[str, dict[str, Any]], text: str, option: str) -> tuple[s
 async def _run(
     graph: dict[str, Any], servers: list[str], options: dict[str, Any], out: Path, is_quiet: bool
 ) -> None:
-    import contextlib
+    import asyncio
 
     from comfyfleet.cli.run_progress import RunProgress
     from comfyfleet.pool.pool import WorkflowPool
 
     with RunProgress(is_quiet) as progress:
-        async with WorkflowPool(servers) as pool, contextlib.AsyncExitStack() as hearing:
-            # Heard no more before the pool closes: what an interruption takes back is no news.
-            hearing.callback(pool.on("*", progress.hear))
+        async with WorkflowPool(servers) as pool:
+            leave = pool.on("*", progress.hear)
             await _must_reach_one(pool, progress)
             job_id = await pool.enqueue(graph, **options)
-            result = await pool.wait(job_id)
+            try:
+                result = await pool.wait(job_id)
+            except asyncio.CancelledError:
+                # What an interruption takes back is no news.
+                leave()
+                await _take_back(pool, job_id, progress)
+                raise
             record = await pool.get_job(job_id)
             for node, seed in record.seeds.items():
                 progress.say(f"node {node} got the seed {seed}")
             if not result.files:
                 progress.say("the workflow completed and left no files")
             for file in result.files:
-                progress.saved(_save(out, file, await pool.fetch(file, record.client_id)))
+                # One after the other: what is saved is told even where the next one fails.
+                progress.saved(*await pool.save(file, out, record.client_id))
+
+
+async def _take_back(pool: WorkflowPool, job_id: str, progress: RunProgress) -> None:
+    progress.say("stopping…")
+    client_id = (await pool.get_job(job_id)).client_id
+    try:
+        await pool.cancel(job_id)
+        await pool.wait_for_record(job_id, _TAKE_BACK_S)
+    except TimeoutError:
+        progress.warn(f"{client_id} did not confirm that the job was stopped: it may still run there")
 
 
 async def _must_reach_one(pool: WorkflowPool, progress: RunProgress) -> None:
@@ -179,24 +211,17 @@ async def _must_reach_one(pool: WorkflowPool, progress: RunProgress) -> None:
         asked = ", ".join(
             f"{server.id} ({server.reason})" if server.reason else server.id for server in servers
         )
-        raise CommandFailed(
-            f"no ComfyUI server answers at {asked}: is it running, and is the address right?",
-            ExitCode.UNREACHABLE,
-        )
+        hint = "is it running, and is the address right?"
+        if without := [server.id for server in servers if not _has_port(server.url or "")]:
+            hint += (
+                f" No port was given for {', '.join(without)}: ComfyUI's own is 8188, as in http://gpu:8188"
+            )
+        raise CommandFailed(f"no ComfyUI server answers at {asked}: {hint}", ExitCode.UNREACHABLE)
     for server in away:
         progress.say(f"{server.id} does not answer and is left out until it does")
 
 
-def _save(folder: Path, file: OutputFile, content: bytes) -> Path:
-    """Write it under its own name, or the first free one like it. A server's name never leads out of the folder."""
-    name = Path(file.filename.replace("\\", "/")).name or "output"
-    path = folder / name
-    number = 1
-    while True:
-        try:
-            with path.open("xb") as target:
-                target.write(content)
-            return path
-        except FileExistsError:
-            number += 1
-            path = folder / f"{Path(name).stem}-{number}{Path(name).suffix}"
+def _has_port(url: str) -> bool:
+    from urllib.parse import urlsplit
+
+    return urlsplit(url if "://" in url else f"http://{url}").port is not None

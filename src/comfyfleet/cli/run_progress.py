@@ -44,6 +44,10 @@ class RunProgress:
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
 
+    def warn(self, line: str) -> None:
+        """What a quiet run must not keep to itself either."""
+        click.echo(f"Warning: {line}", err=True)
+
     def saved(self, path: Path) -> None:
         if self._bar is not None:
             self._bar.stop()

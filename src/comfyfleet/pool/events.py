@@ -15,8 +15,8 @@
 | `job:retrying` | `retry_at`, `message` |
 | `job:cancelled` | |
 | `client:state` | `client_id`, `state`, `message` |
-| `client:blocked_workflow` | `client_id`, `workflow_hash`, `blocked_until`, `failures`, `reason` |
-| `client:unblocked_workflow` | `client_id`, `workflow_hash`, `reason` |
+| `client:blocked_workflow` | `client_id`, `workflow_hash`, `blocked_until`, `failures`, `reason`, `message` |
+| `client:unblocked_workflow` | `client_id`, `workflow_hash`, `reason`: why it ended |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from comfyfleet.model.failure import Failure
-from comfyfleet.model.job import JobResult
+from comfyfleet.model.job import JobResult, OutputFile
 
 EventName = Literal[
     "pool:ready",
@@ -71,7 +71,7 @@ class PoolEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     image: bytes | None = None
     image_type: str | None = None
     output: dict[str, Any] | None = None
-    files: tuple[Any, ...] = ()
+    files: tuple[OutputFile, ...] = ()
     result: JobResult | None = None
     failure: Failure | None = None
     will_retry: bool | None = None

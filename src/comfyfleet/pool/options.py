@@ -11,15 +11,19 @@ import msgspec
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.model.job import Attachment
+from comfyfleet.model.job import Attachment, Timeouts
 from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.worker import Capabilities
+from comfyfleet.pool.checks import AFFINITY, check
 from comfyfleet.ports import Connector
 
 Seconds = float | timedelta
 """A duration: a number of seconds, or a timedelta."""
 
 AffinityMode = Literal["require", "prefer"]
+
+# Most jobs have none; they share what says so.
+_NO_TIMEOUTS = Timeouts()
 
 
 class Server(msgspec.Struct, frozen=True):
@@ -29,7 +33,7 @@ class Server(msgspec.Struct, frozen=True):
     id: str | None = None
     slots: int = 1
     capabilities: Capabilities | None = None
-    """What cannot be discovered: region, cost, tenants. Discovered values win where both are known."""
+    """What cannot be discovered: region, cost, tenants. What is declared wins over what is found."""
     connector: Connector | None = None
     """Speaks to the server instead of the ComfyUI connector."""
     headers: dict[str, str] = {}
@@ -47,10 +51,21 @@ class Affinity(msgspec.Struct, frozen=True):
 def seconds(value: Seconds | None) -> float | None:
     if value is None:
         return None
-    number = value.total_seconds() if isinstance(value, timedelta) else float(value)
-    if number < 0 or number != number:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"a duration must not be negative, and {value!r} is")
-    return number
+    return value.total_seconds() if isinstance(value, timedelta) else float(value)
+
+
+def timeouts(start: Seconds | None, stall: Seconds | None, total: Seconds | None) -> Timeouts:
+    if start is None and stall is None and total is None:
+        return _NO_TIMEOUTS
+    return Timeouts(start_s=seconds(start), stall_s=seconds(stall), total_s=seconds(total))
+
+
+def checked(affinity: Affinity) -> Affinity:
+    """Refuses an affinity that would mean something else than it says."""
+    if not isinstance(affinity, Affinity):
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"an affinity is an Affinity; {affinity!r} is not")
+    check(AFFINITY, msgspec.structs.asdict(affinity))
+    return affinity
 
 
 def attach(source: str | Path | bytes, node: str, input: str, filename: str | None = None) -> Attachment:  # noqa: A002
@@ -70,6 +85,8 @@ def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         content = msgspec.json.decode(path.read_bytes())
     except FileNotFoundError:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"there is no workflow file {path}") from None
+    except OSError as error:
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -80,18 +97,21 @@ def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
 
 
 def routed(
-    needs: Requirements,
-    wishes: Preferences,
-    preferred: Sequence[str],
-    excluded: Sequence[str],
-    mode: AffinityMode,
+    needs: Requirements, wishes: Preferences, affinity: Affinity, known: Sequence[str]
 ) -> tuple[Requirements, Preferences]:
-    """An affinity as needs and wishes."""
+    """An affinity as needs and wishes. One that nobody of the pool meets is a slip, and would wait for ever."""
+    preferred = affinity.preferred_client_ids
     workers = tuple(WorkerId(each) for each in preferred)
-    if excluded:
-        without = tuple(WorkerId(each) for each in excluded)
+    if affinity.excluded_client_ids:
+        without = tuple(WorkerId(each) for each in affinity.excluded_client_ids)
         needs = msgspec.structs.replace(needs, exclude_workers=(*needs.exclude_workers, *without))
-    if workers and mode == "require":
+    if workers and affinity.mode == "require":
+        if not any(each in known for each in preferred):
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"none of the required servers ({', '.join(preferred)}) is in the pool; it has: "
+                f"{', '.join(known) or 'none'}",
+            )
         needs = msgspec.structs.replace(needs, workers=workers)
     elif workers:
         wishes = msgspec.structs.replace(wishes, workers=workers)

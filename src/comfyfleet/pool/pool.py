@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -15,40 +16,52 @@ from typing import Any, Literal
 
 import msgspec
 
-from comfyfleet.bus.local import LocalSubscription
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
-from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.block import BlockReason
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent
+from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.job import Attachment, JobResult, OutputFile, Submission, Timeouts, Urgency
+from comfyfleet.model.job import Attachment, JobResult, OutputFile, Submission, Urgency
 from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.workflow import hash_workflow
 from comfyfleet.policy.failover import FailoverStrategy
 from comfyfleet.policy.rules import Rules
-from comfyfleet.pool.events import EventName, Handler, Listeners, PoolEvent
+from comfyfleet.pool.checks import JOB, POOL, PRIORITY, WAIT, check, check_outputs
+from comfyfleet.pool.events import EventName, Handler, PoolEvent
 from comfyfleet.pool.options import (
     Affinity,
     AffinityMode,
     Seconds,
     Server,
+    checked,
     read_workflow,
     routed,
     seconds,
+    timeouts,
 )
-from comfyfleet.pool.records import JobCancelled, JobFailed, JobRecord, PoolStats, record_of
+from comfyfleet.pool.records import (
+    BlockedWorkflow,
+    JobCancelled,
+    JobFailed,
+    JobRecord,
+    PoolStats,
+    block_of,
+    record_of,
+)
+from comfyfleet.pool.saving import write_new
 from comfyfleet.pool.servers import Servers
-from comfyfleet.pool.translation import Label, of_fact, of_fleet, of_news
+from comfyfleet.pool.telling import Teller
+from comfyfleet.pool.waiting import Waiting
 from comfyfleet.stores.opening import open_store
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
 
-_FINAL = frozenset({FactKind.COMPLETED, FactKind.FAILED, FactKind.CANCELLED})
+_LOG = logging.getLogger(__name__)
 
 # Most jobs have none of these; they share what says so.
-_NO_NEEDS, _NO_WISHES, _NO_TIMEOUTS = Requirements(), Preferences(), Timeouts()
+_NO_NEEDS, _NO_WISHES = Requirements(), Preferences()
 
 
 class WorkflowPool:
@@ -67,8 +80,8 @@ class WorkflowPool:
         failover: FailoverStrategy | None = None,
         workflow_affinities: Iterable[Affinity] = (),
         max_attempts: int = 3,
-        execution_start_timeout: Seconds | None = None,
-        node_execution_timeout: Seconds | None = None,
+        execution_start_timeout: Seconds | None = 600,
+        node_execution_timeout: Seconds | None = 600,
         affinity_wait: Seconds = 3,
         health_check_interval: Seconds = 10,
         reconnection_grace: Seconds = 5,
@@ -79,6 +92,7 @@ class WorkflowPool:
     ) -> None:
         """`slots` is how many jobs a server gets at a time unless its `Server` says otherwise. `rules`, `agent` and
         `comfyui` set what has no argument of its own; an argument of its own wins over them."""
+        check(POOL, locals())
         self._clock = SystemClock()
         changed = msgspec.structs.replace(
             rules or Rules(),
@@ -100,12 +114,10 @@ class WorkflowPool:
         self._servers = Servers(
             self._engine, agent_settings, comfyui or ComfyUISettings(), slots, self._clock, self._on_state
         )
-        self._affinities = {affinity.workflow_hash: affinity for affinity in workflow_affinities}
-        self._listeners = Listeners()
-        self._labels: dict[JobId, Label] = {}
-        self._waiting: dict[JobId, set[asyncio.Event]] = {}
-        self._told = LocalSubscription(lambda _: None)
-        self._teller: asyncio.Task[None] | None = None
+        self._affinities = {checked(each).workflow_hash: each for each in workflow_affinities}
+        self._teller = Teller(self._engine, self._clock)
+        self._waiting = Waiting()
+        self._forgets = store.startswith("memory:")
         self._first_servers = tuple(servers)
         self._state: Literal["new", "open", "closed"] = "new"
 
@@ -126,8 +138,8 @@ class WorkflowPool:
             raise RuntimeError("a pool is started once; make a new one")
         self._state = "open"
         await self._engine.__aenter__()
-        self._engine.bus.listen(self._hear)
-        self._teller = asyncio.get_running_loop().create_task(self._tell(), name="pool events")
+        self._engine.bus.listen(self._waiting.hear)
+        self._teller.start()
         try:
             for server in self._first_servers:
                 await self._servers.add(server)
@@ -136,21 +148,21 @@ class WorkflowPool:
             await self.close()
             raise
         message = f"{self._servers.online()} of {len(self._servers)} server(s) online"
-        self._hear(FleetEvent("ready", self._clock.now(), WorkerId(""), {"message": message}))
+        self._teller.hear(FleetEvent("ready", self._clock.now(), WorkerId(""), {"message": message}))
 
     async def close(self) -> None:
         """Stops at once: what runs is cancelled on its server. `drain()` first lets it finish."""
-        if self._state == "closed":
+        if self._state != "open":
+            self._state = "closed"
             return
         self._state = "closed"
+        stats = await self.stats()
+        if self._forgets and (left := stats.queued + stats.running):
+            _LOG.warning("%d job(s) were still waiting or running and are gone with the memory store", left)
         await self._servers.close()
         await self._engine.close()
-        for events in self._waiting.values():
-            for event in events:
-                event.set()
-        self._told.close()
-        if self._teller is not None:
-            await self._teller
+        self._waiting.wake_all()
+        await self._teller.close()
 
     async def drain(self) -> None:
         """No server takes anything new; returns when what runs has ended."""
@@ -160,6 +172,7 @@ class WorkflowPool:
 
     async def add_server(self, server: str | Server) -> str:
         """Returns the server's id once it was asked for what it has; it takes waiting work by itself."""
+        self._must_be_open()
         server_id = await self._servers.add(server)
         await self._servers.first_verdicts()
         return server_id
@@ -206,15 +219,18 @@ class WorkflowPool:
         record. `timeout` ends the job after that long from now, wherever it is. Raises `Refusal`: its `code` and
         message say what to change.
         """
+        check(JOB, locals())
         self._must_be_open()
         graph = read_workflow(workflow)
+        check_outputs(include_outputs, graph)
         needs, wishes = requirements or _NO_NEEDS, preferences or _NO_WISHES
         affinity = self._affinities.get(hash_workflow(graph)) if self._affinities else None
         if affinity is not None and not preferred_client_ids:
             excluded_client_ids = (*affinity.excluded_client_ids, *excluded_client_ids)
             preferred_client_ids, affinity_mode = affinity.preferred_client_ids, affinity.mode
         if preferred_client_ids or excluded_client_ids:
-            needs, wishes = routed(needs, wishes, preferred_client_ids, excluded_client_ids, affinity_mode)
+            wanted = Affinity("", preferred_client_ids, excluded_client_ids, affinity_mode)
+            needs, wishes = routed(needs, wishes, wanted, self._servers.names())
         submission = Submission(
             graph,
             reference=job_id,
@@ -225,7 +241,7 @@ class WorkflowPool:
             metadata=dict(metadata) if metadata else None,
             max_attempts=max_attempts,
             retry_delay_s=seconds(retry_delay),
-            timeouts=_timeouts(execution_start_timeout, node_execution_timeout, timeout),
+            timeouts=timeouts(execution_start_timeout, node_execution_timeout, timeout),
             not_before=not_before,
             deadline=deadline,
             on_deadline=on_deadline,
@@ -252,23 +268,24 @@ class WorkflowPool:
 
     async def wait_for_record(self, job_id: str, timeout: Seconds | None = None) -> JobRecord:
         """The record of the ended job, however it ended."""
+        check(WAIT, locals())
         inner = await self._inner(job_id)
-        ended = asyncio.Event()
-        self._waiting.setdefault(inner, set()).add(ended)
-        try:
-            async with asyncio.timeout(seconds(timeout)):
-                while True:
-                    ended.clear()
-                    record = record_of(await self._engine.get(inner))
-                    if record.is_final:
-                        return record
-                    self._must_be_open()
-                    await ended.wait()
-        finally:
-            waiting = self._waiting[inner]
-            waiting.discard(ended)
-            if not waiting:
-                del self._waiting[inner]
+        with self._waiting.for_end_of(inner) as ended:
+            try:
+                async with asyncio.timeout(seconds(timeout)):
+                    while True:
+                        ended.clear()
+                        record = record_of(await self._engine.get(inner))
+                        if record.is_final:
+                            return record
+                        self._must_be_open()
+                        await ended.wait()
+            except TimeoutError:
+                status = record_of(await self._engine.get(inner)).status
+                why = (await self._engine.explain(inner)).summary
+                raise TimeoutError(
+                    f"job {job_id} has not ended after {seconds(timeout):g} s, it is {status}: {why}"
+                ) from None
 
     async def get_job(self, job_id: str) -> JobRecord:
         return record_of(await self._engine.get(await self._inner(job_id)))
@@ -289,6 +306,7 @@ class WorkflowPool:
         await self._engine.resume(await self._inner(job_id))
 
     async def set_priority(self, job_id: str, priority: int) -> None:
+        check(PRIORITY, locals())
         await self._engine.set_priority(await self._inner(job_id), priority)
 
     async def explain(self, job_id: str) -> Explanation:
@@ -296,20 +314,25 @@ class WorkflowPool:
         return await self._engine.explain(await self._inner(job_id))
 
     async def events(self, job_id: str) -> AsyncGenerator[PoolEvent, None]:
-        """Everything that happened and happens to a job, to its end."""
-        inner = await self._inner(job_id)
-        label = await self._label(inner)
-        async with contextlib.aclosing(self._engine.watch(inner)) as watched:
+        """What is kept of a job's past (no progress, no previews), then all that happens, to its end or the pool's."""
+        async with contextlib.aclosing(self._teller.watch(await self._inner(job_id))) as watched:
             async for event in watched:
-                if isinstance(event, Fact):
-                    for told in await self._of_fact(event, label):
-                        yield told
-                else:
-                    yield of_news(event, label)
+                yield event
 
     async def fetch(self, file: OutputFile, client_id: str | None = None) -> bytes:
         """The bytes of an output, from the server it lies on."""
+        self._must_be_open()
         return await self._servers.fetch(file, client_id)
+
+    async def save(
+        self, outputs: OutputFile | JobResult, folder: str | Path, client_id: str | None = None
+    ) -> list[Path]:
+        """Downloads an output, or all of a result, into the folder and returns the paths in the same order.
+
+        Nothing is overwritten: where a name is taken the file gets the first free one like it.
+        """
+        files = outputs.files if isinstance(outputs, JobResult) else (outputs,)
+        return [await write_new(Path(folder), each, await self.fetch(each, client_id)) for each in files]
 
     async def pause_queue(self) -> None:
         """Nothing new starts on any server; what runs goes on."""
@@ -322,14 +345,15 @@ class WorkflowPool:
 
     def set_affinity(self, affinity: Affinity) -> None:
         """For jobs enqueued from now on."""
-        self._affinities[affinity.workflow_hash] = affinity
+        self._affinities[checked(affinity).workflow_hash] = affinity
 
     def remove_affinity(self, workflow_hash: str) -> None:
         self._affinities.pop(workflow_hash, None)
 
-    async def blocks(self) -> list[Block]:
+    async def blocks(self) -> list[BlockedWorkflow]:
         """Pairs (client, workflow hash) that are blocked, or counting towards it."""
-        return [block for block in await self._engine.blocks() if block.reason is not BlockReason.JOB]
+        blocks = await self._engine.blocks()
+        return [block_of(block) for block in blocks if block.reason is not BlockReason.JOB]
 
     async def unblock(self, client_id: str, workflow_hash: str) -> bool:
         """False: there was nothing to lift."""
@@ -354,67 +378,22 @@ class WorkflowPool:
     ) -> Callable[[], None]:
         """Calls `handler` for every such event (a plain or an async function), in order. `where` filters by the
         job's metadata. Returns a function that ends it."""
-        return self._listeners.add(name, handler, where)
+        return self._teller.on(name, handler, where)
 
-    # telling
-
-    def _hear(self, event: Event) -> None:
-        if isinstance(event, Fact) and event.kind in _FINAL:
-            for waiting in self._waiting.get(event.job_id, ()):
-                waiting.set()
-        if self._listeners:
-            self._told.offer(event)
+    # inside
 
     def _on_state(self, client_id: str, state: AgentState) -> None:
         data = {"state": state.status.value, "message": state.reason}
-        self._hear(FleetEvent("state", self._clock.now(), WorkerId(client_id), data))
-
-    async def _tell(self) -> None:
-        async for event in self._told:
-            for told in await self._events_of(event):
-                await self._listeners.tell(told, self._clock.now())
-
-    async def _events_of(self, event: Event) -> Iterable[PoolEvent]:
-        if isinstance(event, FleetEvent):
-            told = of_fleet(event)
-            return () if told is None else (told,)
-        label = await self._label(event.job_id)
-        if isinstance(event, Fact):
-            events = await self._of_fact(event, label)
-            if event.kind in _FINAL:
-                self._labels.pop(event.job_id, None)
-            return events
-        return (of_news(event, label),)
-
-    async def _of_fact(self, fact: Fact, label: Label) -> list[PoolEvent]:
-        job = None
-        if fact.kind in (FactKind.COMPLETED, FactKind.FAILED, FactKind.RETRYING):
-            job = await self._engine.store.records.get(fact.job_id)
-        if job is None:
-            return list(of_fact(fact, label, None, None))
-        return list(of_fact(fact, label, job.worker_id, job.result))
-
-    async def _label(self, job_id: JobId) -> Label:
-        known = self._labels.get(job_id)
-        if known is None:
-            job = await self._engine.store.records.get(job_id)
-            if job is None:
-                return Label(job_id, "", {})
-            known = Label(job.reference or job_id, job.workflow_hash, job.payload.metadata or {})
-            self._labels[job_id] = known
-        return known
+        self._teller.hear(FleetEvent("state", self._clock.now(), WorkerId(client_id), data))
 
     async def _inner(self, job_id: str) -> JobId:
         """The engine's id for what the caller calls the job: its own id, or ours."""
+        self._must_be_open()
         return await self._engine.by_reference(job_id) or JobId(job_id)
 
     def _must_be_open(self) -> None:
         if self._state != "open":
-            hint = "start it first" if self._state == "new" else "it is closed"
-            raise Refusal(RefusalCode.UNAVAILABLE, f"the pool takes no jobs: {hint}")
-
-
-def _timeouts(start: Seconds | None, stall: Seconds | None, total: Seconds | None) -> Timeouts:
-    if start is None and stall is None and total is None:
-        return _NO_TIMEOUTS
-    return Timeouts(start_s=seconds(start), stall_s=seconds(stall), total_s=seconds(total))
+            hint = "is not started: use it as `async with`, or call start()"
+            if self._state == "closed":
+                hint = "is closed: what it knew of jobs and servers is gone with it"
+            raise Refusal(RefusalCode.UNAVAILABLE, f"the pool {hint}")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from comfyfleet.model.block import Block
 from comfyfleet.model.calls import JobView
 from comfyfleet.model.dispatch import Attempt, Phase
 from comfyfleet.model.errors import ComfyFleetError
@@ -68,11 +69,8 @@ class ServerStats(msgspec.Struct, frozen=True):
     """The share of its slots' time, since it was added, that was spent on completed runs."""
     disconnects: int
     blocked_workflows: int
-
-    @property
-    def success_rate(self) -> float | None:
-        ended = self.completed + self.failed
-        return self.completed / ended if ended else None
+    success_rate: float | None
+    """The share of completed attempts among those that ended; None before the first."""
 
 
 class PoolStats(msgspec.Struct, frozen=True):
@@ -84,6 +82,18 @@ class PoolStats(msgspec.Struct, frozen=True):
     cancelled: int
     idle_slots: int
     servers: tuple[ServerStats, ...]
+    """The servers of the pool now. What a removed one ran is in the totals only."""
+
+
+class BlockedWorkflow(msgspec.Struct, frozen=True):
+    """A workflow that a server does not get, or that counts failures towards it."""
+
+    client_id: str
+    workflow_hash: str
+    failures: int
+    blocked_until: float | None
+    """None: it only counts so far."""
+    reason: str
 
 
 class JobFailed(ComfyFleetError):
@@ -93,13 +103,20 @@ class JobFailed(ComfyFleetError):
         self.record = record
         failure = record.last_error
         why = "no reason is known" if failure is None else f"{failure.kind.value}: {failure.message.strip()}"
-        super().__init__(f"job {record.id} failed after {record.attempts} attempt(s): {why}")
+        tried = f"after {record.attempts} attempt(s)" if record.attempts else "and no attempt was made"
+        super().__init__(f"job {record.id} failed {tried}: {why}")
 
 
 class JobCancelled(ComfyFleetError):
     def __init__(self, record: JobRecord) -> None:
         self.record = record
         super().__init__(f"job {record.id} was cancelled")
+
+
+def block_of(block: Block) -> BlockedWorkflow:
+    return BlockedWorkflow(
+        block.worker_id, block.target, block.failures, block.blocked_until, block.reason.value
+    )
 
 
 def record_of(view: JobView) -> JobRecord:
@@ -109,7 +126,7 @@ def record_of(view: JobView) -> JobRecord:
         id=job.reference or job.job_id,
         workflow_hash=job.workflow_hash,
         status=STATUS[dispatch.phase],
-        priority=dispatch.base_priority,
+        priority=job.payload.priority if job.priority is None else job.priority,
         attempts=dispatch.attempts,
         client_id=job.worker_id if lease is None else lease.worker_id,
         prompt_id=job.prompt_id,

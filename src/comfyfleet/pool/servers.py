@@ -13,6 +13,7 @@ from comfyfleet.model.block import BlockReason
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import OutputFile
+from comfyfleet.pool.checks import SERVER, check
 from comfyfleet.pool.options import Server
 from comfyfleet.pool.records import ServerStats
 from comfyfleet.ports import Clock, Connector
@@ -59,18 +60,24 @@ class Servers:
     def __len__(self) -> int:
         return len(self._members)
 
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._members)
+
     def online(self) -> int:
         return sum(member.agent.state.status is AgentStatus.ONLINE for member in self._members.values())
 
     async def add(self, given: str | Server) -> str:
         server = Server(given, slots=self._slots) if isinstance(given, str) else given
+        if not isinstance(server, Server):
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"a server is an address or a Server; {given!r} is neither"
+            )
+        check(SERVER, msgspec.structs.asdict(server))
         name = self._name(server)
         if name in self._members:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST, f"the pool has a server {name!r} already; give this one an id"
             )
-        if server.slots < 1:
-            raise Refusal(RefusalCode.INVALID_REQUEST, f"server {name!r} needs at least one slot")
         connector = server.connector or self._comfyui(server)
         agent = Agent(
             self._engine,
@@ -148,6 +155,7 @@ class Servers:
         found = []
         for name, member in self._members.items():
             worker = records.get(WorkerId(name))
+            completed, failed = (0, 0) if worker is None else (worker.completed, worker.failed)
             running = len(await self._engine.store.leases_of(WorkerId(name)))
             lived_s = max(1e-9, (now - member.added_at) * member.server.slots)
             found.append(
@@ -158,11 +166,12 @@ class Servers:
                     reason=member.agent.state.reason,
                     slots=member.server.slots,
                     running=running,
-                    completed=0 if worker is None else worker.completed,
-                    failed=0 if worker is None else worker.failed,
+                    completed=completed,
+                    failed=failed,
                     utilisation=0.0 if worker is None else min(1.0, worker.busy_s / lived_s),
                     disconnects=member.agent.state.disconnects,
                     blocked_workflows=sum(block.worker_id == name for block in blocks),
+                    success_rate=completed / (completed + failed) if completed + failed else None,
                 )
             )
         return tuple(found)

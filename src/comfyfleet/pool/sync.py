@@ -1,4 +1,4 @@
-"""The pool for scripts without an event loop: the same names, each call waits for its answer.
+"""The pool for scripts without an event loop: the same methods, each call waits for its answer.
 
 The pool itself runs on a loop in a thread of its own, so progress and retries go on while the script does other things.
 Handlers given to `on` are called on that thread.
@@ -9,51 +9,66 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from comfyfleet.model.block import Block
-from comfyfleet.model.calls import Explanation
-from comfyfleet.model.job import JobResult, OutputFile
-from comfyfleet.pool.events import EventName, Handler, PoolEvent
-from comfyfleet.pool.options import Affinity, Seconds, Server
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.job import JobResult
+from comfyfleet.pool.events import PoolEvent
 from comfyfleet.pool.pool import WorkflowPool
-from comfyfleet.pool.records import JobRecord, PoolStats
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def _blocking(
+    method: Callable[Concatenate[WorkflowPool, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncWorkflowPool, P], T]:
+    """The pool's method with its signature and its words, for callers who can wait."""
+
+    @functools.wraps(method)
+    def call(self: SyncWorkflowPool, /, *args: P.args, **options: P.kwargs) -> T:
+        self.start()
+        return self._run(lambda: method(self.pool, *args, **options))
+
+    return call
+
+
+def _at_once(
+    method: Callable[Concatenate[WorkflowPool, P], T],
+) -> Callable[Concatenate[SyncWorkflowPool, P], T]:
+    """As above, for what needs no loop and may come before the start."""
+
+    @functools.wraps(method)
+    def call(self: SyncWorkflowPool, /, *args: P.args, **options: P.kwargs) -> T:
+        return method(self.pool, *args, **options)
+
+    return call
+
+
 class SyncWorkflowPool:
-    """A `WorkflowPool` whose methods block. Takes the same arguments."""
+    """A `WorkflowPool` whose methods block. Takes the same arguments.
+
+    The first call starts it; `close()`, or the end of a `with`, ends it.
+    """
+
+    __signature__ = inspect.signature(WorkflowPool)
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self._make: Callable[[], WorkflowPool] = functools.partial(WorkflowPool, *args, **options)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="comfyfleet pool", daemon=True)
-        self._thread.start()
+        self.pool = WorkflowPool(*args, **options)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
         self._is_closed = False
-        self.pool = self._call(self._build())
+        self._life = threading.RLock()
 
-    async def _build(self) -> WorkflowPool:
-        return self._make()
-
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except (KeyboardInterrupt, concurrent.futures.CancelledError):
-            future.cancel()
-            raise
+    # life
 
     def __enter__(self) -> SyncWorkflowPool:
-        try:
-            self._call(self.pool.start())
-        except BaseException:
-            self.close()
-            raise
+        self.start()
         return self
 
     def __exit__(
@@ -62,101 +77,109 @@ class SyncWorkflowPool:
         self.close()
 
     def start(self) -> None:
-        self.__enter__()
+        """Connects to the servers, once; the first call of another method does it too."""
+        self._must_not_be_its_own_thread()
+        with self._life:
+            if self._is_closed:
+                raise Refusal(RefusalCode.UNAVAILABLE, "the pool is closed; make a new one")
+            if self._thread is not None:
+                return
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self._loop.run_forever, name="comfyfleet pool", daemon=True
+            )
+            self._thread.start()
+            try:
+                self._run(self.pool.start)
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Stops at once: what runs is cancelled on its server. `drain()` first lets it finish."""
+        self._must_not_be_its_own_thread()
+        with self._life:
+            is_first, self._is_closed = not self._is_closed, True
+            if not is_first or self._loop is None or self._thread is None:
+                return
+            try:
+                self._run(self._end)
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join()
+                self._loop.close()
+
+    async def _end(self) -> None:
         try:
-            self._call(self.pool.close())
+            await self.pool.close()
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+            # Other threads may wait for an answer; none may wait for ever.
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.get_running_loop().shutdown_asyncgens()
 
-    def drain(self) -> None:
-        self._call(self.pool.drain())
+    def _run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        assert self._loop is not None, "the pool is started"
+        future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+        try:
+            return future.result()
+        except (KeyboardInterrupt, concurrent.futures.CancelledError):
+            future.cancel()
+            raise
 
-    def add_server(self, server: str | Server) -> str:
-        return self._call(self.pool.add_server(server))
+    def _must_not_be_its_own_thread(self) -> None:
+        if self._thread is threading.current_thread():
+            raise RuntimeError(
+                "a handler of a SyncWorkflowPool cannot call it: the call would wait for the thread it runs on. "
+                "Put what you heard into a queue, or make the handler an async function and await `pool.pool`"
+            )
 
-    def remove_server(self, client_id: str, *, drain: bool = True) -> None:
-        self._call(self.pool.remove_server(client_id, drain=drain))
+    # the pool's methods
 
-    def refresh(self, client_id: str | None = None) -> None:
-        self._call(self.pool.refresh(client_id))
-
-    def enqueue(self, workflow: Mapping[str, Any] | str | Path, **options: Any) -> str:
-        return self._call(self.pool.enqueue(workflow, **options))
+    drain = _blocking(WorkflowPool.drain)
+    add_server = _blocking(WorkflowPool.add_server)
+    remove_server = _blocking(WorkflowPool.remove_server)
+    refresh = _blocking(WorkflowPool.refresh)
+    enqueue = _blocking(WorkflowPool.enqueue)
+    wait = _blocking(WorkflowPool.wait)
+    wait_for_record = _blocking(WorkflowPool.wait_for_record)
+    get_job = _blocking(WorkflowPool.get_job)
+    cancel = _blocking(WorkflowPool.cancel)
+    retry = _blocking(WorkflowPool.retry)
+    pause = _blocking(WorkflowPool.pause)
+    resume = _blocking(WorkflowPool.resume)
+    set_priority = _blocking(WorkflowPool.set_priority)
+    explain = _blocking(WorkflowPool.explain)
+    fetch = _blocking(WorkflowPool.fetch)
+    save = _blocking(WorkflowPool.save)
+    pause_queue = _blocking(WorkflowPool.pause_queue)
+    resume_queue = _blocking(WorkflowPool.resume_queue)
+    blocks = _blocking(WorkflowPool.blocks)
+    unblock = _blocking(WorkflowPool.unblock)
+    stats = _blocking(WorkflowPool.stats)
+    set_affinity = _at_once(WorkflowPool.set_affinity)
+    remove_affinity = _at_once(WorkflowPool.remove_affinity)
+    on = _at_once(WorkflowPool.on)
 
     def run(self, workflow: Mapping[str, Any] | str | Path, **options: Any) -> JobResult:
-        return self._call(self.pool.run(workflow, **options))
-
-    def wait(self, job_id: str, timeout: Seconds | None = None) -> JobResult:
-        return self._call(self.pool.wait(job_id, timeout))
-
-    def get_job(self, job_id: str) -> JobRecord:
-        return self._call(self.pool.get_job(job_id))
-
-    def cancel(self, job_id: str) -> bool:
-        return self._call(self.pool.cancel(job_id))
-
-    def retry(self, job_id: str) -> None:
-        self._call(self.pool.retry(job_id))
-
-    def pause(self, job_id: str) -> None:
-        self._call(self.pool.pause(job_id))
-
-    def resume(self, job_id: str) -> None:
-        self._call(self.pool.resume(job_id))
-
-    def set_priority(self, job_id: str, priority: int) -> None:
-        self._call(self.pool.set_priority(job_id, priority))
-
-    def explain(self, job_id: str) -> Explanation:
-        return self._call(self.pool.explain(job_id))
-
-    def fetch(self, file: OutputFile, client_id: str | None = None) -> bytes:
-        return self._call(self.pool.fetch(file, client_id))
-
-    def pause_queue(self) -> None:
-        self._call(self.pool.pause_queue())
-
-    def resume_queue(self) -> None:
-        self._call(self.pool.resume_queue())
-
-    def set_affinity(self, affinity: Affinity) -> None:
-        self.pool.set_affinity(affinity)
-
-    def remove_affinity(self, workflow_hash: str) -> None:
-        self.pool.remove_affinity(workflow_hash)
-
-    def blocks(self) -> list[Block]:
-        return self._call(self.pool.blocks())
-
-    def unblock(self, client_id: str, workflow_hash: str) -> bool:
-        return self._call(self.pool.unblock(client_id, workflow_hash))
-
-    def stats(self) -> PoolStats:
-        return self._call(self.pool.stats())
-
-    def on(
-        self, name: EventName | Literal["*"], handler: Handler, where: Mapping[str, Any] | None = None
-    ) -> Callable[[], None]:
-        return self.pool.on(name, handler, where)
+        """`enqueue`, then `wait`."""
+        return self.wait(self.enqueue(workflow, **options))
 
     def events(self, job_id: str) -> Iterator[PoolEvent]:
-        """Everything that happened and happens to a job, to its end."""
+        """What is kept of a job's past (no progress, no previews), then all that happens, to its end or the pool's."""
+        self.start()
         watched = self.pool.events(job_id)
         try:
-            while True:
+            while not self._is_closed:
                 try:
-                    yield self._call(_next(watched))
+                    yield self._run(lambda: _next(watched))
                 except StopAsyncIteration:
                     return
         finally:
-            self._call(watched.aclose())
+            if not self._is_closed:
+                self._run(watched.aclose)
 
 
 async def _next(watched: Any) -> PoolEvent:

@@ -10,7 +10,7 @@ import msgspec
 from comfyfleet.model.block import BlockReason
 from comfyfleet.model.fact import Fact, FactKind, FleetEvent, News, NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
-from comfyfleet.model.job import JobResult
+from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.pool.events import PoolEvent
 
 
@@ -49,11 +49,14 @@ def of_news(news: News, label: Label) -> PoolEvent:
         image=news.image,
         image_type=data.get("format"),
         output=data.get("output"),
-        files=tuple(data.get("files", ())),
+        files=msgspec.convert(data.get("files") or (), tuple[OutputFile, ...]),
     )
 
 
-def of_fact(fact: Fact, label: Label, worker_id: str | None, result: JobResult | None) -> Iterator[PoolEvent]:
+def of_fact(
+    fact: Fact, label: Label, result: JobResult | None = None, failure: Failure | None = None
+) -> Iterator[PoolEvent]:
+    """`result` and `failure` are what the store keeps of the end; without a failure the fact's own words are told."""
     data = fact.data or {}
     base = PoolEvent("", fact.at, label.public_id, label.workflow_hash, label.metadata)
 
@@ -69,8 +72,8 @@ def of_fact(fact: Fact, label: Label, worker_id: str | None, result: JobResult |
             will_retry = fact.kind is FactKind.RETRYING
             yield event(
                 "job:failed",
-                client_id=data.get("worker_id", worker_id),
-                failure=Failure(FailureKind(data["kind"]), str(data["message"]), node_id=data.get("node_id")),
+                client_id=data.get("worker_id"),
+                failure=failure or _failure(data),
                 message=str(data.get("why", "")),
                 will_retry=will_retry,
             )
@@ -84,6 +87,10 @@ def of_fact(fact: Fact, label: Label, worker_id: str | None, result: JobResult |
         case _:
             # Leases, pauses and priorities are seen in the job's record.
             return
+
+
+def _failure(data: dict[str, Any]) -> Failure:
+    return Failure(FailureKind(data["kind"]), str(data["message"]), node_id=data.get("node_id"))
 
 
 def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
@@ -107,5 +114,6 @@ def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
         client_id=fleet.worker_id,
         blocked_until=data.get("blocked_until"),
         failures=data.get("failures"),
-        reason=str(data["reason"]),
+        reason=str(data.get("why", data["reason"])),
+        message=str(data.get("message") or ""),
     )

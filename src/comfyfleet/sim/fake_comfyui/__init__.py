@@ -1,7 +1,7 @@
 """A fake ComfyUI server, faithful on the wire and free of torch.
 
 `FakeComfyUI` speaks ComfyUI's HTTP and websocket, simulates a card with models and memory, draws real small pictures
-and can be made to fail in every way a real server fails. It needs Pillow: `pip install comfyfleet[fake]`.
+and can be made to fail in every way a real server fails. It needs Pillow: `pip install 'comfyfleet[fake]'`.
 """
 
 from comfyfleet.sim.fake_comfyui.catalogue import InputSpec, NodeClass, node_class_from_object_info

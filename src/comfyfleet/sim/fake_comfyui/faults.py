@@ -37,7 +37,8 @@ class Faults(msgspec.Struct, kw_only=True, dict=True, forbid_unknown_fields=True
     stall: str | None = None
     """A class name or node id: that node stops half-way and goes on when the switch is cleared."""
     dead_worker: bool = False
-    """The worker thread dies at the next node or when idle; HTTP still answers. Only a restart revives it."""
+    """The worker thread dies at the next node or when idle; HTTP still answers. Only a restart revives it
+    and clears the switch."""
     crash_after_nodes: int | None = None
     """Crash once so many more nodes have run."""
     down_seconds: float | None = None

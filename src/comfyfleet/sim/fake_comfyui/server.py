@@ -163,6 +163,8 @@ class FakeComfyUI:
         await self.start(self._host, self._port)
 
     async def _end_life(self) -> None:
+        # The thread that died was this life's; the next one has its own.
+        self.faults.dead_worker = False
         runner, self._runner, self._machine = self._runner, None, None
         if runner is None:
             return

@@ -11,6 +11,7 @@ import msgspec
 from comfyfleet.sim.fake_comfyui.catalogue import NodeClass
 
 GIGABYTE = 1024**3
+OLDEST = (0, 3, 40)
 
 
 def default_models() -> dict[str, dict[str, float]]:
@@ -83,13 +84,16 @@ class Behaviour(msgspec.Struct, frozen=True):
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """Split "0.3.57" into numbers; refuses anything else."""
+    """Split "0.3.57" into numbers; refuses anything else, and releases whose behaviour is not known."""
     try:
-        return tuple(int(part) for part in version.removeprefix("v").split("."))
+        number = tuple(int(part) for part in version.removeprefix("v").split("."))
     except ValueError:
         raise ValueError(
             f"the fake ComfyUI cannot behave like version {version!r}: give numbers with dots, such as 0.7.0"
         ) from None
+    if number < OLDEST:
+        raise ValueError(f"the fake ComfyUI behaves like releases from 0.3.40 on, not like {version}")
+    return number
 
 
 def behaviour_of(version: str) -> Behaviour:

@@ -1,0 +1,38 @@
+"""Who waits for the end of which job: woken by the fact that ends it, or by the end of the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from comfyfleet.model.fact import Event, Fact
+from comfyfleet.model.ids import JobId
+from comfyfleet.pool.telling import FINAL
+
+
+class Waiting:
+    def __init__(self) -> None:
+        self._waiting: dict[JobId, set[asyncio.Event]] = {}
+
+    @contextmanager
+    def for_end_of(self, job_id: JobId) -> Iterator[asyncio.Event]:
+        ended = asyncio.Event()
+        waiting = self._waiting.setdefault(job_id, set())
+        waiting.add(ended)
+        try:
+            yield ended
+        finally:
+            waiting.discard(ended)
+            if not waiting:
+                self._waiting.pop(job_id, None)
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Fact) and event.kind in FINAL:
+            for ended in self._waiting.get(event.job_id, ()):
+                ended.set()
+
+    def wake_all(self) -> None:
+        for waiting in self._waiting.values():
+            for ended in waiting:
+                ended.set()
