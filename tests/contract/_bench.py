@@ -57,6 +57,7 @@ class Bench:
 
     async def open(self) -> None:
         """Profile `fast` takes both classes, `slow` only one."""
+        await self.store.open()
         for profile in (FAST, SLOW):
             assert await self.store.put_profile(profile, [], version=(await self.store.table()).version)
         for cls, fits in ((FOR_FAST, [FAST]), (FOR_BOTH, [FAST, SLOW])):

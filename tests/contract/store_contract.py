@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 from tests.contract._bench import Bench, MakeStore
+from tests.contract._differential import DifferentialContract
 from tests.contract._keeping import KeepingContract
 from tests.contract._leasing import LeasingContract
 
 
-class StoreContract(LeasingContract, KeepingContract):
+class StoreContract(LeasingContract, KeepingContract, DifferentialContract):
     @pytest.fixture
     async def bench(self, make_store: MakeStore) -> AsyncIterator[Bench]:
         bench = Bench(make_store)

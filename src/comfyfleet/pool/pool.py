@@ -136,8 +136,10 @@ class WorkflowPool:
         """Connects to the servers. One that is down does not fail the start: it is waited for in the background."""
         if self._state != "new":
             raise RuntimeError("a pool is started once; make a new one")
-        self._state = "open"
+        # A store that cannot be opened leaves nothing to be closed.
+        self._state = "closed"
         await self._engine.__aenter__()
+        self._state = "open"
         self._engine.bus.listen(self._waiting.hear)
         self._teller.start()
         try:
@@ -156,9 +158,12 @@ class WorkflowPool:
             self._state = "closed"
             return
         self._state = "closed"
-        stats = await self.stats()
-        if self._forgets and (left := stats.queued + stats.running):
-            _LOG.warning("%d job(s) were still waiting or running and are gone with the memory store", left)
+        if self._forgets:
+            stats = await self._engine.stats()
+            if left := stats.waiting + stats.delayed + stats.paused + stats.leased:
+                _LOG.warning(
+                    "%d job(s) were still waiting or running and are gone with the memory store", left
+                )
         await self._servers.close()
         await self._engine.close()
         self._waiting.wake_all()

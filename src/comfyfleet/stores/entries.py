@@ -1,30 +1,31 @@
-"""What the memory store keeps of each job, and the tenant's view of it. Who may change it is `memory.py`'s."""
+"""What the memory store keeps of each job beside what `kept.py` does, and the tenant's view of it."""
 
 from __future__ import annotations
 
-from comfyfleet.model.dispatch import Attempt, Dispatch, Phase
+from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
+from comfyfleet.stores.kept import Entry
 
 
-class Entry:
+class MemoryEntry(Entry):
     """All that is kept of one job."""
 
-    __slots__ = ("attempts", "dispatch", "ended_at", "facts", "job")
+    __slots__ = ("facts", "job")
 
     def __init__(self, dispatch: Dispatch, job: Job) -> None:
-        self.dispatch = dispatch
+        super().__init__(dispatch, job.reference)
         self.job = job
         self.facts: tuple[Fact, ...] = ()
-        self.attempts: tuple[Attempt, ...] = ()
-        self.ended_at: float | None = None
 
 
 class MemoryRecords:
     """The tenant's side of the same entries."""
 
-    def __init__(self, entries: dict[JobId, Entry], references: dict[tuple[TenantId, str], JobId]) -> None:
+    def __init__(
+        self, entries: dict[JobId, MemoryEntry], references: dict[tuple[TenantId, str], JobId]
+    ) -> None:
         self._entries = entries
         self._references = references
 

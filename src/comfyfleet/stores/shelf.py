@@ -30,17 +30,20 @@ class BlockShelf:
             return list(self._blocks.get(worker_id, {}).values())
         return [block for blocks in self._blocks.values() for block in blocks.values()]
 
-    def put(self, block: Block) -> None:
+    def put(self, block: Block) -> Pair | None:
+        """Answers the pair that was forgotten to make room."""
+        forgotten = None
         mine = self._blocks.setdefault(block.worker_id, {})
         mine.pop(block.target, None)
         mine[block.target] = block
         if len(mine) > MAX_PAIRS_PER_WORKER:
             # A count towards a block is forgotten before a block in force.
             counting = (target for target, known in mine.items() if known.blocked_until is None)
-            del mine[next(counting, next(iter(mine)))]
+            forgotten = mine.pop(next(counting, next(iter(mine)))).pair
         if block.blocked_until is not None:
             heappush(self._ends, (block.blocked_until, block.worker_id, block.target))
         self._targets.pop(block.worker_id, None)
+        return forgotten
 
     def lift(self, pair: Pair) -> Block | None:
         mine = self._blocks.get(pair.worker_id)
@@ -96,8 +99,12 @@ class LessonShelf:
     def get(self, workflow_hash: WorkflowHash) -> Lesson | None:
         return self._lessons.get(workflow_hash)
 
-    def put(self, lesson: Lesson) -> None:
+    def put(self, lesson: Lesson) -> WorkflowHash | None:
+        """Answers the one that was forgotten to make room."""
         self._lessons.pop(lesson.workflow_hash, None)
         self._lessons[lesson.workflow_hash] = lesson
-        if len(self._lessons) > MAX_LESSONS:
-            del self._lessons[next(iter(self._lessons))]
+        if len(self._lessons) <= MAX_LESSONS:
+            return None
+        forgotten = next(iter(self._lessons))
+        del self._lessons[forgotten]
+        return forgotten

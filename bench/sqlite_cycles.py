@@ -1,0 +1,172 @@
+"""Goal 5, our side: whole durable cycles a second on SQLite (enqueue, lease, complete), and the restart with a backlog.
+
+    python -m bench.sqlite_cycles [--callers 50] [--seconds 3] [--waiting 100000] [--payload 256]
+
+Every call waits for its own commit. Ids and tokens are counted, not drawn: they are arguments of a store. The peers of
+the goal are measured elsewhere; figures of two runs do not compare.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.model.dispatch import AttemptEnd, AttemptOutcome, Dispatch, HeldBy, LeaseOffer, Phase, Write
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import DEFAULT_TENANT, JobId, LeaseToken, PollId, ProfileKey, WorkerId, WorkflowHash
+from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.policy.lifecycle import completed
+from comfyfleet.stores.sqlite.store import SqliteStore
+
+_PROFILE = ProfileKey("profile")
+_QUEUED = (FactDraft(FactKind.QUEUED),)
+_COMPLETED = (FactDraft(FactKind.COMPLETED),)
+_CLASSES = [RequirementClass(Requirements(node_classes=(f"class {number}",))) for number in range(100)]
+
+
+class Cycles:
+    def __init__(self, path: Path, payload_bytes: int) -> None:
+        self.store = SqliteStore(path, SystemClock())
+        self._payload = Submission({"text": "x" * payload_bytes})
+        self._numbers = itertools.count(1)
+        self._keys = [cls.key for cls in _CLASSES]
+
+    async def open(self) -> None:
+        await self.store.open()
+        table = await self.store.table()
+        if not table.profiles:
+            assert await self.store.put_profile(_PROFILE, [], version=table.version)
+            for cls in _CLASSES:
+                version = (await self.store.table()).version
+                assert await self.store.put_class(cls, [_PROFILE], version=version)
+
+    async def enqueue(self) -> None:
+        now, number = time.time(), next(self._numbers)
+        job_id, workflow_hash = JobId(f"01900000-0000-7000-8000-{number:012x}"), WorkflowHash("workflow")
+        dispatch = Dispatch(job_id, self._keys[number % len(self._keys)], workflow_hash, 0, queued_at=now)
+        job = Job(job_id, DEFAULT_TENANT, workflow_hash, now, self._payload)
+        assert await self.store.enqueue(dispatch, job, _QUEUED) is not None
+
+    async def lease(self) -> Dispatch | None:
+        written = await self.store.lease_next(self._offer())
+        return None if written is None else written.dispatch
+
+    async def complete(self, dispatch: Dispatch) -> None:
+        assert await self.store.write(self._completion(dispatch)) is not None
+
+    async def complete_and_lease(self, dispatch: Dispatch) -> Dispatch | None:
+        finished, taken = await self.store.finish_and_lease_next(self._completion(dispatch), self._offer())
+        assert finished is not None
+        return None if taken is None else taken.dispatch
+
+    def _offer(self) -> LeaseOffer:
+        number = next(self._numbers)
+        poll_id, token = PollId(f"poll-{number}"), LeaseToken(f"token-{number:026x}")
+        return LeaseOffer(WorkerId("w"), _PROFILE, poll_id, token, 60, 10)
+
+    def _completion(self, dispatch: Dispatch) -> Write:
+        return Write(
+            dispatch.job_id,
+            HeldBy(dispatch.lease_ref()),
+            completed(),
+            AttemptEnd(AttemptOutcome.COMPLETED),
+            _COMPLETED,
+            job={"phase": Phase.COMPLETED, "result": JobResult(), "completed_at": time.time()},
+        )
+
+
+async def cycles_a_second(
+    path: Path, callers: int, seconds: float, payload_bytes: int, *, is_fused: bool = False
+) -> float:
+    """Fused: completing a job and leasing the next is one call, as a worker that has more to do asks for it."""
+    cycles = Cycles(path, payload_bytes)
+    await cycles.open()
+    done, started = 0, time.perf_counter()
+
+    async def caller() -> None:
+        nonlocal done
+        held: Dispatch | None = None
+        while time.perf_counter() - started < seconds:
+            await cycles.enqueue()
+            if held is None:
+                held = await cycles.lease()
+            if held is not None:
+                if is_fused:
+                    held = await cycles.complete_and_lease(held)
+                else:
+                    await cycles.complete(held)
+                    held = None
+                done += 1
+
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    spent = time.perf_counter() - started
+    await cycles.store.close()
+    return done / spent
+
+
+async def restart(path: Path, waiting: int, payload_bytes: int) -> tuple[float, float]:
+    """Seconds from nothing to the first lease, and resident bytes a waiting job in a process that has just started."""
+    filled = Cycles(path, payload_bytes)
+    await filled.open()
+    for _ in range(waiting // 1000):
+        await asyncio.gather(*(filled.enqueue() for _ in range(1000)))
+    await filled.store.close()
+    del filled
+    gc.collect()
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.sqlite_cycles", "--reopen", str(path), stdout=asyncio.subprocess.PIPE
+    )
+    answer, _ = await child.communicate()
+    spent, grown = answer.split()
+    return float(spent), float(grown) / waiting
+
+
+async def reopen(path: Path) -> None:
+    cycles = Cycles(path, 0)
+    gc.collect()
+    before, started = _resident_bytes(), time.perf_counter()
+    await cycles.open()
+    assert await cycles.lease() is not None
+    spent = time.perf_counter() - started
+    gc.collect()
+    print(spent, _resident_bytes() - before)
+    await cycles.store.close()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--callers", type=int, default=50)
+    options.add_argument("--seconds", type=float, default=3)
+    options.add_argument("--waiting", type=int, default=100_000)
+    options.add_argument("--payload", type=int, default=256)
+    options.add_argument("--reopen", type=Path, help="only open this file and lease once")
+    given = options.parse_args()
+    if given.reopen is not None:
+        await reopen(given.reopen)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        for callers, is_fused in ((1, False), (given.callers, False), (given.callers, True), (500, False)):
+            path = Path(folder) / f"{callers}-{is_fused}.db"
+            rate = await cycles_a_second(path, callers, given.seconds, given.payload, is_fused=is_fused)
+            how = ", completing and leasing in one call" if is_fused else ""
+            print(f"{callers} callers{how}: {rate:,.0f} whole durable cycles a second")
+        spent, job_bytes = await restart(Path(folder) / "backlog.db", given.waiting, given.payload)
+        print(f"restart with {given.waiting:,} waiting jobs to the first lease: {spent:.2f} s")
+        print(f"resident memory a waiting job, its payload on disk: {job_bytes:,.0f} bytes")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,440 @@
+"""What an in-process store knows, and the effect of every call on it: open jobs, the table, workers, blocks, lessons.
+
+The memory and the SQLite store share it, so no guard and no order is written twice. Every method runs without a pause
+between its first and last line, so each is atomic for whoever shares the event loop. Jobs' records, their facts and
+what has ended are kept by the store itself: in memory or on disk.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection, Sequence
+from heapq import heappop, heappush
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from comfyfleet.model.block import Pair
+from comfyfleet.model.dispatch import (
+    AtRevision,
+    Attempt,
+    AttemptEnd,
+    AttemptOutcome,
+    Candidate,
+    Dispatch,
+    HeldBy,
+    Lease,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Standing,
+    Write,
+    Written,
+)
+from comfyfleet.model.fact import Fact, FactDraft, FactKind
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.index import LaneIndex
+from comfyfleet.stores.shelf import BlockShelf, LessonShelf
+
+
+class Entry:
+    """What every in-process store keeps of a job. Stores add what else they hold of it."""
+
+    __slots__ = ("attempts", "dispatch", "ended_at", "ending", "fact_count", "reference")
+
+    def __init__(self, dispatch: Dispatch, reference: str | None) -> None:
+        self.dispatch = dispatch
+        self.reference = reference
+        self.attempts: tuple[Attempt, ...] = ()
+        self.fact_count = 0
+        self.ended_at: float | None = None
+        self.ending: int | None = None
+        """The number of its end: two jobs that end at one moment still end one after the other."""
+
+
+E = TypeVar("E", bound=Entry)
+
+# Asked for at every step: to read a name of a module is several times as fast as to ask an enum.
+_QUEUED, _LEASED, _IN_LANE = Phase.QUEUED, Phase.LEASED, Standing.IN_LANE
+
+
+class Kept(Generic[E]):
+    def __init__(self, clock: Clock, epoch: int) -> None:
+        self.epoch = epoch
+        self.entries: dict[JobId, E] = {}
+        self.references: dict[tuple[TenantId, str], JobId] = {}
+        self.classes: dict[ClassKey, RequirementClass] = {}
+        self.table_version = 0
+        self.workers: dict[WorkerId, WorkerRecord] = {}
+        self.blocks = BlockShelf()
+        self.lessons = LessonShelf()
+        self.by_phase = dict.fromkeys(Phase, 0)
+        self.sequence = 0
+        self.endings = 0
+        self.is_paused = False
+        self.forgotten: list[Pair] = []
+        """Pairs that the blocks of the latest write pushed out."""
+        self.index = LaneIndex()
+        self._clock = clock
+        self._by_sequence: dict[int, JobId] = {}
+        self._leases_of: dict[WorkerId, dict[JobId, None]] = {}
+        self._polls: dict[PollId, JobId] = {}
+        self._due: list[tuple[float, JobId]] = []
+        self._by_standing = dict.fromkeys(Standing, 0)
+
+    # the table profile × class
+
+    def table(self) -> Table:
+        return Table(self.table_version, MappingProxyType(self.classes), frozenset(self.index.profiles()))
+
+    def put_class(
+        self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int
+    ) -> list[ClassKey] | None:
+        """The classes that were dropped to make room; None if the version is an old one."""
+        if version != self.table_version:
+            return None
+        self.table_version += 1
+        self.classes[cls.key] = cls
+        dropped = self.index.add_class(cls.key, fits)
+        for class_key in dropped:
+            del self.classes[class_key]
+        return dropped
+
+    def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
+        if version != self.table_version:
+            return False
+        self.table_version += 1
+        self.index.add_profile(profile, fits)
+        return True
+
+    # jobs
+
+    def enqueue(self, entry: E, drafts: Sequence[FactDraft]) -> Written | None:
+        """Its place in line is given here. Whether the reference is taken was asked before."""
+        dispatch = entry.dispatch
+        if not self.has_classes(dispatch):
+            return None
+        assert dispatch.job_id not in self.entries, "job ids are made by the engine and never repeat"
+        self.sequence += 1
+        entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
+        self.entries[dispatch.job_id] = entry
+        if entry.reference is not None:
+            self.references[dispatch.tenant, entry.reference] = dispatch.job_id
+        self._arrive(entry)
+        return Written(dispatch, self._note(entry, drafts))
+
+    def has_classes(self, dispatch: Dispatch) -> bool:
+        """Whether the table has a row for all the classes an open job may be of."""
+        if dispatch.phase is not _QUEUED and dispatch.phase is not _LEASED:
+            return True
+        relaxed = dispatch.relaxed_class
+        return self.index.has_class(dispatch.class_key) and (relaxed is None or self.index.has_class(relaxed))
+
+    def peek(self, query: Peek) -> list[Candidate]:
+        if self.is_paused:
+            return []
+        blocked = self.blocks.blocked_targets(query.worker_id, self._clock.now())
+        found = self.index.window(
+            query.profile,
+            slots=query.slots,
+            lanes=query.lanes,
+            quantum_s=query.quantum_s,
+            skip_hashes=blocked | query.skip if query.skip else blocked,
+            skip_jobs=self._kept_off(blocked),
+        )
+        return [
+            Candidate(
+                job_id := self._by_sequence[sequence],
+                lane,
+                sequence,
+                self.entries[job_id].dispatch.queued_at,
+                virtual_time,
+            )
+            for lane, sequence, virtual_time in found
+        ]
+
+    def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+        entry = self.entries.get(job_id)
+        if entry is None or not entry.dispatch.stands_in_lane or self.is_paused:
+            return None
+        if not self.index.may_take(offer.profile, entry.dispatch.class_key):
+            return None
+        blocked = self.blocks.blocked_targets(offer.worker_id, self._clock.now())
+        if entry.dispatch.workflow_hash in blocked or job_id in blocked:
+            return None
+        return self._grant(entry, offer)
+
+    def lease_next(self, offer: LeaseOffer) -> Written | None:
+        if self.is_paused:
+            return None
+        blocked = self.blocks.blocked_targets(offer.worker_id, self._clock.now())
+        chosen = self.index.first(offer.profile, blocked, self._kept_off(blocked))
+        if chosen is None:
+            return None
+        return self._grant(self.entries[self._by_sequence[chosen[1]]], offer)
+
+    def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
+        job_id = self._polls.get(poll_id)
+        return None if job_id is None else self.entries[job_id].dispatch
+
+    def write(self, write: Write) -> Written | None:
+        """All but the job's record, which is the store's own."""
+        entry = self.entries.get(write.job_id)
+        if entry is None or not _holds(entry.dispatch, write):
+            return None
+        before = entry.dispatch
+        after = write.change.apply(before)
+        if not self.has_classes(after):
+            return None
+        ended = None
+        if before.lease is not None and after.lease is None:
+            ended = write.attempt_end
+            assert ended is not None, "whoever ends a lease says how its attempt ended"
+        # From here on nothing can fail: all of the write happens, or nothing has.
+        self._depart(before)
+        if before.lease is not None and ended is not None:
+            self._end_lease(entry, before.lease, ended)
+        entry.dispatch = after
+        entry.ended_at = entry.ending = None
+        if after.phase.is_final:
+            self.endings += 1
+            entry.ended_at, entry.ending = self._clock.now(), self.endings
+        self._arrive(entry)
+        self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]
+        for pair in write.lifted:
+            self.blocks.lift(pair)
+        return Written(after, self._note(entry, write.facts))
+
+    def heartbeat(self, ref: LeaseRef, ttl_s: float) -> LeaseState:
+        entry = self.entries.get(ref.job_id)
+        if entry is None or not _is_held(entry.dispatch, ref):
+            return LeaseState(ref, is_alive=False)
+        dispatch = entry.dispatch
+        assert dispatch.lease is not None
+        # A heartbeat never shortens a lease: two of them can arrive in the wrong order.
+        lease = msgspec.structs.replace(
+            dispatch.lease,
+            expires_at=max(dispatch.lease.expires_at, self._clock.now() + ttl_s),
+            is_acknowledged=True,
+        )
+        entry.dispatch = msgspec.structs.replace(dispatch, lease=lease, revision=dispatch.revision + 1)
+        return LeaseState(ref, True, dispatch.cancel_requested_at is not None)
+
+    def mark_late(self, ref: LeaseRef) -> bool:
+        """Whether there was anything to note."""
+        entry = self.entries.get(ref.job_id)
+        if entry is None:
+            return False
+        before = entry.attempts
+        entry.attempts = tuple(
+            msgspec.structs.replace(attempt, reported_late=True)
+            if attempt.attempt_id == ref.attempt_id and attempt.outcome is not AttemptOutcome.RUNNING
+            else attempt
+            for attempt in before
+        )
+        return entry.attempts != before
+
+    def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
+        return [self.entries[job_id].dispatch for job_id in self._leases_of.get(worker_id, ())]
+
+    def due(self, limit: int) -> list[Dispatch]:
+        now = self._clock.now()
+        found: dict[JobId, Dispatch] = {}
+        while len(found) < limit and (at := self.next_due()) is not None and at <= now:
+            _, job_id = heappop(self._due)
+            found[job_id] = self.entries[job_id].dispatch
+        # They stay due until somebody writes them: an engine that dies in between loses nothing.
+        for dispatch in found.values():
+            self._watch(dispatch)
+        return list(found.values())
+
+    def next_due(self) -> float | None:
+        """What stands in the heap are hints: what a dispatch says of itself now is the truth."""
+        while self._due:
+            at, job_id = self._due[0]
+            entry = self.entries.get(job_id)
+            true_at = None if entry is None else entry.dispatch.due_at
+            if true_at == at:
+                return at
+            heappop(self._due)
+            if true_at is not None and true_at > at:
+                heappush(self._due, (true_at, job_id))
+        return None
+
+    def counts(self) -> Counts:
+        return Counts(
+            waiting=self._by_standing[Standing.IN_LANE],
+            delayed=self._by_standing[Standing.DELAYED],
+            paused=self._by_standing[Standing.PAUSED],
+            by_phase=dict(self.by_phase),
+        )
+
+    def position(self, job_id: JobId) -> int | None:
+        entry = self.entries.get(job_id)
+        if entry is None or not entry.dispatch.stands_in_lane:
+            return None
+        return self.index.position(entry.dispatch.lane, entry.dispatch.sequence)
+
+    # coming and going without a change
+
+    def take_in(self, entry: E) -> None:
+        """A job as it was kept elsewhere, counted anew."""
+        dispatch = entry.dispatch
+        self.entries[dispatch.job_id] = entry
+        if entry.reference is not None:
+            self.references[dispatch.tenant, entry.reference] = dispatch.job_id
+        if dispatch.lease is not None:
+            self._begin_lease(dispatch.job_id, dispatch.lease)
+        self._arrive(entry)
+
+    def bring_back(self, entry: E) -> None:
+        """A job that has ended, known here no more but still counted."""
+        self.by_phase[entry.dispatch.phase] -= 1
+        self.take_in(entry)
+
+    def let_go(self, entry: E) -> None:
+        """A job that has ended and is kept elsewhere: it still counts."""
+        del self.entries[entry.dispatch.job_id]
+        if entry.reference is not None:
+            self.references.pop((entry.dispatch.tenant, entry.reference), None)
+
+    def forget(self, entry: E) -> None:
+        """As if it had never been."""
+        dispatch = entry.dispatch
+        self._depart(dispatch)
+        if dispatch.lease is not None:
+            self._drop_lease(dispatch.job_id, dispatch.lease)
+        self.let_go(entry)
+
+    # keeping everything in step
+
+    def _arrive(self, entry: E) -> None:
+        dispatch = entry.dispatch
+        phase = dispatch.phase
+        self.by_phase[phase] += 1
+        is_queued = phase is _QUEUED
+        if is_queued or phase is _LEASED:
+            self.index.pin(dispatch.class_key)
+            if dispatch.relaxed_class is not None:
+                self.index.pin(dispatch.relaxed_class)
+        if is_queued:
+            self._by_standing[dispatch.standing] += 1
+            if dispatch.standing is _IN_LANE:
+                self._by_sequence[dispatch.sequence] = dispatch.job_id
+                self.index.add(dispatch.lane, dispatch.sequence)
+        self._watch(dispatch)
+
+    def _depart(self, dispatch: Dispatch) -> None:
+        phase = dispatch.phase
+        self.by_phase[phase] -= 1
+        is_queued = phase is _QUEUED
+        if is_queued:
+            self._by_standing[dispatch.standing] -= 1
+            if dispatch.standing is _IN_LANE:
+                self.index.remove(dispatch.lane, dispatch.sequence)
+                del self._by_sequence[dispatch.sequence]
+        if is_queued or phase is _LEASED:
+            self.index.unpin(dispatch.class_key)
+            if dispatch.relaxed_class is not None:
+                self.index.unpin(dispatch.relaxed_class)
+
+    def _watch(self, dispatch: Dispatch) -> None:
+        if (at := dispatch.due_at) is not None:
+            heappush(self._due, (at, dispatch.job_id))
+
+    def _note(self, entry: E, drafts: Sequence[FactDraft]) -> tuple[Fact, ...]:
+        now, number, dispatch = self._clock.now(), entry.fact_count, entry.dispatch
+        facts = tuple(
+            Fact(dispatch.job_id, number + place, draft.kind, now, dispatch.round, draft.data)
+            for place, draft in enumerate(drafts, start=1)
+        )
+        entry.fact_count = number + len(facts)
+        return facts
+
+    def _grant(self, entry: E, offer: LeaseOffer) -> Written:
+        now, before = self._clock.now(), entry.dispatch
+        lease = Lease(
+            worker_id=offer.worker_id,
+            number=before.lease_number + 1,
+            epoch=self.epoch,
+            token=offer.token,
+            poll_id=offer.poll_id,
+            leased_at=now,
+            expires_at=now + offer.acknowledge_s,
+        )
+        after = msgspec.structs.replace(
+            before,
+            phase=Phase.LEASED,
+            lease=lease,
+            lease_number=lease.number,
+            attempts=before.attempts + 1,
+            revision=before.revision + 1,
+        )
+        self._depart(before)
+        entry.dispatch = after
+        self._arrive(entry)
+        self._begin_lease(after.job_id, lease)
+        attempt_id = after.lease_ref().attempt_id
+        entry.attempts += (Attempt(attempt_id, offer.worker_id, lease.number, after.round, started_at=now),)
+        data: dict[str, Any] = {
+            "worker_id": offer.worker_id,
+            "lease": lease.number,
+            "attempt": after.attempts,
+        }
+        return Written(after, self._note(entry, (FactDraft(FactKind.LEASED, data),)))
+
+    def _begin_lease(self, job_id: JobId, lease: Lease) -> None:
+        self._leases_of.setdefault(lease.worker_id, {})[job_id] = None
+        self._polls[lease.poll_id] = job_id
+
+    def _drop_lease(self, job_id: JobId, lease: Lease) -> None:
+        mine = self._leases_of.get(lease.worker_id, {})
+        mine.pop(job_id, None)
+        if not mine:
+            self._leases_of.pop(lease.worker_id, None)
+        if self._polls.get(lease.poll_id) == job_id:
+            del self._polls[lease.poll_id]
+
+    def _end_lease(self, entry: E, lease: Lease, end: AttemptEnd) -> None:
+        self._drop_lease(entry.dispatch.job_id, lease)
+        *earlier, last = entry.attempts
+        ended = msgspec.structs.replace(
+            last,
+            outcome=end.outcome,
+            ended_at=self._clock.now(),
+            charged_to=end.charged_to,
+            failure=end.failure,
+        )
+        entry.attempts = (*earlier, ended)
+
+    def _kept_off(self, blocked: frozenset[str]) -> frozenset[int]:
+        """The sequence numbers of the jobs among the blocked targets that stand in a lane."""
+        return frozenset(
+            entry.dispatch.sequence
+            for target in blocked
+            if (entry := self.entries.get(JobId(target))) is not None and entry.dispatch.stands_in_lane
+        )
+
+
+def _holds(dispatch: Dispatch, write: Write) -> bool:
+    match write.guard:
+        case HeldBy(ref):
+            return _is_held(dispatch, ref)
+        case AtRevision(revision):
+            return dispatch.revision == revision
+
+
+def _is_held(dispatch: Dispatch, ref: LeaseRef) -> bool:
+    lease = dispatch.lease
+    return (
+        lease is not None
+        and dispatch.round == ref.round
+        and lease.number == ref.number
+        and lease.epoch == ref.epoch
+        # As bytes: the comparison takes no text beyond ASCII, and what a stranger sends may be anything.
+        and hmac.compare_digest(lease.token.encode(), ref.token.encode(errors="replace"))
+    )

@@ -1,0 +1,205 @@
+"""What is read from the file: everything that is open, at the start; ended jobs, records and facts when asked for.
+
+Reads happen in the event loop, by key or in bounded pages. They see what is committed, and nothing else.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.dispatch import Attempt, Dispatch, Phase
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.fact import Fact
+from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.ports import Clock
+from comfyfleet.stores.kept import Kept
+from comfyfleet.stores.shelf import BlockShelf, LessonShelf
+from comfyfleet.stores.sqlite import codec
+from comfyfleet.stores.sqlite.codec import SqliteEntry
+
+_PAGE = 2000
+_ENTRY = "reference, fact_count, ending, ended_at, dispatch, facts, attempts, changes"
+_JOB = "SELECT job, changes, result FROM dispatches JOIN jobs USING (sequence) LEFT JOIN results USING (sequence)"
+
+
+class Disk:
+    def __init__(self) -> None:
+        self._database: sqlite3.Connection | None = None
+        self._names: dict[str, str] = {}
+
+    def open(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def _all(self, sql: str, *values: Any) -> list[Any]:
+        if self._database is None:
+            raise Fault("the store is closed; open it first")
+        # All rows at once: a statement left half read keeps the log from being cut.
+        try:
+            return self._database.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise Fault(f"the store could not read: {error}. See to its disk and try again") from error
+
+    # one job
+
+    def entry(self, job_id: JobId) -> SqliteEntry | None:
+        rows = self._all(f"SELECT {_ENTRY} FROM dispatches WHERE job_id = ?", job_id)
+        return codec.entry_of(rows[0], {}) if rows else None
+
+    def dispatch(self, job_id: JobId) -> Dispatch | None:
+        rows = self._all("SELECT dispatch FROM dispatches WHERE job_id = ?", job_id)
+        return codec.decode_dispatch(rows[0][0]) if rows else None
+
+    def attempts(self, job_id: JobId) -> list[Attempt]:
+        rows = self._all("SELECT attempts FROM dispatches WHERE job_id = ?", job_id)
+        return codec.decode_attempts(rows[0][0]) if rows else []
+
+    def facts(self, job_id: JobId, after: int) -> list[Fact]:
+        rows = self._all("SELECT fact_count, facts FROM dispatches WHERE job_id = ?", job_id)
+        return codec.decode_facts(job_id, *rows[0])[after:] if rows else []
+
+    def job(self, job_id: JobId) -> Job | None:
+        rows = self._all(f"{_JOB} WHERE job_id = ?", job_id)
+        return codec.decode_job(*rows[0]) if rows else None
+
+    def by_reference(self, tenant: TenantId, reference: str) -> JobId | None:
+        rows = self._all(
+            "SELECT job_id FROM dispatches WHERE tenant = ? AND reference = ?", tenant, reference
+        )
+        return JobId(rows[0][0]) if rows else None
+
+    # several
+
+    def listing(
+        self, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+    ) -> list[Job]:
+        conditions: list[str] = []
+        values: list[Any] = []
+        if after is not None:
+            known = self._all("SELECT sequence FROM dispatches WHERE job_id = ?", after)
+            # What the page ended with may be gone; its id still says when it was.
+            conditions.append("dispatches.sequence > ?" if known else "job_id > ?")
+            values.append(known[0][0] if known else after)
+        if tenant is not None:
+            conditions.append("tenant = ?")
+            values.append(tenant)
+        if phase is not None:
+            conditions.append("phase = ?")
+            values.append(phase.value)
+        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        rows = self._all(f"{_JOB} {where} ORDER BY dispatches.sequence LIMIT ?", *values, limit)
+        return [codec.decode_job(*row) for row in rows]
+
+    def failed(self, limit: int, after: JobId | None) -> list[Dispatch]:
+        rows = self._all(
+            "SELECT dispatch FROM dispatches WHERE phase = ? AND ending IS NOT NULL AND job_id > ? "
+            "ORDER BY job_id LIMIT ?",
+            Phase.FAILED.value,
+            after or "",
+            limit,
+        )
+        return [codec.decode_dispatch(blob) for (blob,) in rows]
+
+    def ended(self, phase: Phase, limit: int) -> list[tuple[JobId, int, float]]:
+        """Job id, sequence and time of those that ended first."""
+        return self._all(
+            "SELECT job_id, sequence, ended_at FROM dispatches WHERE phase = ? AND ending IS NOT NULL "
+            "ORDER BY ending LIMIT ?",
+            phase.value,
+            limit,
+        )
+
+    # everything that is open
+
+    def load(self, clock: Clock, epoch: int) -> Kept[SqliteEntry]:
+        try:
+            return self._load(clock, epoch)
+        except (LookupError, ValueError, TypeError, msgspec.MsgspecError) as error:
+            raise Fault(
+                f"the store's file is damaged ({type(error).__name__}: {error}). `comfyfleet store check` says where; "
+                "restore a backup"
+            ) from error
+
+    def _load(self, clock: Clock, epoch: int) -> Kept[SqliteEntry]:
+        kept: Kept[SqliteEntry] = Kept(clock, epoch)
+        meta = dict(self._all("SELECT name, value FROM meta"))
+        kept.table_version = meta["table_version"]
+        ((ending,),) = self._all("SELECT coalesce(max(ending), 0) FROM dispatches WHERE ending IS NOT NULL")
+        kept.endings = ending
+        self.load_small(kept, meta)
+        for tenant, virtual_time in self._all("SELECT tenant, virtual_time FROM tenants"):
+            kept.index.charge(TenantId(tenant), virtual_time)
+        entries = list(self._open_entries())
+        pinned = self._load_table(kept, entries)
+        # Leases last, in the order in which they were given.
+        entries.sort(key=lambda entry: (entry.dispatch.lease is not None, _leased_at(entry)))
+        for entry in entries:
+            kept.take_in(entry)
+        for class_key in pinned:
+            kept.index.unpin(class_key)
+        for phase, count in self._all(
+            "SELECT phase, count(*) FROM dispatches WHERE ending IS NOT NULL GROUP BY phase"
+        ):
+            kept.by_phase[Phase(phase)] = count
+        return kept
+
+    def load_small(self, kept: Kept[SqliteEntry], meta: dict[str, int] | None = None) -> None:
+        """Workers, blocks, lessons, and the single values."""
+        if meta is None:
+            meta = dict(self._all("SELECT name, value FROM meta"))
+        kept.sequence, kept.is_paused = meta["sequence"], bool(meta["is_paused"])
+        records = [
+            codec.decode_worker(blob) for (blob,) in self._all("SELECT record FROM workers ORDER BY rowid")
+        ]
+        kept.workers = {record.worker_id: record for record in records}
+        kept.blocks, kept.lessons = BlockShelf(), LessonShelf()
+        for (blob,) in self._all("SELECT block FROM blocks ORDER BY rowid"):
+            kept.blocks.put(codec.decode_block(blob))
+        for (blob,) in self._all("SELECT lesson FROM lessons ORDER BY rowid"):
+            kept.lessons.put(codec.decode_lesson(blob))
+
+    def _open_entries(self) -> Iterator[SqliteEntry]:
+        # In pages: all rows at once would leave the process as large as the rows were.
+        last = 0
+        while rows := self._all(
+            f"SELECT {_ENTRY} FROM dispatches WHERE ending IS NULL AND sequence > ? ORDER BY sequence LIMIT ?",
+            last,
+            _PAGE,
+        ):
+            for row in rows:
+                entry = codec.entry_of(row, self._names)
+                yield entry
+            last = entry.dispatch.sequence
+
+    def _load_table(self, kept: Kept[SqliteEntry], entries: Iterable[SqliteEntry]) -> list[ClassKey]:
+        """Classes of open jobs come first and are pinned: idle ones may be dropped for room. Answers the pinned."""
+        for (profile,) in self._all("SELECT profile_key FROM profiles ORDER BY rowid"):
+            kept.index.add_profile(ProfileKey(profile), [])
+        fits: dict[str, list[ProfileKey]] = {}
+        for class_key, profile in self._all("SELECT class_key, profile_key FROM fits"):
+            fits.setdefault(class_key, []).append(ProfileKey(profile))
+        used = {entry.dispatch.class_key for entry in entries}
+        used.update(key for entry in entries if (key := entry.dispatch.relaxed_class) is not None)
+        pinned: list[ClassKey] = []
+        rows = self._all("SELECT class_key, definition FROM classes ORDER BY rowid")
+        for class_key, definition in sorted(rows, key=lambda row: row[0] not in used):
+            kept.classes[class_key] = codec.decode_class(definition)
+            for dropped in kept.index.add_class(class_key, fits.get(class_key, ())):
+                del kept.classes[dropped]
+            if class_key in used:
+                kept.index.pin(class_key)
+                pinned.append(class_key)
+        return pinned
+
+
+def _leased_at(entry: SqliteEntry) -> float:
+    return 0.0 if entry.dispatch.lease is None else entry.dispatch.lease.leased_at

@@ -1,0 +1,474 @@
+"""A store in one SQLite file, owned by one process. Nothing that was acknowledged is lost.
+
+What is open stands in memory, where the same code as the memory store's chooses and guards (`kept.py`). A change is
+made there at once, written with whatever else has piled up (`writer.py`), and answered when its commit is on the disk.
+Until then it is *reserved*: nobody else can have the job, and whoever asks about it waits for the commit. If the commit
+fails, everything that is not on the disk is taken back by reading the touched jobs from the file, and every caller that
+waited is answered with a fault. A refusal that rests on something reserved waits for its commit as well, and is thought
+over if that fails. What only hints (`peek`, `position`, `counts`, `next_due`, the table) counts what is reserved; lists
+(workers, blocks, leases of a worker) wait for what was reserved when they were asked for. Jobs that have ended are
+known to the file alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.dispatch import (
+    Attempt,
+    Candidate,
+    Dispatch,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Write,
+    Written,
+)
+from comfyfleet.model.fact import Fact, FactDraft
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.job import Job
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.kept import Kept
+from comfyfleet.stores.sqlite import codec, rows
+from comfyfleet.stores.sqlite.codec import SqliteEntry
+from comfyfleet.stores.sqlite.migrating import connect, migrate
+from comfyfleet.stores.sqlite.owner import Ownership
+from comfyfleet.stores.sqlite.reading import Disk
+from comfyfleet.stores.sqlite.records import SqliteRecords
+from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
+
+_LEASED: dict[str, Any] = {"phase": Phase.LEASED}
+
+
+class SqliteStore:
+    def __init__(self, path: str | Path, clock: Clock) -> None:
+        self.path = Path(path)
+        self.epoch = 1
+        self._clock = clock
+        self._kept: Kept[SqliteEntry] = Kept(clock, self.epoch)
+        self._ownership: Ownership | None = None
+        self._disk = Disk()
+        self.records = SqliteRecords(self._disk, self._find, self._wait)
+        self._writer = Writer(committed=self._committed, restore=self._restore)
+        self._wake: Callable[[], None] = lambda: None
+
+    @property
+    def is_shared(self) -> bool:
+        return False
+
+    async def open(self) -> None:
+        ownership = Ownership(self.path)
+        try:
+            database = await asyncio.to_thread(self._connect)
+        except BaseException:
+            self._disk.close()
+            ownership.release()
+            raise
+        self._ownership = ownership
+        self._writer.start(database)
+
+    def _connect(self) -> sqlite3.Connection:
+        database = connect(self.path)
+        try:
+            migrate(database, self.path)
+            self._disk.open(connect(self.path))
+            self._kept = self._disk.load(self._clock, self.epoch)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Nobody else writes here, but a job may wait again because its lease could not be written."""
+        self._wake = wake
+
+    async def now(self) -> float:
+        return self._clock.now()
+
+    async def close(self) -> None:
+        ownership, self._ownership = self._ownership, None
+        if ownership is not None:
+            await self._writer.stop()
+            self._disk.close()
+            ownership.release()
+
+    # the table profile × class
+
+    async def table(self) -> Table:
+        return self._kept.table()
+
+    async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
+        self._check(cls)
+        is_new = not self._kept.index.has_class(cls.key)
+        dropped = self._kept.put_class(cls, fits, version=version)
+        if dropped is None:
+            return False
+        known = self._kept.index.profiles()
+        with self._writer as batch:
+            rows.put_class(
+                batch,
+                cls,
+                [each for each in fits if is_new and each in known],
+                dropped,
+                self._kept.table_version,
+            )
+        await self._writer.written(batch)
+        return True
+
+    async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
+        self._check(profile)
+        is_new = profile not in self._kept.index.profiles()
+        if not self._kept.put_profile(profile, fits, version=version):
+            return False
+        with self._writer as batch:
+            rows.put_profile(batch, profile, fits if is_new else (), self._kept.table_version)
+        await self._writer.written(batch)
+        return True
+
+    async def drop_profiles(self, unused: Collection[ProfileKey]) -> None:
+        self._check(list(unused))
+        if unused:
+            with self._writer as batch:
+                for profile in unused:
+                    self._kept.index.drop_profile(profile)
+                    rows.drop_profile(batch, profile)
+            await self._writer.written(batch)
+
+    # workers
+
+    async def put_worker(self, worker: WorkerRecord) -> None:
+        blob = self._check(worker)
+        self._kept.workers[worker.worker_id] = worker
+        with self._writer as batch:
+            rows.put_worker(batch, worker.worker_id, blob)
+        await self._writer.written(batch)
+
+    async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
+        await self._wait(Area.WORKERS)
+        return self._kept.workers.get(worker_id)
+
+    async def workers(self) -> list[WorkerRecord]:
+        await self._wait(Area.WORKERS)
+        return list(self._kept.workers.values())
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        self._check(worker_id)
+        self._kept.workers.pop(worker_id, None)
+        self._kept.blocks.forget_worker(worker_id)
+        with self._writer as batch:
+            rows.remove_worker(batch, worker_id)
+        await self._writer.written(batch)
+
+    # dispatches
+
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+        record = self._check(job)
+        self._check((dispatch, facts))
+        while True:
+            if not self._kept.has_classes(dispatch):
+                # The class may be one whose commit has just failed.
+                return None
+            known = None if job.reference is None else self._find(job.tenant, job.reference)
+            if known is None:
+                break
+            if await self._is_settled(known) and (found := await self.load(known)) is not None:
+                return Written(found, ())
+        entry = SqliteEntry(dispatch, job.reference)
+        written = self._kept.enqueue(entry, facts)
+        assert written is not None, "its classes were looked up in this very step"
+        with self._writer as batch:
+            rows.insert(batch, entry, record, written.facts)
+        await self._writer.written(batch)
+        return written
+
+    async def load(self, job_id: JobId) -> Dispatch | None:
+        await self._wait(job_id)
+        entry = self._kept.entries.get(job_id)
+        return self._disk.dispatch(job_id) if entry is None else entry.dispatch
+
+    async def peek(self, query: Peek) -> list[Candidate]:
+        return self._kept.peek(query)
+
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+        self._check(offer)
+        while (written := self._kept.lease(job_id, offer)) is None:
+            if await self._is_settled(job_id):
+                return None
+        with self._writer as batch:
+            self._granted(batch, written)
+        await self._writer.written(batch)
+        return written
+
+    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+        self._check(offer)
+        written = self._kept.lease_next(offer)
+        if written is not None:
+            with self._writer as batch:
+                self._granted(batch, written)
+            await self._writer.written(batch)
+        return written
+
+    async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
+        while (found := self._kept.leased_by_poll(poll_id)) is not None:
+            if (waiter := self._writer.settling(found.job_id)) is None:
+                break
+            await waiter
+        return found
+
+    async def write(self, write: Write) -> Written | None:
+        written = await self._write(write)
+        if written is not None:
+            with self._writer as batch:
+                self._changed(batch, write, written)
+            await self._writer.written(batch)
+        return written
+
+    async def finish_and_lease_next(
+        self, write: Write, offer: LeaseOffer
+    ) -> tuple[Written | None, Written | None]:
+        self._check(offer)
+        finished = await self._write(write)
+        if finished is None:
+            return None, None
+        taken = None
+        with self._writer as batch:
+            self._changed(batch, write, finished)
+            if (taken := self._kept.lease_next(offer)) is not None:
+                self._granted(batch, taken)
+        await self._writer.written(batch)
+        return finished, taken
+
+    async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
+        for ref in refs:
+            await self._wait(ref.job_id)
+        self._writer.check()
+        answers = [self._kept.heartbeat(ref, ttl_s) for ref in refs]
+        if any(answer.is_alive for answer in answers):
+            with self._writer as batch:
+                for answer in answers:
+                    if answer.is_alive:
+                        rows.update(batch, self._kept.entries[answer.ref.job_id])
+            await self._writer.written(batch)
+        return answers
+
+    async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
+        return await self._settled(lambda: self._kept.leases_of(worker_id))
+
+    async def due(self, limit: int) -> list[Dispatch]:
+        return await self._settled(lambda: self._kept.due(limit))
+
+    async def next_due(self) -> float | None:
+        return self._kept.next_due()
+
+    async def counts(self) -> Counts:
+        return self._kept.counts()
+
+    async def position(self, job_id: JobId) -> int | None:
+        return self._kept.position(job_id)
+
+    async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
+        await self._wait(None)
+        return self._disk.failed(limit, after)
+
+    async def purge(self, phase: Phase, before: float, limit: int) -> int:
+        await self._wait(None)
+        self._writer.check()
+        gone = list(takewhile(lambda each: each[2] < before, self._disk.ended(phase, limit)))
+        if gone:
+            with self._writer as batch:
+                for job_id, sequence, _ in gone:
+                    rows.purge(batch, job_id, sequence)
+                    self._kept.by_phase[phase] -= 1
+            await self._writer.written(batch)
+        return len(gone)
+
+    async def pause_queue(self, is_paused: bool) -> None:
+        self._writer.check()
+        self._kept.is_paused = is_paused
+        with self._writer as batch:
+            rows.pause(batch, is_paused)
+        await self._writer.written(batch)
+
+    async def is_queue_paused(self) -> bool:
+        await self._wait(Area.PAUSE)
+        return self._kept.is_paused
+
+    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None:
+        self._check(tenant)
+        self._kept.index.charge(tenant, seconds)
+        with self._writer as batch:
+            rows.charge(batch, tenant, self._kept.index.virtual_time(tenant))
+        await self._writer.written(batch)
+
+    # what is kept with a job
+
+    async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
+        await self._wait(job_id)
+        return self._disk.facts(job_id, after)
+
+    async def attempts(self, job_id: JobId) -> list[Attempt]:
+        await self._wait(job_id)
+        entry = self._kept.entries.get(job_id)
+        return self._disk.attempts(job_id) if entry is None else list(entry.attempts)
+
+    async def mark_late(self, ref: LeaseRef) -> None:
+        await self._wait(ref.job_id)
+        self._writer.check()
+        self._bring_back(ref.job_id)
+        if self._kept.mark_late(ref):
+            with self._writer as batch:
+                rows.update(batch, self._kept.entries[ref.job_id])
+            await self._writer.written(batch)
+        else:
+            self._let_go(ref.job_id)
+
+    # blocks and lessons
+
+    async def get_block(self, pair: Pair) -> Block | None:
+        await self._wait(Area.BLOCKS)
+        return self._kept.blocks.get(pair)
+
+    async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
+        await self._wait(Area.BLOCKS)
+        return self._kept.blocks.listing(worker_id)
+
+    async def put_block(self, block: Block) -> None:
+        self._check(block)
+        forgotten = self._kept.blocks.put(block)
+        with self._writer as batch:
+            rows.put_blocks(batch, (block,), () if forgotten is None else (forgotten,))
+        await self._writer.written(batch)
+
+    async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
+        self._check(list(pairs))
+        lifted = [block for pair in pairs if (block := self._kept.blocks.lift(pair)) is not None]
+        return await self._lifted(lifted)
+
+    async def expired_blocks(self) -> list[Block]:
+        self._writer.check()
+        return await self._lifted(self._kept.blocks.take_expired(self._clock.now()))
+
+    async def next_block_end(self) -> float | None:
+        return self._kept.blocks.next_end()
+
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+        await self._wait(Area.LESSONS)
+        return self._kept.lessons.get(workflow_hash)
+
+    async def put_lesson(self, lesson: Lesson) -> None:
+        blob = self._check(lesson)
+        with self._writer as batch:
+            rows.put_lesson(batch, lesson.workflow_hash, blob, self._kept.lessons.put(lesson))
+        await self._writer.written(batch)
+
+    # reserving
+
+    def _check(self, value: object) -> bytes:
+        """Before anything is changed: it can be written down, and there is somebody to write it."""
+        self._writer.check()
+        return codec.encode_or_refuse(value)
+
+    async def _write(self, write: Write) -> Written | None:
+        self._check(write)
+        while True:
+            self._bring_back(write.job_id)
+            written = self._kept.write(write)
+            if written is not None:
+                return written
+            if await self._is_settled(write.job_id):
+                self._let_go(write.job_id)
+                return None
+
+    def _changed(self, batch: Batch, write: Write, written: Written) -> None:
+        entry = self._kept.entries[write.job_id]
+        rows.change_record(batch, entry, write.job)
+        rows.update(batch, entry, written.facts)
+        if write.blocks:
+            rows.put_blocks(batch, write.blocks, self._kept.forgotten)
+        if write.lifted:
+            rows.lift(batch, write.lifted)
+
+    def _granted(self, batch: Batch, written: Written) -> None:
+        entry = self._kept.entries[written.dispatch.job_id]
+        rows.change_record(batch, entry, _LEASED)
+        rows.update(batch, entry, written.facts)
+
+    async def _lifted(self, blocks: list[Block]) -> list[Block]:
+        if blocks:
+            with self._writer as batch:
+                rows.lift(batch, [block.pair for block in blocks])
+            await self._writer.written(batch)
+        return blocks
+
+    async def _is_settled(self, key: Key) -> bool:
+        """Whether what is known under the key was, or has now been, written. False: it was taken back, look again."""
+        watcher = self._writer.settling(key)
+        if watcher is None or await watcher:
+            return True
+        # Before whoever asked changes anything: there may be nobody left to write it.
+        self._writer.check()
+        return False
+
+    async def _wait(self, key: Key | None) -> None:
+        """Until what is known under the key (None: anything) is on the disk."""
+        while (watcher := self._writer.settling(key)) is not None:
+            await watcher
+            if key is None or isinstance(key, Area):
+                # Something always changes in a busy store; what had changed when it was asked for is written now.
+                return
+
+    async def _settled(self, ask: Callable[[], list[Dispatch]]) -> list[Dispatch]:
+        for dispatch in ask():
+            await self._wait(dispatch.job_id)
+        return ask()
+
+    def _find(self, tenant: TenantId, reference: str) -> JobId | None:
+        return self._kept.references.get((tenant, reference)) or self._disk.by_reference(tenant, reference)
+
+    # jobs that have ended
+
+    def _bring_back(self, job_id: JobId) -> None:
+        if job_id not in self._kept.entries and not self._writer.is_pending(job_id):
+            entry = self._disk.entry(job_id)
+            if entry is not None:
+                self._kept.bring_back(entry)
+
+    def _let_go(self, job_id: JobId) -> None:
+        entry = self._kept.entries.get(job_id)
+        if entry is not None and entry.dispatch.phase.is_final and not self._writer.is_pending(job_id):
+            self._kept.let_go(entry)
+
+    def _committed(self, batch: Batch) -> None:
+        for job_id in batch.ended():
+            self._let_go(job_id)
+
+    def _restore(self, keys: Iterable[Key]) -> None:
+        """Memory says again what the file says. What only grows in the index is built anew from the start."""
+        touched = list(keys)
+        if Area.TABLE in touched or Area.TENANTS in touched:
+            self._kept = self._disk.load(self._clock, self.epoch)
+        else:
+            for key in touched:
+                if not isinstance(key, Area):
+                    self._restore_job(key)
+            self._disk.load_small(self._kept)
+        self._wake()
+
+    def _restore_job(self, job_id: JobId) -> None:
+        entry = self._kept.entries.get(job_id)
+        if entry is not None:
+            self._kept.forget(entry)
+        entry = self._disk.entry(job_id)
+        if entry is not None:
+            self._kept.take_in(entry)
+            if entry.dispatch.phase.is_final:
+                self._kept.let_go(entry)

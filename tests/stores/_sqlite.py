@@ -1,0 +1,56 @@
+"""Short words for tests of the SQLite store: a bench on a file, opened again and again."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.contract._bench import Bench
+
+from comfyfleet.ports import Clock
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.sqlite import writer
+from comfyfleet.stores.sqlite.store import SqliteStore
+
+
+@asynccontextmanager
+async def reopened(path: Path, clock: Clock | None = None) -> AsyncIterator[SqliteStore]:
+    store = SqliteStore(path, clock or ManualClock())
+    await store.open()
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def make_bench(path: Path) -> Bench:
+    return Bench(lambda clock: SqliteStore(path, clock))
+
+
+class FullDisk:
+    """From now on every write fails as on a full disk, so many times or until there is room again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: float = float("inf")) -> None:
+        self.times = times
+        real = writer.Batch.write
+
+        def write(batch: writer.Batch, database: sqlite3.Connection) -> None:
+            if self.times <= 0:
+                real(batch, database)
+                return
+            self.times -= 1
+            database.execute("BEGIN IMMEDIATE")
+            # As SQLite meets it: in the middle, with some of the rows written.
+            database.execute("UPDATE meta SET value = value + 1000")
+            raise sqlite3.OperationalError("database or disk is full")
+
+        monkeypatch.setattr(writer.Batch, "write", write)
+
+    def make_room(self) -> None:
+        self.times = 0
+
+
+Step = Callable[[], Awaitable[object]]

@@ -1,0 +1,258 @@
+"""A full disk leaves everything as it was and answers a fault; what waits on it hears of it too."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.contract._bench import FAST, HASH, SLOW, A, Bench, completion, tenant
+from tests.stores._sqlite import FullDisk, Step, make_bench, reopened
+
+from comfyfleet.model.block import Block, BlockReason, Pair
+from comfyfleet.model.dispatch import Change, Dispatch, Phase, Written
+from comfyfleet.model.errors import Fault, Refusal
+from comfyfleet.model.ids import JobId, ProfileKey
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.stores.sqlite.upkeep import check
+
+WORKER = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
+
+
+async def steps_of(bench: Bench) -> dict[str, Step]:
+    store = bench.store
+    await store.put_worker(WORKER)
+    await store.put_block(Block(A, "counted", BlockReason.FAILURES, 1))
+    await store.put_block(Block(A, "over", BlockReason.FAILURES, 1, bench.clock.now() - 1))
+    waiting = await bench.enqueue(reference="mine")
+    _, ref = await bench.leased()
+    _, ended = await bench.leased()
+    written = await store.write(completion(ended))
+    assert written is not None
+    over = written.dispatch
+    await bench.clock.advance(5)
+    version = (await store.table()).version
+    block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
+    cls = RequirementClass(Requirements(models=("new",)))
+    return {
+        "enqueue": lambda: bench.enqueue(reference="new"),
+        "lease": lambda: store.lease(waiting.job_id, bench.offer()),
+        "lease_next": bench.lease_next,
+        "write": lambda: store.write(completion(ref, blocks=(block,), lifted=(Pair(A, "counted"),))),
+        "finish_and_lease_next": lambda: store.finish_and_lease_next(completion(ref), bench.offer()),
+        "retry": lambda: bench.change(over, Change(phase=Phase.QUEUED, round=2)),
+        "cancel": lambda: bench.cancel(waiting),
+        "heartbeat": lambda: store.heartbeat([ref], 60),
+        "mark_late": lambda: store.mark_late(ended),
+        "purge": lambda: store.purge(Phase.COMPLETED, 1e12, 10),
+        "put_class": lambda: store.put_class(cls, [FAST], version=version),
+        "put_profile": lambda: store.put_profile(ProfileKey("new"), [], version=version),
+        "drop_profiles": lambda: store.drop_profiles([SLOW]),
+        "put_worker": lambda: store.put_worker(WORKER),
+        "remove_worker": lambda: store.remove_worker(A),
+        "put_block": lambda: store.put_block(block),
+        "lift": lambda: store.lift([Pair(A, "counted")]),
+        "expired_blocks": store.expired_blocks,
+        "put_lesson": lambda: store.put_lesson(Lesson(HASH, {}, 12.0)),
+        "charge_tenant": lambda: store.charge_tenant(tenant("default"), 5.0),
+        "pause_queue": lambda: store.pause_queue(True),
+    }
+
+
+async def test_a_full_disk_leaves_everything_as_it_was_whatever_was_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    steps = await steps_of(bench)
+    before = await bench.state()
+    disk = FullDisk(monkeypatch)
+    for name, step in steps.items():
+        with pytest.raises(Fault, match="disk is full"):
+            await step()
+        bench.polls = [poll for poll in bench.polls if await bench.store.leased_by_poll(poll) is not None]
+        after = await bench.state()
+        del after["polls"]
+        assert after == {key: value for key, value in before.items() if key != "polls"}, name
+        assert await bench.store.get_lesson(HASH) is None
+    # And with room again, everything works.
+    disk.make_room()
+    await bench.store.charge_tenant(tenant("ann"), 1.0)
+    first = await bench.lease_next()
+    assert first is not None
+    job = await bench.enqueue()
+    assert job.sequence == 4, "a place that could not be written is given to the next"
+    assert await bench.store.purge(Phase.COMPLETED, 1e12, 10) == 1
+    state = await bench.state()
+    await bench.store.close()
+    assert check(path) == []
+    async with reopened(path, bench.clock) as store:
+        bench.store = store
+        assert await bench.state() == state
+
+
+async def test_a_database_that_may_not_grow_answers_a_fault_and_goes_on_when_it_may(tmp_path: Path) -> None:
+    """The same with SQLite's own means."""
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    job = await bench.enqueue()
+    assert isinstance(bench.store, SqliteStore)
+    database = bench.store._writer._database
+    ((pages,),) = database.execute("PRAGMA page_count").fetchall()
+    database.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+    large = Job(JobId("large"), job.tenant, HASH, 0.0, Submission({"text": "x" * 100_000}))
+    template = await bench.store.load(job.job_id)
+    assert template is not None
+    counts = await bench.store.counts()
+    with pytest.raises(Fault, match="full"):
+        await bench.store.enqueue(_named(template, "large"), large, ())
+    assert await bench.store.load(JobId("large")) is None
+    assert await bench.store.counts() == counts
+    assert await bench.peek() == [job.job_id]
+    database.execute("PRAGMA max_page_count = 1000000").fetchall()
+    assert await bench.store.enqueue(_named(template, "large"), large, ()) is not None
+    assert await bench.peek() == [job.job_id, "large"]
+    await bench.store.close()
+
+
+def _named(template: Dispatch, name: str) -> Dispatch:
+    return msgspec.structs.replace(template, job_id=JobId(name))
+
+
+async def test_what_was_decided_on_a_change_that_could_not_be_written_falls_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    wakes: list[None] = []
+    bench.store.listen(lambda: wakes.append(None))
+    disk = FullDisk(monkeypatch)
+    # All of them are asked before the first is answered: the lease is of the job that is never written.
+    enqueued, leased, read = await asyncio.gather(
+        bench.enqueue(), bench.lease_next(), bench.store.load(JobId("job-0001")), return_exceptions=True
+    )
+    assert isinstance(enqueued, Fault)
+    assert isinstance(leased, Fault)
+    assert read is None, "nobody was shown what was not written"
+    assert wakes, "whoever found nothing may look again"
+    assert (await bench.store.counts()).by_phase[Phase.QUEUED] == 0
+    disk.make_room()
+    assert await bench.lease_next() is None
+    await bench.store.close()
+
+
+async def test_a_refusal_that_rests_on_an_unwritten_change_is_reconsidered_when_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    dispatch, ref = await bench.leased()
+    FullDisk(monkeypatch, times=1)
+    cancelled, completed = await asyncio.gather(
+        bench.cancel(dispatch), bench.store.write(completion(ref)), return_exceptions=True
+    )
+    assert isinstance(cancelled, Fault)
+    assert isinstance(completed, Written)
+    found = await bench.store.load(ref.job_id)
+    assert found is not None
+    assert found.phase is Phase.COMPLETED
+    await bench.store.close()
+
+
+async def test_a_job_is_shown_to_others_only_when_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    first, second = await asyncio.gather(bench.enqueue(reference="r"), bench.enqueue(reference="r"))
+    assert first.job_id == second.job_id
+    offer = bench.offer(poll="mine")
+    leased, by_poll, of_worker = await asyncio.gather(
+        bench.store.lease_next(offer), bench.store.leased_by_poll(offer.poll_id), bench.store.leases_of(A)
+    )
+    assert leased is not None
+    assert by_poll == leased.dispatch
+    assert of_worker == [leased.dispatch]
+    FullDisk(monkeypatch)
+    lost, late = await asyncio.gather(
+        bench.store.write(completion(leased.dispatch.lease_ref())),
+        bench.store.facts(first.job_id),
+        return_exceptions=True,
+    )
+    assert isinstance(lost, Fault)
+    assert isinstance(late, list)
+    assert [fact.kind.value for fact in late] == ["queued", "leased"]
+    await bench.store.close()
+
+
+async def test_what_cannot_be_written_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    template = await bench.enqueue()
+    before = await bench.state()
+    for workflow in ({"text": "\ud800"}, {"seed": 2**70}, {"what": object()}):
+        job = Job(JobId("odd"), template.tenant, HASH, 0.0, Submission(workflow))
+        with pytest.raises(Refusal, match="cannot be stored"):
+            await bench.store.enqueue(_named(template, "odd"), job, ())
+    assert await bench.state() == before
+    await bench.store.close()
+
+
+async def test_a_closed_store_answers_a_fault(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    job = await bench.enqueue()
+    await bench.store.close()
+    with pytest.raises(Fault, match="closed"):
+        await bench.enqueue()
+    with pytest.raises(Fault, match="closed"):
+        await bench.store.load(job.job_id)
+
+
+async def test_a_caller_that_goes_away_leaves_its_change_and_disturbs_nobody(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    gone = asyncio.ensure_future(bench.enqueue())
+    await asyncio.sleep(0)
+    gone.cancel()
+    other = await bench.enqueue()
+    assert [
+        each.job_id
+        for each in await bench.store.records.listing(tenant=None, phase=None, limit=9, after=None)
+    ] == [
+        "job-0001",
+        other.job_id,
+    ]
+    await bench.store.close()
+
+
+async def test_a_list_is_answered_though_something_always_changes(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    is_over = False
+
+    async def keep_busy() -> None:
+        while not is_over:
+            await bench.enqueue()
+            await bench.lease_next()
+            await bench.store.put_worker(WORKER)
+
+    busy = [asyncio.ensure_future(keep_busy()) for _ in range(4)]
+    store = bench.store
+    async with asyncio.timeout(20):
+        for _ in range(20):
+            await asyncio.sleep(0)
+            await store.records.listing(tenant=None, phase=None, limit=5, after=None)
+            await store.dead_letter(5)
+            await store.workers()
+            await store.leases_of(A)
+            await store.due(5)
+    is_over = True
+    await asyncio.gather(*busy)
+    await store.close()

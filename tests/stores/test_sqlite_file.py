@@ -1,0 +1,254 @@
+"""The file itself: one owner, known tables only, and what an operator does to it."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.contract._bench import A, completion
+from tests.stores._sqlite import make_bench, reopened
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Fault, Refusal
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.opening import open_store
+from comfyfleet.stores.sqlite.migrating import Migration, connect, migrate, migrations
+from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.stores.sqlite.upkeep import backup, check, vacuum
+
+
+def alter(path: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as database:
+        for statement in statements:
+            database.execute(statement)
+
+
+def names_in(folder: Path, pattern: str) -> list[str]:
+    return [path.name for path in folder.glob(pattern)]
+
+
+async def made(path: Path) -> Path:
+    async with reopened(path):
+        return path
+
+
+# one owner
+
+
+async def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    async with reopened(path):
+        with pytest.raises(Fault, match=f"in use by process {os.getpid()}"):
+            await SqliteStore(path, ManualClock()).open()
+    async with reopened(path):
+        """Released with the close."""
+
+
+async def test_an_owner_in_another_process_is_named_and_its_lock_ends_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    code = (
+        "import sys; from pathlib import Path; from comfyfleet.stores.sqlite.owner import Ownership\n"
+        "held = Ownership(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with started([sys.executable, "-c", code, str(path)], pipes) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"held\n"
+        with pytest.raises(Fault, match=f"in use by process {child.pid}"):
+            await SqliteStore(path, ManualClock()).open()
+        child.kill()
+    await made(path)
+
+
+def started(command: list[str], pipes: dict[str, int]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdin=pipes["stdin"], stdout=pipes["stdout"])
+
+
+async def test_a_store_in_a_folder_that_is_not_there_says_so(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "nowhere" / "fleet.db", ManualClock())
+    with pytest.raises(Fault, match="folder must exist"):
+        await store.open()
+    await store.close()
+
+
+async def test_a_file_may_have_any_name(tmp_path: Path) -> None:
+    await made(tmp_path / "my fleet?mode=memory#1 %20.db")
+    assert names_in(tmp_path, "*.db") == ["my fleet?mode=memory#1 %20.db"]
+
+
+# its tables
+
+
+async def test_a_newer_file_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = await made(tmp_path / "fleet.db")
+    alter(path, "INSERT INTO migrations VALUES (9999, 'later', 'x')")
+    with pytest.raises(Fault, match="newer version"):
+        await SqliteStore(path, ManualClock()).open()
+    alter(path, "DELETE FROM migrations WHERE number = 9999")
+    await made(path)
+
+
+async def test_a_file_made_by_other_steps_is_refused(tmp_path: Path) -> None:
+    path = await made(tmp_path / "fleet.db")
+    alter(path, "UPDATE migrations SET checksum = 'other' WHERE number = 1")
+    with pytest.raises(Fault, match="another step 1"):
+        await SqliteStore(path, ManualClock()).open()
+
+
+async def test_a_database_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "diary.db"
+    alter(path, "CREATE TABLE diary (day TEXT)")
+    with pytest.raises(Fault, match="something else"):
+        await SqliteStore(path, ManualClock()).open()
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT name FROM sqlite_schema").fetchall() == [("diary",)]
+
+
+async def test_what_is_no_database_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "letter.db"
+    path.write_text("Dear reader, this is no database. " * 100)
+    with pytest.raises(Fault, match="cannot be opened"):
+        await SqliteStore(path, ManualClock()).open()
+
+
+def test_a_step_happens_wholly_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    with closing(connect(path)) as database:
+        migrate(database, path)
+        broken = Migration(2, "broken", "CREATE TABLE half (x);\nINSERT INTO nowhere VALUES (1);\n")
+        with pytest.raises(Fault, match="brought up to date"):
+            migrate(database, path, [*migrations(), broken])
+        assert database.execute("SELECT name FROM sqlite_schema WHERE name = 'half'").fetchall() == []
+        whole = Migration(2, "whole", "CREATE TABLE half (x); -- a comment; with a semicolon\n")
+        migrate(database, path, [*migrations(), whole])
+        assert database.execute("SELECT number FROM migrations").fetchall() == [(1,), (2,)]
+
+
+def test_steps_are_numbered_without_a_gap() -> None:
+    assert [each.number for each in migrations()] == list(range(1, len(migrations()) + 1))
+
+
+# what an operator does
+
+
+async def test_a_check_finds_nothing_in_a_sound_file_while_its_owner_runs(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    await bench.enqueue()
+    _, ref = await bench.leased()
+    assert await bench.store.write(completion(ref)) is not None
+    assert check(path) == []
+    await bench.store.close()
+
+
+@pytest.mark.parametrize(
+    ("harm", "found"),
+    [
+        ("DELETE FROM jobs WHERE sequence = 1", "jobs has none"),
+        ("INSERT INTO results VALUES (77, x'80')", "results has a row for sequence 77"),
+        ("UPDATE meta SET value = 0 WHERE name = 'sequence'", "the last place given is 0"),
+        ("UPDATE dispatches SET fact_count = fact_count + 1", "cannot be read"),
+        ("UPDATE dispatches SET phase = 'failed'", "different things"),
+        ("UPDATE dispatches SET ending = 5 WHERE sequence = 1", "its end is 5"),
+        ("DELETE FROM classes", "is not in the table"),
+        ("UPDATE dispatches SET dispatch = x'c1'", "cannot be read"),
+    ],
+)
+async def test_a_check_says_what_is_wrong(tmp_path: Path, harm: str, found: str) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    await bench.enqueue()
+    await bench.leased()
+    await bench.store.close()
+    assert check(path) == []
+    alter(path, harm)
+    assert any(found in problem for problem in check(path)), check(path)
+
+
+def test_there_is_nothing_to_check_where_there_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(Fault, match="no store at"):
+        check(tmp_path / "nowhere.db")
+
+
+async def test_a_damaged_file_is_not_opened(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    await bench.enqueue()
+    await bench.store.close()
+    alter(path, "DELETE FROM classes")
+    with pytest.raises(Fault, match="store check"):
+        await SqliteStore(path, ManualClock()).open()
+    alter(path, "DELETE FROM dispatches", "DELETE FROM jobs")
+    await made(path)
+
+
+async def test_a_backup_taken_while_the_owner_runs_is_a_store_of_that_moment(tmp_path: Path) -> None:
+    path, target = tmp_path / "fleet.db", tmp_path / "copy.db"
+    bench = make_bench(path)
+    await bench.open()
+    dispatch, _ = await bench.leased()
+    backup(path, target)
+    await bench.enqueue()
+    with pytest.raises(Fault, match="exists already"):
+        backup(path, target)
+    await bench.store.close()
+    assert check(target) == []
+    async with reopened(target) as store:
+        assert await store.leases_of(A) == [dispatch]
+        assert (await store.counts()).waiting == 0
+    assert names_in(tmp_path, "*.partial") == []
+
+
+async def test_a_vacuum_gives_room_back_and_waits_for_no_owner(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    for _ in range(300):
+        _, ref = await bench.leased()
+        assert await bench.store.write(completion(ref)) is not None
+    waiting = await bench.enqueue()
+    await bench.store.purge(Phase.COMPLETED, 1e12, 1000)
+    with pytest.raises(Fault, match="in use"):
+        vacuum(path)
+    await bench.store.close()
+    before = path.stat().st_size
+    vacuum(path)
+    assert path.stat().st_size < before
+    async with reopened(path) as store:
+        assert await store.load(waiting.job_id) == waiting
+
+
+# by its URL
+
+
+@pytest.mark.parametrize(
+    ("url", "path"),
+    [
+        ("sqlite:///fleet.db", "fleet.db"),
+        ("sqlite:///data/my%20fleet.db", "data/my fleet.db"),
+        ("sqlite:////srv/fleet.db", "/srv/fleet.db"),
+    ],
+)
+def test_a_url_names_a_file_from_here_or_from_the_root(url: str, path: str) -> None:
+    store = open_store(url, ManualClock())
+    assert isinstance(store, SqliteStore)
+    assert store.path == Path(path)
+
+
+@pytest.mark.parametrize("url", ["sqlite:", "sqlite:///", "sqlite://fleet.db", "sqlite:///fleet.db?mode=ro"])
+def test_a_url_without_a_file_is_refused(url: str) -> None:
+    with pytest.raises(Refusal, match="names no file"):
+        open_store(url, ManualClock())
+
+
+def test_an_unknown_scheme_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(Refusal, match="memory:, sqlite:"):
+        open_store("carrier-pigeon://roof", ManualClock())

@@ -1,0 +1,266 @@
+"""What was acknowledged is there again: after a clean end, after SIGKILL, and after the power went at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.contract._bench import FAST, HASH, A, Bench, completion, failure, release, tenant
+from tests.stores._sqlite import make_bench, reopened
+
+from comfyfleet.model.block import Block, BlockReason, Pair
+from comfyfleet.model.dispatch import Change, Phase, Standing
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.lesson import Duration, Lesson
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.stores.sqlite.upkeep import check
+
+
+async def a_day(bench: Bench) -> None:
+    """A bit of everything that is kept."""
+    store = bench.store
+    await store.put_worker(WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 2, 1.0, 2.0))
+    await bench.enqueue(standing=Standing.PAUSED)
+    await bench.enqueue(standing=Standing.DELAYED, wake_at=bench.clock.now() + 60, not_before=5.0)
+    first = await bench.enqueue(priority=2, tenant=tenant("ann"), reference="mine")
+    await bench.enqueue(tenant=tenant("bob"))
+    await store.charge_tenant(tenant("ann"), 12.5)
+    _, done = await bench.leased(reference="done")
+    await store.heartbeat([done], 60)
+    assert await store.write(completion(done)) is not None
+    _, broken = await bench.leased()
+    block = Block(A, "other", BlockReason.FAILURES, 1, 1e12)
+    assert await store.write(failure(broken, blocks=(block,))) is not None
+    _, back = await bench.leased()
+    assert await store.write(release(back)) is not None
+    await store.mark_late(back)
+    assert await bench.cancel(await bench.enqueue()) is not None
+    _, held = await bench.leased()
+    await store.heartbeat([held], 45)
+    assert await bench.change(first, Change(priority=3), facts=(FactDraft(FactKind.PRIORITY_CHANGED),))
+    retried = await store.load(broken.job_id)
+    assert retried is not None
+    assert await bench.change(retried, Change(phase=Phase.QUEUED, round=2), job={"phase": Phase.QUEUED})
+    await store.put_block(Block(A, HASH, BlockReason.OUT_OF_MEMORY, 2))
+    await store.put_lesson(Lesson(HASH, {"card": Duration(3.0, 1)}, 24.0))
+    await store.pause_queue(True)
+    await store.pause_queue(False)
+
+
+async def test_everything_is_there_after_a_clean_end(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    await a_day(bench)
+    before = await bench.state()
+    await bench.store.close()
+    await bench.store.close()
+    async with reopened(path, bench.clock) as store:
+        bench.store = store
+        assert await bench.state() == before
+        lesson = await store.get_lesson(HASH)
+        assert lesson is not None
+        assert lesson.memory_above_gb == 24.0
+        known = await store.records.by_reference(tenant("default"), "done")
+        assert known is not None
+        assert known.phase is Phase.COMPLETED
+        assert known.result is not None
+        after = await bench.enqueue()
+        assert after.sequence == len(bench.jobs), "places go on where they were"
+    assert check(path) == []
+
+
+async def test_a_reference_of_an_ended_job_is_still_answered_with_it_after_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    _, ref = await bench.leased(reference="mine")
+    assert await bench.store.write(completion(ref)) is not None
+    await bench.store.close()
+    async with reopened(path, bench.clock) as store:
+        bench.store = store
+        again = await bench.enqueue(reference="mine")
+        assert again.job_id == ref.job_id
+        assert (await store.counts()).by_phase[Phase.COMPLETED] == 1
+
+
+_CHILD = """
+import asyncio, sys
+from pathlib import Path
+from tests.contract._bench import FAST, HASH, A, Bench, completion, failure
+from tests.stores._sqlite import make_bench
+from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+
+async def main():
+    bench = make_bench(Path(sys.argv[1]))
+    await bench.open()
+    store = bench.store
+    await store.put_worker(WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 2, 1.0, 2.0))
+    await store.put_block(Block(A, "other", BlockReason.FAILURES, 1, 1e12))
+    print("ready", flush=True)
+
+    async def caller():
+        while True:
+            job = await bench.enqueue()
+            print("enqueued", job.job_id, flush=True)
+            taken = await bench.lease_next()
+            if taken is None:
+                continue
+            print("leased", taken.job_id, taken.lease.token, flush=True)
+            if taken.sequence % 3:
+                written = await store.write(completion(taken.lease_ref()))
+                print("completed", taken.job_id, written.facts[-1].number, flush=True)
+
+    await asyncio.gather(*(caller() for _ in range(8)))
+
+asyncio.run(main())
+"""
+
+
+def last_words(path: Path, lines: int) -> list[list[str]]:
+    """What a process acknowledged until it was killed in the middle of its work."""
+    command = [sys.executable, "-c", _CHILD, str(path)]
+    said: list[list[str]] = []
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        for line in child.stdout:
+            if line.endswith("\n"):
+                said.append(line.split())
+            if len(said) == lines:
+                child.kill()
+    assert child.returncode == -signal.SIGKILL
+    return said
+
+
+async def test_a_killed_process_has_lost_nothing_it_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    said = last_words(path, 400)
+    assert check(path) == []
+    done = {words[1]: int(words[2]) for words in said if words[0] == "completed"}
+    held = {words[1]: words[2] for words in said if words[0] == "leased"}
+    enqueued = {words[1] for words in said if words[0] == "enqueued"}
+    assert done
+    assert held.keys() - done.keys()
+    async with reopened(path) as store:
+        assert await store.get_worker(A) is not None
+        assert await store.get_block(Pair(A, "other")) is not None
+        for name in enqueued:
+            job_id = JobId(name)
+            dispatch = await store.load(job_id)
+            assert dispatch is not None
+            assert await store.records.get(job_id) is not None
+            numbers = [fact.number for fact in await store.facts(job_id)]
+            assert numbers == list(range(1, len(numbers) + 1))
+            if name in done:
+                assert dispatch.phase is Phase.COMPLETED
+                assert numbers[-1] == done[name]
+            elif name in held and dispatch.phase is Phase.LEASED:
+                assert dispatch.lease is not None
+                assert dispatch.lease.token == held[name]
+            else:
+                # What happened in the last moment was written and not yet told.
+                assert name not in held or dispatch.phase is Phase.COMPLETED
+
+
+def frames_of(log: bytes) -> list[int]:
+    """Where the frames of a write-ahead log end."""
+    page = int.from_bytes(log[8:12], "big")
+    return list(range(32, len(log) + 1, 24 + page))
+
+
+async def test_power_that_goes_at_any_moment_after_an_answer_takes_nothing_with_it(tmp_path: Path) -> None:
+    path, log_path = tmp_path / "fleet.db", tmp_path / "fleet.db-wal"
+    bench = make_bench(path)
+    await bench.open()
+    waiting = [await bench.enqueue(reference=f"r{number}") for number in range(3)]
+    held, _ = await bench.leased()
+    _, ref = await bench.leased()
+    assert await bench.store.write(completion(ref)) is not None
+    acknowledged = log_path.stat().st_size
+    jobs = list(bench.jobs)
+    before = (await bench.state())["jobs"]
+    # Not acknowledged, as far as those know whose power goes.
+    for _ in range(3):
+        _, later = await bench.leased()
+        await bench.store.write(completion(later))
+    await asyncio.gather(*(bench.enqueue() for _ in range(20)))
+    database, log = path.read_bytes(), log_path.read_bytes()
+    await bench.store.close()
+    ends = [end for end in frames_of(log) if end >= acknowledged]
+    assert len(ends) > 5, "there is something to cut"
+    for number, end in enumerate([*ends, *(end - 1000 for end in ends[1:])]):
+        copy = tmp_path / f"copy-{number}.db"
+        copy.write_bytes(database)
+        copy.with_name(copy.name + "-wal").write_bytes(log[:end])
+        other = make_bench(copy)
+        await other.store.open()
+        try:
+            other.jobs, other.clock = jobs, bench.clock
+            found: list[Any] = [
+                (
+                    await other.store.load(job_id),
+                    await other.store.records.get(job_id),
+                    await other.store.facts(job_id),
+                    await other.store.attempts(job_id),
+                )
+                for job_id in jobs
+            ]
+            assert found == [each[:4] for each in before]
+            assert held in await other.store.leases_of(A)
+            assert (await other.peek())[:3] == [each.job_id for each in waiting]
+        finally:
+            await other.store.close()
+        assert check(copy) == []
+
+
+async def test_a_cut_into_what_was_acknowledged_is_seen_by_this_very_test(tmp_path: Path) -> None:
+    """The test above can fail: with one frame less, something is gone."""
+    path, log_path = tmp_path / "fleet.db", tmp_path / "fleet.db-wal"
+    bench = make_bench(path)
+    await bench.open()
+    job = await bench.enqueue()
+    log = log_path.read_bytes()
+    copy = tmp_path / "copy.db"
+    shutil.copy(path, copy)
+    copy.with_name(copy.name + "-wal").write_bytes(log[: frames_of(log)[-2]])
+    await bench.store.close()
+    async with reopened(copy) as store:
+        assert await store.load(job.job_id) is None
+
+
+async def test_nothing_of_the_payload_stays_in_memory_while_a_job_waits(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    job = await bench.enqueue()
+    assert isinstance(bench.store, SqliteStore)
+    entry = bench.store._kept.entries[job.job_id]
+    assert set(type(entry).__slots__) == {"changes", "facts"}
+    assert len(msgspec.msgpack.encode(entry.dispatch)) + len(entry.facts) < 1024
+    _, ref = await bench.leased()
+    assert await bench.store.write(completion(ref)) is not None
+    assert ref.job_id not in bench.store._kept.entries, "what has ended is the file's"
+    await bench.store.close()
+
+
+@pytest.mark.parametrize("mode", ["wal", "full"])
+async def test_the_file_is_opened_for_durability(tmp_path: Path, mode: str) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    assert isinstance(bench.store, SqliteStore)
+    database: sqlite3.Connection = bench.store._writer._database
+    if mode == "wal":
+        assert database.execute("PRAGMA journal_mode").fetchall() == [("wal",)]
+    else:
+        assert database.execute("PRAGMA synchronous").fetchall() == [(2,)]
+    await bench.store.close()
