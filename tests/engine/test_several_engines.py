@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from tests.engine._rig import Rig, graph, offers
@@ -9,6 +10,7 @@ from tests.engine._rig import Rig, graph, offers
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult, Submission
@@ -147,3 +149,29 @@ async def test_an_engine_that_starts_again_knows_what_waits_and_who_works() -> N
         assert "worker" in (await later.explain(job_id)).summary
         await register(later, "a", "KSampler")
         assert await take(later, "a") == job_id
+
+
+async def test_whoever_watches_a_job_hears_what_another_engine_did_to_it_within_a_second_and_once() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        job_id = (await it.first.submit(Submission(graph()))).job_id
+        heard: list[str] = []
+        told: list[Event] = []
+        it.first.bus.listen(told.append)
+
+        async def watch() -> None:
+            async for event in it.first.watch(job_id):
+                heard.append(event.kind.value)
+
+        watching = asyncio.create_task(watch())
+        await it.clock.settle()
+        leased = await it.second.poll(Poll(WorkerId("b"), PollId("p"), 0))
+        assert leased is not None
+        await it.second.heartbeat(WorkerId("b"), [leased.ref])
+        await it.second.complete(Completion(leased.ref, JobResult()))
+        await it.clock.settle()
+        assert heard == ["queued"]
+        await it.clock.advance(1.0)
+        assert watching.done()
+        assert heard == ["queued", "leased", "completed"]
+        assert [event.number for event in told if isinstance(event, Fact)] == [2, 3]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from comfyfleet.bus.local import LocalBus
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.explain import explain
+from comfyfleet.engine.following import Follower
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.shell import SystemChance, SystemClock
@@ -71,6 +73,7 @@ class Engine:
         self._verdicts = Verdicts(self._context, self._rounds)
         self._workers = WorkerDesk(self._context, self._rounds, self._verdicts)
         self._jobs = JobDesk(self._context, self._rounds, self._workers.tell_of_cancel)
+        self._follower = Follower(self._context)
         self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers)
 
     async def __aenter__(self) -> Engine:
@@ -88,6 +91,7 @@ class Engine:
     async def close(self) -> None:
         await self._rounds.close()
         await self._sweeper.close()
+        await self._follower.close()
         self.bus.close()
         await self.store.close()
 
@@ -114,20 +118,25 @@ class Engine:
                 yield fact
             if dispatch.phase.is_final:
                 return
-            async for event in subscription:
-                if isinstance(event, News):
-                    yield event
-                elif isinstance(event, Fact):
-                    # The bus may lose a message; the store does not. The phase is read first: a job that had ended by
-                    # then has its last fact among those read after it.
-                    current = await self.store.load(job_id)
-                    for fact in await self.store.facts(job_id, after):
-                        after = fact.number
-                        yield fact
-                    if current is None or current.phase.is_final:
-                        return
+            with self.following(job_id, after):
+                async for event in subscription:
+                    if isinstance(event, News):
+                        yield event
+                    elif isinstance(event, Fact):
+                        # The bus may lose a message; the store does not. The phase is read first: a job that had
+                        # ended by then has its last fact among those read after it.
+                        current = await self.store.load(job_id)
+                        for fact in await self.store.facts(job_id, after):
+                            after = fact.number
+                            yield fact
+                        if current is None or current.phase.is_final:
+                            return
         finally:
             subscription.close()
+
+    def following(self, job_id: JobId, after: int = 0) -> AbstractContextManager[None]:
+        """While this lasts, the bus tells of what other engines do to the job too."""
+        return self._follower.follow(job_id, after)
 
     async def cancel(self, job_id: JobId) -> CancelAnswer:
         return await self._jobs.cancel(job_id)

@@ -275,7 +275,7 @@ class WorkflowPool:
         """The record of the ended job, however it ended."""
         check(WAIT, locals())
         inner = await self._inner(job_id)
-        with self._waiting.for_end_of(inner) as ended:
+        with self._waiting.for_end_of(inner) as ended, self._engine.following(inner):
             try:
                 async with asyncio.timeout(seconds(timeout)):
                     while True:
