@@ -11,11 +11,13 @@ from comfyfleet.stores.memory import MemoryStore
 
 
 def open_store(url: str, clock: Clock) -> Store:
-    opener = _OPENERS.get(urlsplit(url).scheme)
+    scheme = urlsplit(url).scheme
+    opener = _OPENERS.get(scheme)
     if opener is None:
-        known = ", ".join(f"{scheme}:" for scheme in _OPENERS)
+        # Not the whole URL: it may hold a password.
+        known = ", ".join(f"{each}:" for each in _OPENERS)
         raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"there is no store for {url!r}: this version knows {known}"
+            RefusalCode.INVALID_REQUEST, f"there is no store for {scheme!r}: this version knows {known}"
         )
     return opener(url, clock)
 
@@ -37,7 +39,33 @@ def _sqlite(url: str, clock: Clock) -> Store:
     return SqliteStore(path, clock)
 
 
+def _postgres(url: str, _clock: Clock) -> Store:
+    try:
+        from comfyfleet.stores.postgres import PostgresStore
+    except ModuleNotFoundError as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"the PostgreSQL store needs {error.name}, which is not installed: install comfyfleet[postgres]",
+        ) from error
+    return PostgresStore(url)
+
+
+def _redis(url: str, _clock: Clock) -> Store:
+    try:
+        from comfyfleet.stores.redis.store import RedisStore
+    except ModuleNotFoundError as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"the Redis store needs {error.name}, which is not installed: install comfyfleet[redis]",
+        ) from error
+    return RedisStore(url)
+
+
 _OPENERS: dict[str, Callable[[str, Clock], Store]] = {
     "memory": _memory,
     "sqlite": _sqlite,
+    "postgresql": _postgres,
+    "postgres": _postgres,
+    "redis": _redis,
+    "rediss": _redis,
 }

@@ -1,0 +1,97 @@
+"""Hints between processes over LISTEN and NOTIFY: "something may wait now". Polling is the truth; a hint may be lost.
+
+A notice is sent apart from the change it tells of, and many changes share one: NOTIFY inside a transaction makes all
+commits of a database queue up. The listening connection is the only one with a state of its own; behind a transaction
+pooler it hears nothing, and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from uuid import uuid4
+
+import psycopg
+
+from comfyfleet.model.errors import ComfyFleetError
+from comfyfleet.stores.postgres.pool import Pool, Step
+
+CHANNEL = "comfyfleet_waiting"
+MIN_GAP_S = 0.02
+MAX_RETRY_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class Hints:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._sender_id = uuid4().hex
+        self._listeners: list[Callable[[], None]] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._is_due = False
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+        self._read()
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self._listeners.append(wake)
+        self._read()
+
+    def _read(self) -> None:
+        if self._is_open and self._listeners and self._reader is None:
+            self._reader = asyncio.create_task(self._keep_reading(), name="comfyfleet-postgres-hints")
+
+    def tell(self) -> None:
+        """Something may wait now. Sent at once, or together with others a moment later."""
+        self._is_due = True
+        if self._is_open and (self._sender is None or self._sender.done()):
+            self._sender = asyncio.create_task(self._send(), name="comfyfleet-postgres-notify")
+
+    async def _send(self) -> None:
+        while self._is_due:
+            self._is_due = False
+            try:
+                await self._pool.transact(self._notify)
+            except ComfyFleetError as error:
+                _log.debug("a hint was not sent: %s", error)
+            await asyncio.sleep(MIN_GAP_S)
+
+    async def _notify(self, step: Step) -> None:
+        step.add("SELECT pg_notify(%s, %s)", (CHANNEL, self._sender_id))
+
+    async def _keep_reading(self) -> None:
+        delay_s = 0.1
+        while True:
+            try:
+                connection = await self._pool.connect()
+                async with connection:
+                    await connection.execute(f"LISTEN {CHANNEL}")
+                    delay_s = 0.1
+                    # What was told while nobody listened is unknown: look once.
+                    self._wake()
+                    async for notice in connection.notifies():
+                        if notice.payload != self._sender_id:
+                            self._wake()
+            except (psycopg.Error, ComfyFleetError) as error:
+                _log.debug("listening for hints was interrupted: %s", error)
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, MAX_RETRY_S)
+
+    def _wake(self) -> None:
+        for wake in self._listeners:
+            wake()
+
+    async def close(self) -> None:
+        self._is_open = False
+        for task in (self._sender, self._reader):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        self._sender = self._reader = None

@@ -1,0 +1,251 @@
+"""Which waiting jobs come first for a profile, asked of PostgreSQL: the lanes by their bounds, then their first jobs.
+
+A lane's row keeps a lower bound of its head. A look takes the lanes with the lowest bounds and reads their true heads;
+what stands at or before the bound of the last lane looked at is certain, and if that is not enough the look is repeated
+with more lanes. No look reads more of a lane than it can use, so the jobs that wait behind cost nothing. Bounds that
+have fallen far behind, and lanes that stand empty, are put right afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from comfyfleet.model.dispatch import Candidate, LaneKey
+from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.stores.postgres.pool import Step
+
+# A bound this far behind makes every look step over what was leased since.
+MAX_LAG = 256
+# A few empty lanes are kept: the next job of the kind finds its lane ready.
+MAX_EMPTY = 16
+
+_LANE = """
+SELECT lane_id, head FROM comfyfleet.lanes
+WHERE class_key = %s AND tenant = %s AND priority = %s AND workflow_hash = %s FOR KEY SHARE
+"""
+
+_NEW_LANE = """
+INSERT INTO comfyfleet.lanes (class_key, tenant, priority, workflow_hash, head) VALUES (%s, %s, %s, %s, %s)
+ON CONFLICT DO NOTHING RETURNING lane_id
+"""
+
+# The gate comes first: nothing is seen of a paused queue, and nothing that this worker must not get now.
+GATE = """
+WITH gate AS MATERIALIZED (
+    SELECT moment.now, ARRAY(
+        SELECT target FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s AND blocked_until > moment.now) AS blocked
+    FROM comfyfleet.state, (
+        SELECT coalesce(%(test_now)s::float8, extract(epoch FROM clock_timestamp())::float8) AS now OFFSET 0
+    ) AS moment
+    WHERE NOT is_paused
+)
+"""
+
+LOOK = (
+    GATE
+    + """
+SELECT now, lane_id, class_key, tenant, priority, workflow_hash, virtual_time, head, sequence, job_id, queued_at
+FROM gate CROSS JOIN LATERAL (
+    SELECT lane_id, l.class_key, l.tenant, priority, workflow_hash, head, coalesce(t.virtual_time, 0) AS virtual_time
+    FROM comfyfleet.profile_classes p
+    JOIN comfyfleet.lanes l ON l.class_key = p.class_key
+    LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
+    WHERE p.profile = %(profile)s AND workflow_hash <> ALL (gate.blocked) AND workflow_hash <> ALL (%(skip)s)
+    ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
+) AS top
+LEFT JOIN LATERAL (
+    SELECT d.sequence, d.job_id, d.queued_at FROM comfyfleet.dispatches d
+    WHERE d.lane_id = top.lane_id AND d.sequence >= top.head AND d.job_id <> ALL (gate.blocked)
+    ORDER BY d.sequence LIMIT %(depth)s
+) AS items ON true
+"""
+)
+
+_TIDY_LOCK = "SELECT lane_id FROM comfyfleet.lanes WHERE lane_id = ANY (%s) FOR UPDATE SKIP LOCKED"
+
+_EMPTY_LANES = """
+SELECT lane_id FROM comfyfleet.lanes l
+WHERE NOT EXISTS (SELECT FROM comfyfleet.dispatches d WHERE d.lane_id = l.lane_id AND d.sequence >= l.head) LIMIT %s
+"""
+
+_TIDY = """
+WITH heads AS (
+    SELECT l.lane_id, first.sequence FROM comfyfleet.lanes l
+    LEFT JOIN LATERAL (
+        SELECT d.sequence FROM comfyfleet.dispatches d WHERE d.lane_id = l.lane_id AND d.sequence >= l.head
+        ORDER BY d.sequence LIMIT 1
+    ) AS first ON true
+    WHERE l.lane_id = ANY (%s)
+), gone AS (
+    DELETE FROM comfyfleet.lanes l USING heads h WHERE l.lane_id = h.lane_id AND h.sequence IS NULL
+)
+UPDATE comfyfleet.lanes l SET head = h.sequence FROM heads h WHERE l.lane_id = h.lane_id AND l.head < h.sequence
+"""
+
+
+async def place(step: Step, lane: LaneKey, sequence: int) -> int:
+    """The lane's number, its row held so that nobody removes it or raises its bound before this transaction ends."""
+    while True:
+        row = await step.row(_LANE, lane)
+        if row is not None:
+            lane_id, head = row
+            if head > sequence:
+                step.add(
+                    "UPDATE comfyfleet.lanes SET head = least(head, %s) WHERE lane_id = %s",
+                    (sequence, lane_id),
+                )
+            return int(lane_id)
+        row = await step.row(_NEW_LANE, (*lane, sequence))
+        if row is not None:
+            return int(row[0])
+
+
+class Look(msgspec.Struct, frozen=True):
+    """What a worker's slot wants to see, and when: None is the server's own time."""
+
+    worker_id: WorkerId
+    profile: ProfileKey
+    test_now: float | None
+    slots: int
+    lanes: int = 0
+    quantum_s: float = 0.0
+    skip: Collection[str] = ()
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The answer, when it was true, and the lanes that want tidying."""
+
+    candidates: list[Candidate]
+    now: float
+    untidy: Sequence[int]
+
+
+# (−priority, virtual time, sequence): the store's order
+_Key = tuple[int, float, int]
+
+
+class _Page(msgspec.Struct):
+    """One look: jobs in order, and how far the order is certain (None: to the end)."""
+
+    now: float
+    items: list[tuple[_Key, Candidate]]
+    horizon: _Key | None
+    lagging: list[int]
+    empty: list[int]
+
+
+async def window(step: Step, look: Look) -> Seen:
+    """As many jobs as there are slots, in order; beyond them, of the same priority and of tenants within a quantum of
+    the least served, the heads of further lanes."""
+    first_limit = limit = look.slots + look.lanes + MAX_EMPTY
+    while True:
+        page = await _page(step, look, limit)
+        found, is_certain = _choose(page, look)
+        if is_certain:
+            break
+        limit *= 4
+    untidy = page.lagging
+    # Where one look was not enough, empty lanes and old bounds stood in the way.
+    if limit > first_limit or len(page.empty) > MAX_EMPTY:
+        untidy = [*untidy, *page.empty]
+    return Seen(found, page.now, untidy)
+
+
+async def _page(step: Step, look: Look, limit: int) -> _Page:
+    rows = await step.rows(
+        LOOK,
+        {
+            "worker_id": look.worker_id,
+            "test_now": look.test_now,
+            "profile": look.profile,
+            "skip": list(look.skip),
+            "lanes": limit,
+            "depth": max(look.slots, 1),
+        },
+    )
+    page = _Page(rows[0][0] if rows else 0.0, [], None, [], [])
+    bounds: dict[int, _Key] = {}
+    for (
+        _,
+        lane_id,
+        class_key,
+        tenant,
+        priority,
+        workflow_hash,
+        virtual_time,
+        head,
+        sequence,
+        job_id,
+        queued_at,
+    ) in rows:
+        is_first = lane_id not in bounds
+        bounds[lane_id] = (-priority, virtual_time, head)
+        if sequence is None:
+            page.empty.append(lane_id)
+            continue
+        if is_first and sequence - head > MAX_LAG:
+            page.lagging.append(lane_id)
+        lane = LaneKey(ClassKey(class_key), TenantId(tenant), priority, WorkflowHash(workflow_hash))
+        candidate = Candidate(JobId(job_id), lane, sequence, queued_at, virtual_time)
+        page.items.append(((-priority, virtual_time, sequence), candidate))
+    page.items.sort(key=lambda item: item[0])
+    if len(bounds) >= limit:
+        page.horizon = max(bounds.values())
+    return page
+
+
+def _choose(page: _Page, look: Look) -> tuple[list[Candidate], bool]:
+    """The same walk as the in-process index makes. False: the page does not reach far enough to be certain."""
+    found: list[Candidate] = []
+    seen: set[LaneKey] = set()
+    level, least = 0, 0.0
+    for key, item in page.items:
+        if page.horizon is not None and key > page.horizon:
+            # A lane that was not looked at may come before this; it matters only if something could still be added.
+            return found, _is_full(found, seen, look, page.horizon, level, least)
+        lane = item.lane
+        if len(found) >= look.slots:
+            if (
+                lane.priority != level
+                or len(seen) >= look.lanes
+                or item.virtual_time > least + look.quantum_s
+            ):
+                return found, True
+            if lane in seen:
+                continue
+        if not found or lane.priority != level:
+            level, least = lane.priority, item.virtual_time
+            seen = set()
+        seen.add(lane)
+        found.append(item)
+    if page.horizon is None:
+        return found, True
+    return found, _is_full(found, seen, look, page.horizon, level, least)
+
+
+def _is_full(
+    found: Sequence[Candidate],
+    seen: Collection[LaneKey],
+    look: Look,
+    horizon: _Key,
+    level: int,
+    least: float,
+) -> bool:
+    if len(found) < look.slots:
+        return False
+    return -horizon[0] != level or len(seen) >= look.lanes or horizon[1] > least + look.quantum_s
+
+
+async def tidy(step: Step, lanes: Sequence[int]) -> None:
+    """Raises bounds that are too low and removes lanes that stand empty; leaves alone what somebody is using."""
+    locked = [lane_id for (lane_id,) in await step.rows(_TIDY_LOCK, (list(lanes),))]
+    # A statement of its own: it sees everything that was put into these lanes before they were locked.
+    step.add(_TIDY, (locked,))
+
+
+async def tidy_empty(step: Step, limit: int) -> None:
+    empty = [lane_id for (lane_id,) in await step.rows(_EMPTY_LANES, (limit,))]
+    if empty:
+        await tidy(step, empty)

@@ -1,0 +1,99 @@
+"""The schema's versions: numbered SQL files, applied in order, each once, with a checksum kept of each.
+
+All that is missing is applied in one transaction under an advisory lock of that transaction, so any number of processes
+may start at once, and a failing step leaves the schema as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from importlib import resources
+
+import msgspec
+import psycopg
+
+from comfyfleet.model.errors import Fault
+from comfyfleet.stores.postgres.pool import Connection
+
+# "comfy" in ASCII: a number only this product takes.
+_LOCK = 0x636F6D6679
+
+
+class Migration(msgspec.Struct, frozen=True):
+    number: int
+    name: str
+    sql: str
+
+    @property
+    def checksum(self) -> str:
+        return hashlib.sha256(self.sql.encode()).hexdigest()
+
+
+def known_migrations() -> list[Migration]:
+    folder = resources.files(__package__) / "migrations"
+    found = []
+    for file in folder.iterdir():
+        if match := re.fullmatch(r"(\d{4})_(\w+)\.sql", file.name):
+            # Line ends are no change of meaning; a checkout on another system must not look like one.
+            text = file.read_text(encoding="utf-8").replace("\r\n", "\n")
+            found.append(Migration(int(match[1]), match[2], text))
+    return sorted(found, key=lambda each: each.number)
+
+
+async def migrate(connection: Connection, migrations: Sequence[Migration]) -> None:
+    """Brings the schema up to date, or raises a fault and changes nothing."""
+    if not _missing(await _applied(connection), migrations):
+        return
+    try:
+        async with connection.transaction():
+            await connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
+            # Another process may have done it while this one waited for the lock.
+            missing = _missing(await _applied(connection), migrations)
+            if missing and missing[0] is migrations[0]:
+                await connection.execute("CREATE SCHEMA IF NOT EXISTS comfyfleet")
+                await connection.execute(
+                    "CREATE TABLE IF NOT EXISTS comfyfleet.migrations (number integer PRIMARY KEY, name text NOT NULL,"
+                    " checksum text NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"
+                )
+            for each in missing:
+                await connection.execute(each.sql)
+                await connection.execute(
+                    "INSERT INTO comfyfleet.migrations (number, name, checksum) VALUES (%s, %s, %s)",
+                    (each.number, each.name, each.checksum),
+                )
+    except psycopg.Error as error:
+        raise Fault(
+            f"PostgreSQL refused to set up the tables of ComfyFleet and nothing was changed: {error}; "
+            "the user of the URL needs the right to create in this database (or a schema `comfyfleet` of its own)"
+        ) from error
+
+
+async def _applied(connection: Connection) -> dict[int, str]:
+    # Asked of the catalogue itself: `to_regclass` may answer from what this connection remembers.
+    cursor = await connection.execute(
+        "SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE n.nspname = 'comfyfleet' AND c.relname = 'migrations'"
+    )
+    if await cursor.fetchone() is None:
+        return {}
+    cursor = await connection.execute("SELECT number, checksum FROM comfyfleet.migrations")
+    return dict(await cursor.fetchall())
+
+
+def _missing(applied: dict[int, str], migrations: Sequence[Migration]) -> list[Migration]:
+    newest = migrations[-1].number
+    if applied and max(applied) > newest:
+        raise Fault(
+            f"the tables of ComfyFleet in this database are of version {max(applied)}, this program knows {newest}: "
+            "they were made by a newer ComfyFleet; upgrade this one"
+        )
+    for each in migrations:
+        if applied.get(each.number, each.checksum) != each.checksum:
+            raise Fault(
+                f"migration {each.number:04d}_{each.name} was applied to this database from another text than this "
+                "program has: one of the two was changed by hand; use the release that set the database up, or "
+                "move the jobs to a fresh database"
+            )
+    return [each for each in migrations if each.number not in applied]

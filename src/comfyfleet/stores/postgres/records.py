@@ -1,0 +1,67 @@
+"""The tenant's side in the same database: jobs with payload and result, read only. The store's writes keep them."""
+
+from __future__ import annotations
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.stores.postgres import codec
+from comfyfleet.stores.postgres.pool import Pool, Step
+
+_GET = """
+SELECT j.record, j.payload, j.result, coalesce(d.job_phase, e.job_phase) FROM comfyfleet.jobs j
+LEFT JOIN comfyfleet.dispatches d ON d.job_id = j.job_id
+LEFT JOIN comfyfleet.ended e ON e.job_id = j.job_id
+"""
+
+# Each walks along an index in the order of submission, or over the open jobs only.
+_ALL = _GET + "WHERE true"
+_OPEN = """
+SELECT j.record, j.payload, j.result, s.job_phase FROM comfyfleet.dispatches s
+JOIN comfyfleet.jobs j ON j.job_id = s.job_id WHERE s.phase = %(phase)s
+"""
+_ENDED = """
+SELECT j.record, j.payload, j.result, s.job_phase FROM comfyfleet.ended s
+JOIN comfyfleet.jobs j ON j.job_id = s.job_id WHERE s.phase = %(phase)s
+"""
+
+
+class PostgresRecords:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def get(self, job_id: JobId) -> Job | None:
+        return await self._one(_GET + "WHERE j.job_id = %s", (job_id,))
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        return await self._one(_GET + "WHERE j.tenant = %s AND j.reference = %s", (tenant, reference))
+
+    async def _one(self, query: str, values: tuple[str, ...]) -> Job | None:
+        async def read(step: Step) -> Job | None:
+            row = await step.row(query, values)
+            return None if row is None else codec.decode_job(*row)
+
+        return await self._pool.read(read)
+
+    async def listing(
+        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+    ) -> list[Job]:
+        async def read(step: Step) -> list[Job]:
+            query, order = _ALL, "j.sequence"
+            if phase is not None:
+                query, order = _ENDED if phase.is_final else _OPEN, "s.sequence"
+            values: dict[str, object] = {"tenant": tenant, "phase": phase, "limit": limit, "after": after}
+            if tenant is not None:
+                query += " AND j.tenant = %(tenant)s"
+            if after is not None:
+                last = await step.row("SELECT sequence FROM comfyfleet.jobs WHERE job_id = %s", (after,))
+                if last is None:
+                    # What the page ended with is gone; its id still says when it was.
+                    query += " AND j.job_id > %(after)s"
+                else:
+                    values["sequence"] = last[0]
+                    query += f" AND {order} > %(sequence)s"
+            rows = await step.rows(f"{query} ORDER BY {order} LIMIT %(limit)s", values)
+            return [codec.decode_job(*row) for row in rows]
+
+        return await self._pool.read(read)

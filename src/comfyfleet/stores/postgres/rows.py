@@ -1,0 +1,348 @@
+"""The rows of one job and how they change together: its dispatch (open or ended), facts, attempts, record, counters.
+
+Every function works inside a transaction that holds the dispatch's row. Which change is allowed was decided before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.dispatch import (
+    Attempt,
+    AttemptEnd,
+    AttemptOutcome,
+    Dispatch,
+    Lease,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Written,
+)
+from comfyfleet.model.fact import Fact, FactDraft, FactKind
+from comfyfleet.model.ids import ClassKey, JobId
+from comfyfleet.model.job import Job
+from comfyfleet.stores.postgres import codec, lanes
+from comfyfleet.stores.postgres.pool import Step, Values
+
+_LOCK_OPEN = """
+SELECT envelope, fact_count, job_phase, lane_id FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE
+"""
+
+_LOCK_ENDED = """
+SELECT envelope, fact_count, job_phase, NULL::bigint FROM comfyfleet.ended WHERE job_id = %s FOR UPDATE
+"""
+
+HOLD_CLASSES = """
+SELECT class_key FROM comfyfleet.classes WHERE class_key = ANY (%s) ORDER BY class_key FOR KEY SHARE
+"""
+
+_INSERT_OPEN = """
+INSERT INTO comfyfleet.dispatches (sequence, lane_id, phase, due_at, queued_at, class_key, relaxed_class, worker_id,
+    poll_id, lease_order, fact_count, job_phase, envelope, job_id)
+VALUES (%(sequence)s, %(lane_id)s, %(phase)s, %(due_at)s, %(queued_at)s, %(class_key)s, %(relaxed_class)s,
+    %(worker_id)s, %(poll_id)s, NULL, %(fact_count)s, %(job_phase)s, %(envelope)s, %(job_id)s)
+"""
+
+_UPDATE_OPEN = """
+UPDATE comfyfleet.dispatches SET lane_id = %(lane_id)s, phase = %(phase)s, due_at = %(due_at)s,
+    class_key = %(class_key)s, relaxed_class = %(relaxed_class)s, worker_id = %(worker_id)s, poll_id = %(poll_id)s,
+    fact_count = %(fact_count)s, job_phase = %(job_phase)s, envelope = %(envelope)s,
+    lease_order = CASE WHEN %(is_new_lease)s THEN nextval('comfyfleet.lease_order') ELSE lease_order END
+WHERE job_id = %(job_id)s
+"""
+
+_PUT_ENDED = """
+INSERT INTO comfyfleet.ended (job_id, sequence, phase, ended_at, due_at, fact_count, job_phase, envelope)
+VALUES (%(job_id)s, %(sequence)s, %(phase)s, %(now)s, %(due_at)s, %(fact_count)s, %(job_phase)s, %(envelope)s)
+ON CONFLICT (job_id) DO UPDATE SET phase = excluded.phase, ended_at = excluded.ended_at, due_at = excluded.due_at,
+    fact_count = excluded.fact_count, job_phase = excluded.job_phase, envelope = excluded.envelope
+"""
+
+_TALLY = """
+UPDATE comfyfleet.tallies SET in_lane = in_lane + %(in_lane)s, delayed = delayed + %(delayed)s,
+    paused = paused + %(paused)s, queued = queued + %(queued)s, leased = leased + %(leased)s,
+    completed = completed + %(completed)s, failed = failed + %(failed)s, cancelled = cancelled + %(cancelled)s
+WHERE shard = pg_backend_pid() %% 32
+"""
+
+_COUNTERS = ("in_lane", "delayed", "paused", "queued", "leased", "completed", "failed", "cancelled")
+
+_INSERT_FACT = """
+INSERT INTO comfyfleet.facts (job_id, number, kind, at, round, data) VALUES (%s, %s, %s, %s, %s, %s)
+"""
+
+_INSERT_ATTEMPT = """
+INSERT INTO comfyfleet.attempts (job_id, lease_number, attempt_id, outcome, body) VALUES (%s, %s, %s, %s, %s)
+"""
+
+_RECORD = "SELECT record FROM comfyfleet.jobs WHERE job_id = %s"
+
+_LAST_ATTEMPT = """
+SELECT body FROM comfyfleet.attempts WHERE job_id = %s ORDER BY lease_number DESC LIMIT 1
+"""
+
+_PURGE = """
+WITH old AS (
+    SELECT job_id FROM comfyfleet.ended WHERE phase = %s AND ended_at < %s ORDER BY ended_at LIMIT %s
+    FOR UPDATE SKIP LOCKED
+)
+DELETE FROM comfyfleet.ended USING old WHERE ended.job_id = old.job_id RETURNING ended.job_id
+"""
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A dispatch whose row this transaction holds."""
+
+    dispatch: Dispatch
+    fact_count: int
+    job_phase: Phase
+    lane_id: int | None
+
+
+def held(row: Sequence[Any]) -> Held:
+    envelope, fact_count, job_phase, lane_id = row
+    return Held(codec.decode_dispatch(envelope), fact_count, Phase(job_phase), lane_id)
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """All of a job that a write may change, read under its lock, and the time then."""
+
+    held: Held
+    now: float
+    record: str
+    attempt: str | None
+
+
+def moment(test_now: float | None) -> tuple[str, Values]:
+    return "SELECT coalesce(%s::float8, extract(epoch FROM clock_timestamp())::float8)", (test_now,)
+
+
+async def open_for_write(step: Step, job_id: JobId, test_now: float | None) -> Opened | None:
+    """Looked for among the open first. One that moves in between has been written, so no guard on it would hold."""
+    for lock in (_LOCK_OPEN, _LOCK_ENDED):
+        # One after the other: what follows the lock sees what whoever held it before has written.
+        found, ((now,),), record, attempt = await step.ask(
+            (lock, (job_id,)), moment(test_now), (_RECORD, (job_id,)), (_LAST_ATTEMPT, (job_id,))
+        )
+        if found:
+            return Opened(held(found[0]), now, record[0][0], attempt[0][0] if attempt else None)
+    return None
+
+
+async def has_classes(step: Step, keys: Sequence[ClassKey]) -> bool:
+    """And they stay in the table until this transaction ends."""
+    wanted = sorted(set(keys))
+    found = await step.rows(HOLD_CLASSES, (wanted,))
+    return len(found) == len(wanted)
+
+
+def classes_of(dispatch: Dispatch) -> list[ClassKey]:
+    """Those an open dispatch keeps in the table."""
+    if dispatch.phase.is_final:
+        return []
+    relaxed = dispatch.relaxed_class
+    return [dispatch.class_key] if relaxed is None else [dispatch.class_key, relaxed]
+
+
+async def insert(step: Step, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft], now: float) -> Written:
+    drafted = number_facts(dispatch, 0, facts, now)
+    await _save(step, None, dispatch, len(drafted), job.phase, now)
+    _insert_facts(step, drafted)
+    return Written(dispatch, drafted)
+
+
+async def change(
+    step: Step,
+    before: Held,
+    after: Dispatch,
+    facts: Sequence[FactDraft],
+    now: float,
+    job_phase: Phase | None = None,
+) -> Written:
+    drafted = number_facts(after, before.fact_count, facts, now)
+    count = before.fact_count + len(drafted)
+    await _save(step, before, after, count, job_phase or before.job_phase, now)
+    _insert_facts(step, drafted)
+    return Written(after, drafted)
+
+
+async def grant(step: Step, before: Held, offer: LeaseOffer, epoch: int, now: float) -> Written:
+    waiting = before.dispatch
+    lease = Lease(
+        worker_id=offer.worker_id,
+        number=waiting.lease_number + 1,
+        epoch=epoch,
+        token=offer.token,
+        poll_id=offer.poll_id,
+        leased_at=now,
+        expires_at=now + offer.acknowledge_s,
+    )
+    after = msgspec.structs.replace(
+        waiting,
+        phase=Phase.LEASED,
+        lease=lease,
+        lease_number=lease.number,
+        attempts=waiting.attempts + 1,
+        revision=waiting.revision + 1,
+    )
+    attempt_id = after.lease_ref().attempt_id
+    attempt = Attempt(attempt_id, offer.worker_id, lease.number, after.round, started_at=now)
+    step.add(
+        _INSERT_ATTEMPT,
+        (after.job_id, lease.number, attempt_id, attempt.outcome.value, codec.encode(attempt)),
+    )
+    data: dict[str, Any] = {
+        "worker_id": offer.worker_id,
+        "lease": lease.number,
+        "attempt": after.attempts,
+    }
+    return await change(step, before, after, (FactDraft(FactKind.LEASED, data),), now, Phase.LEASED)
+
+
+def extend(step: Step, dispatch: Dispatch) -> None:
+    """A heartbeat: the end of the lease moves and nothing else does."""
+    step.add(
+        "UPDATE comfyfleet.dispatches SET due_at = %s, envelope = %s WHERE job_id = %s",
+        (dispatch.due_at, codec.encode(dispatch), dispatch.job_id),
+    )
+
+
+def end_attempt(step: Step, opened: Opened, end: AttemptEnd) -> None:
+    assert opened.attempt is not None, "every lease is recorded as an attempt"
+    ended = msgspec.structs.replace(
+        codec.decode_attempt(opened.attempt),
+        outcome=end.outcome,
+        ended_at=opened.now,
+        charged_to=end.charged_to,
+        failure=end.failure,
+    )
+    step.add(
+        "UPDATE comfyfleet.attempts SET outcome = %s, body = %s WHERE job_id = %s AND lease_number = %s",
+        (ended.outcome.value, codec.encode(ended), opened.held.dispatch.job_id, ended.lease_number),
+    )
+
+
+def change_record(step: Step, opened: Opened, values: dict[str, Any]) -> Phase:
+    """Writes the new values of a job's record and answers its phase, which is kept with the dispatch."""
+    job_id, phase = opened.held.dispatch.job_id, opened.held.job_phase
+    before = codec.decode_record(opened.record, phase)
+    job = msgspec.structs.replace(before, **values)
+    if (record := codec.encode_record(job)) != opened.record:
+        step.add("UPDATE comfyfleet.jobs SET record = %s WHERE job_id = %s", (record, job_id))
+    # What may be large is written only when it is new.
+    for name in ("payload", "result"):
+        if name in values:
+            step.add(
+                f"UPDATE comfyfleet.jobs SET {name} = %s WHERE job_id = %s",
+                (codec.encode_or_none(values[name]), job_id),
+            )
+    return job.phase
+
+
+async def read_facts(step: Step, job_id: JobId, after: int) -> list[Fact]:
+    found = await step.rows(
+        "SELECT job_id, number, kind, at, round, data FROM comfyfleet.facts WHERE job_id = %s AND number > %s "
+        "ORDER BY number",
+        (job_id, after),
+    )
+    return [codec.decode_fact(row) for row in found]
+
+
+async def mark_late(step: Step, ref: LeaseRef) -> None:
+    """Nothing is late about an attempt that still runs."""
+    row = await step.row(
+        "SELECT body FROM comfyfleet.attempts WHERE job_id = %s AND lease_number = %s AND attempt_id = %s "
+        "AND outcome <> %s FOR UPDATE",
+        (ref.job_id, ref.number, ref.attempt_id, AttemptOutcome.RUNNING.value),
+    )
+    if row is not None:
+        late = msgspec.structs.replace(codec.decode_attempt(row[0]), reported_late=True)
+        step.add(
+            "UPDATE comfyfleet.attempts SET body = %s WHERE job_id = %s AND lease_number = %s",
+            (codec.encode(late), ref.job_id, ref.number),
+        )
+
+
+async def purge(step: Step, phase: Phase, before: float, limit: int) -> int:
+    """Forgets what ended before, and all that was kept with it. Leaves alone what somebody is just opening again."""
+    gone = [row[0] for row in await step.rows(_PURGE, (phase.value, before, limit))]
+    if gone:
+        step.add("DELETE FROM comfyfleet.facts WHERE job_id = ANY (%s)", (gone,))
+        step.add("DELETE FROM comfyfleet.attempts WHERE job_id = ANY (%s)", (gone,))
+        step.add("DELETE FROM comfyfleet.jobs WHERE job_id = ANY (%s)", (gone,))
+    await lanes.tidy_empty(step, limit)
+    tally(step, {phase.value: -len(gone)})
+    return len(gone)
+
+
+def tally(step: Step, deltas: dict[str, int]) -> None:
+    """The last statement of a transaction: the counters' row is held as briefly as can be."""
+    if any(deltas.values()):
+        step.add(_TALLY, {name: deltas.get(name, 0) for name in _COUNTERS})
+
+
+async def _save(
+    step: Step,
+    before: Held | None,
+    after: Dispatch,
+    fact_count: int,
+    job_phase: Phase,
+    now: float,
+) -> None:
+    was = None if before is None else before.dispatch
+    lane_id = None
+    if after.stands_in_lane:
+        if before is not None and before.lane_id is not None and before.dispatch.lane == after.lane:
+            lane_id = before.lane_id
+        else:
+            lane_id = await lanes.place(step, after.lane, after.sequence)
+    lease = after.lease
+    values = {
+        "job_id": after.job_id,
+        "sequence": after.sequence,
+        "lane_id": lane_id,
+        "phase": after.phase.value,
+        "due_at": after.due_at,
+        "queued_at": after.queued_at,
+        "class_key": after.class_key,
+        "relaxed_class": after.relaxed_class,
+        "worker_id": None if lease is None else lease.worker_id,
+        "poll_id": None if lease is None else lease.poll_id,
+        "fact_count": fact_count,
+        "job_phase": job_phase.value,
+        "envelope": codec.encode(after),
+        "is_new_lease": lease is not None and (was is None or was.lease is None),
+        "now": now,
+    }
+    if after.phase.is_final:
+        if was is not None and not was.phase.is_final:
+            step.add("DELETE FROM comfyfleet.dispatches WHERE job_id = %s", (after.job_id,))
+        step.add(_PUT_ENDED, values)
+    elif was is None or was.phase.is_final:
+        if was is not None:
+            step.add("DELETE FROM comfyfleet.ended WHERE job_id = %s", (after.job_id,))
+        step.add(_INSERT_OPEN, values)
+    else:
+        step.add(_UPDATE_OPEN, values)
+    deltas = dict.fromkeys(_COUNTERS, 0)
+    for dispatch, sign in ((was, -1), (after, 1)):
+        if dispatch is not None:
+            deltas[dispatch.phase.value] += sign
+            if dispatch.phase is Phase.QUEUED:
+                deltas[dispatch.standing.value] += sign
+    tally(step, deltas)
+
+
+def number_facts(dispatch: Dispatch, count: int, drafts: Sequence[FactDraft], now: float) -> tuple[Fact, ...]:
+    return tuple(
+        Fact(dispatch.job_id, count + place, draft.kind, now, dispatch.round, draft.data)
+        for place, draft in enumerate(drafts, start=1)
+    )
+
+
+def _insert_facts(step: Step, facts: Sequence[Fact]) -> None:
+    for fact in facts:
+        step.add(_INSERT_FACT, codec.fact_row(fact))

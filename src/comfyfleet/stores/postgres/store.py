@@ -1,0 +1,465 @@
+"""The door of the PostgreSQL store: each method of the port is one transaction, whole or not at all.
+
+It applies the values the engine hands it under their guards; how lanes are looked at is `lanes.py`'s, which rows change
+together `rows.py`'s. Time is the server's, unless a test lends its own clock.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.dispatch import (
+    AtRevision,
+    Attempt,
+    Candidate,
+    Dispatch,
+    HeldBy,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Write,
+    Written,
+)
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.fact import Fact, FactDraft
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.job import Job
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shelf, table
+from comfyfleet.stores.postgres.hints import Hints
+from comfyfleet.stores.postgres.migrate import known_migrations, migrate
+from comfyfleet.stores.postgres.pool import Connection, Pool, Row, Step, Values
+from comfyfleet.stores.postgres.records import PostgresRecords
+
+_Answer = TypeVar("_Answer")
+
+MIN_VERSION = 130000
+
+_LOAD = """
+SELECT envelope FROM comfyfleet.dispatches WHERE job_id = %(job_id)s
+UNION ALL SELECT envelope FROM comfyfleet.ended WHERE job_id = %(job_id)s
+"""
+
+_BY_POLL = """
+SELECT envelope FROM comfyfleet.dispatches WHERE poll_id = %s ORDER BY lease_order DESC LIMIT 1
+"""
+
+_LEASES_OF = "SELECT envelope FROM comfyfleet.dispatches WHERE worker_id = %s ORDER BY lease_order"
+
+# Locked in one order, so that two heartbeats never wait for each other.
+_HOLD_LEASES = """
+SELECT envelope FROM comfyfleet.dispatches WHERE job_id = ANY (%s) ORDER BY job_id FOR UPDATE
+"""
+
+_DUE = """
+(SELECT envelope, due_at, job_id FROM comfyfleet.dispatches WHERE due_at <= %(now)s ORDER BY due_at, job_id
+    LIMIT %(limit)s)
+UNION ALL
+(SELECT envelope, due_at, job_id FROM comfyfleet.ended WHERE due_at <= %(now)s ORDER BY due_at, job_id LIMIT %(limit)s)
+ORDER BY due_at, job_id LIMIT %(limit)s
+"""
+
+_NEXT_DUE = """
+SELECT least((SELECT min(due_at) FROM comfyfleet.dispatches), (SELECT min(due_at) FROM comfyfleet.ended))
+"""
+
+_COUNTS = """
+SELECT sum(in_lane)::bigint, sum(delayed)::bigint, sum(paused)::bigint, sum(queued)::bigint, sum(leased)::bigint,
+    sum(completed)::bigint, sum(failed)::bigint, sum(cancelled)::bigint FROM comfyfleet.tallies
+"""
+
+_POSITION = """
+SELECT (SELECT count(*) FROM comfyfleet.lanes l JOIN comfyfleet.dispatches d ON d.lane_id = l.lane_id
+    WHERE l.priority > mine.priority OR (l.priority = mine.priority AND d.sequence < me.sequence))
+FROM comfyfleet.dispatches me JOIN comfyfleet.lanes mine ON mine.lane_id = me.lane_id WHERE me.job_id = %s
+"""
+
+_DEAD_LETTER = """
+SELECT envelope FROM comfyfleet.ended WHERE phase = 'failed' AND (%(after)s::text IS NULL OR job_id > %(after)s)
+ORDER BY job_id LIMIT %(limit)s
+"""
+
+_CHARGE = """
+INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time) VALUES (%s, %s)
+ON CONFLICT (tenant) DO UPDATE SET virtual_time = t.virtual_time + excluded.virtual_time
+"""
+
+_PUT_WORKER = """
+INSERT INTO comfyfleet.workers (worker_id, body) VALUES (%s, %s)
+ON CONFLICT (worker_id) DO UPDATE SET body = excluded.body
+"""
+
+_INSERT_JOB = """
+INSERT INTO comfyfleet.jobs (job_id, sequence, tenant, reference, record, payload, result)
+VALUES (%s, nextval('comfyfleet.job_sequence'), %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING sequence
+"""
+
+_KNOWN_JOB = """
+SELECT job_id FROM comfyfleet.jobs WHERE job_id = %(job_id)s
+UNION ALL SELECT job_id FROM comfyfleet.jobs WHERE tenant = %(tenant)s AND reference = %(reference)s
+"""
+
+
+class PostgresStore:
+    def __init__(self, url: str, *, connections: int = 8, clock_for_tests: Clock | None = None) -> None:
+        self._pool = Pool(url, connections)
+        self._hints = Hints(self._pool)
+        self._test_clock = clock_for_tests
+        self._epoch = 1
+        self.records = PostgresRecords(self._pool)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    async def open(self) -> None:
+        connection = await self._pool.connect()
+        async with connection:
+            await _check_server(connection, self._pool.address)
+            await migrate(connection, known_migrations())
+            row = await (await connection.execute("SELECT epoch FROM comfyfleet.state")).fetchone()
+            assert row is not None, "the first migration puts it there"
+            self._epoch = row[0]
+        self._hints.open()
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self._hints.listen(wake)
+
+    async def close(self) -> None:
+        await self._hints.close()
+        await self._pool.close()
+
+    @property
+    def _test_now(self) -> float | None:
+        """None: time is the server's."""
+        return None if self._test_clock is None else self._test_clock.now()
+
+    async def now(self) -> float:
+        ((now,),) = await self._fetch(*rows.moment(self._test_now))
+        return float(now)
+
+    async def _transact(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
+        return await self._pool.transact(lambda step: work(step, *values))
+
+    async def _read(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
+        return await self._pool.read(lambda step: work(step, *values))
+
+    async def _fetch(self, query: str, values: Values = ()) -> list[Row]:
+        return await self._pool.read(lambda step: step.rows(query, values))
+
+    async def _do(self, *statements: tuple[str, Values]) -> None:
+        async def act(step: Step) -> None:
+            for query, values in statements:
+                step.add(query, values)
+
+        await self._pool.transact(act)
+
+    async def _dispatches(self, query: str, values: Values) -> list[Dispatch]:
+        return [codec.decode_dispatch(row[0]) for row in await self._fetch(query, values)]
+
+    # the table profile × class
+
+    async def table(self) -> Table:
+        return await self._read(table.read)
+
+    async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
+        return await self._transact(table.put_class, cls, fits, version)
+
+    async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
+        return await self._transact(table.put_profile, profile, fits, version)
+
+    async def drop_profiles(self, unused: Collection[ProfileKey]) -> None:
+        await self._transact(table.drop_profiles, unused)
+
+    # workers
+
+    async def put_worker(self, worker: WorkerRecord) -> None:
+        await self._do((_PUT_WORKER, (worker.worker_id, codec.encode(worker))))
+
+    async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
+        found = await self._fetch("SELECT body FROM comfyfleet.workers WHERE worker_id = %s", (worker_id,))
+        return codec.decode_worker(found[0][0]) if found else None
+
+    async def workers(self) -> list[WorkerRecord]:
+        found = await self._fetch("SELECT body FROM comfyfleet.workers ORDER BY number")
+        return [codec.decode_worker(row[0]) for row in found]
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        await self._do(
+            ("DELETE FROM comfyfleet.workers WHERE worker_id = %s", (worker_id,)),
+            ("DELETE FROM comfyfleet.blocks WHERE worker_id = %s", (worker_id,)),
+        )
+
+    # dispatches
+
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+        written = await self._transact(self._enqueue, dispatch, job, facts)
+        if written is not None and written.dispatch.stands_in_lane:
+            self._hints.tell()
+        return written
+
+    async def _enqueue(
+        self, step: Step, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]
+    ) -> Written | None:
+        classes = sorted(set(rows.classes_of(dispatch)))
+        names = {"job_id": dispatch.job_id, "tenant": job.tenant, "reference": job.reference}
+        held, known, ((now,),) = await step.ask(
+            (rows.HOLD_CLASSES, (classes,)), (_KNOWN_JOB, names), rows.moment(self._test_now)
+        )
+        if len(held) != len(classes):
+            return None
+        record, payload = codec.encode_record(job), codec.encode(job.payload)
+        values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
+        while not known:
+            inserted = await step.row(_INSERT_JOB, values)
+            if inserted is not None:
+                placed = msgspec.structs.replace(dispatch, sequence=inserted[0])
+                return await rows.insert(step, placed, job, facts, now)
+            # Somebody else was faster with the same name.
+            known = await step.rows(_KNOWN_JOB, names)
+        return await self._known(step, known[0][0], dispatch.job_id)
+
+    async def _known(self, step: Step, known: JobId, asked: JobId) -> Written:
+        """The tenant's job of that reference; or the very same job, whose first answer was lost on the way."""
+        row = await step.row(_LOAD, {"job_id": known})
+        assert row is not None, "a job has a dispatch"
+        facts = await rows.read_facts(step, known, 0) if known == asked else []
+        return Written(codec.decode_dispatch(row[0]), tuple(facts))
+
+    async def load(self, job_id: JobId) -> Dispatch | None:
+        found = await self._dispatches(_LOAD, {"job_id": job_id})
+        return found[0] if found else None
+
+    async def peek(self, query: Peek) -> list[Candidate]:
+        seen = await self._read(leasing.peek, query, self._test_now)
+        await self._tidy(seen.untidy)
+        return seen.candidates
+
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+        return await self._transact(leasing.lease, job_id, offer, self._epoch, self._test_now)
+
+    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+        taken, untidy = await self._transact(leasing.lease_next, offer, self._epoch, self._test_now)
+        await self._tidy(untidy)
+        return taken
+
+    async def _tidy(self, untidy: Sequence[int]) -> None:
+        if untidy:
+            await self._transact(lanes.tidy, untidy)
+
+    async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
+        found = await self._dispatches(_BY_POLL, (poll_id,))
+        return found[0] if found else None
+
+    async def write(self, write: Write) -> Written | None:
+        written = await self._transact(self._write, write)
+        self._tell_of(written)
+        return written
+
+    def _tell_of(self, written: Written | None) -> None:
+        if written is not None and written.dispatch.stands_in_lane:
+            self._hints.tell()
+
+    async def _write(self, step: Step, write: Write) -> Written | None:
+        opened = await rows.open_for_write(step, write.job_id, self._test_now)
+        if opened is None or not _holds(opened.held.dispatch, write):
+            return None
+        before = opened.held.dispatch
+        after = write.change.apply(before)
+        # The classes of an open job are in the table for as long as it is open.
+        added = [key for key in rows.classes_of(after) if key not in rows.classes_of(before)]
+        if added and not await rows.has_classes(step, added):
+            return None
+        if before.lease is not None and after.lease is None:
+            assert write.attempt_end is not None, "whoever ends a lease says how its attempt ended"
+            rows.end_attempt(step, opened, write.attempt_end)
+        job_phase = opened.held.job_phase
+        if write.job is not None:
+            job_phase = rows.change_record(step, opened, write.job)
+        for block in write.blocks:
+            shelf.put_block(step, block)
+        shelf.lift_unseen(step, write.lifted)
+        return await rows.change(step, opened.held, after, write.facts, opened.now, job_phase)
+
+    async def finish_and_lease_next(
+        self, write: Write, offer: LeaseOffer
+    ) -> tuple[Written | None, Written | None]:
+        async def both(step: Step) -> tuple[Written | None, Written | None, Sequence[int]]:
+            finished = await self._write(step, write)
+            if finished is None:
+                return None, None, ()
+            taken, untidy = await leasing.lease_next(step, offer, self._epoch, self._test_now)
+            return finished, taken, untidy
+
+        finished, taken, untidy = await self._transact(both)
+        self._tell_of(finished)
+        await self._tidy(untidy)
+        return finished, taken
+
+    async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
+        return await self._transact(self._heartbeat, refs, ttl_s)
+
+    async def _heartbeat(self, step: Step, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
+        envelopes, ((now,),) = await step.ask(
+            (_HOLD_LEASES, ([ref.job_id for ref in refs],)), rows.moment(self._test_now)
+        )
+        found = [codec.decode_dispatch(row[0]) for row in envelopes]
+        known = {dispatch.job_id: dispatch for dispatch in found}
+        expires_at = now + ttl_s
+        answers = []
+        for ref in refs:
+            dispatch = known.get(ref.job_id)
+            if dispatch is None or dispatch.lease is None or not _is_held(dispatch, ref):
+                answers.append(LeaseState(ref, is_alive=False))
+                continue
+            # A heartbeat never shortens a lease: two of them can arrive in the wrong order.
+            lease = msgspec.structs.replace(
+                dispatch.lease,
+                expires_at=max(dispatch.lease.expires_at, expires_at),
+                is_acknowledged=True,
+            )
+            known[ref.job_id] = msgspec.structs.replace(dispatch, lease=lease, revision=dispatch.revision + 1)
+            answers.append(LeaseState(ref, True, dispatch.cancel_requested_at is not None))
+        for dispatch in found:
+            if (after := known[dispatch.job_id]) is not dispatch:
+                rows.extend(step, after)
+        return answers
+
+    async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
+        return await self._dispatches(_LEASES_OF, (worker_id,))
+
+    async def due(self, limit: int) -> list[Dispatch]:
+        return await self._dispatches(_DUE, {"now": await self.now(), "limit": limit})
+
+    async def next_due(self) -> float | None:
+        ((at,),) = await self._fetch(_NEXT_DUE)
+        return None if at is None else float(at)
+
+    async def counts(self) -> Counts:
+        ((waiting, delayed, paused, *by_phase),) = await self._fetch(_COUNTS)
+        return Counts(waiting, delayed, paused, dict(zip(Phase, by_phase, strict=True)))
+
+    async def position(self, job_id: JobId) -> int | None:
+        found = await self._fetch(_POSITION, (job_id,))
+        return int(found[0][0]) if found else None
+
+    async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
+        return await self._dispatches(_DEAD_LETTER, {"after": after, "limit": limit})
+
+    async def purge(self, phase: Phase, before: float, limit: int) -> int:
+        return await self._transact(rows.purge, phase, before, limit)
+
+    async def pause_queue(self, is_paused: bool) -> None:
+        await self._do(("UPDATE comfyfleet.state SET is_paused = %s", (is_paused,)))
+        self._hints.tell()
+
+    async def is_queue_paused(self) -> bool:
+        ((is_paused,),) = await self._fetch("SELECT is_paused FROM comfyfleet.state")
+        return bool(is_paused)
+
+    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None:
+        assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
+        await self._do((_CHARGE, (tenant, seconds)))
+
+    # what is kept with a job
+
+    async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
+        return await self._read(rows.read_facts, job_id, after)
+
+    async def attempts(self, job_id: JobId) -> list[Attempt]:
+        query = "SELECT body FROM comfyfleet.attempts WHERE job_id = %s ORDER BY lease_number"
+        return [codec.decode_attempt(row[0]) for row in await self._fetch(query, (job_id,))]
+
+    async def mark_late(self, ref: LeaseRef) -> None:
+        await self._transact(rows.mark_late, ref)
+
+    # blocks and lessons
+
+    async def get_block(self, pair: Pair) -> Block | None:
+        return await self._read(shelf.get_block, pair)
+
+    async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
+        return await self._read(shelf.list_blocks, worker_id)
+
+    async def put_block(self, block: Block) -> None:
+        async def put(step: Step) -> None:
+            shelf.put_block(step, block)
+
+        await self._pool.transact(put)
+
+    async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
+        lifted = await self._transact(shelf.lift, pairs)
+        if lifted:
+            self._hints.tell()
+        return lifted
+
+    async def expired_blocks(self) -> list[Block]:
+        expired = await self._transact(shelf.take_expired, await self.now())
+        if expired:
+            self._hints.tell()
+        return expired
+
+    async def next_block_end(self) -> float | None:
+        return await self._read(shelf.next_end)
+
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+        return await self._read(shelf.get_lesson, workflow_hash)
+
+    async def put_lesson(self, lesson: Lesson) -> None:
+        await self._transact(shelf.put_lesson, lesson)
+
+
+async def _check_server(connection: Connection, address: str) -> None:
+    cursor = await connection.execute(
+        "SELECT current_setting('server_version_num')::int, current_setting('server_encoding'),"
+        " current_setting('synchronous_commit')"
+    )
+    row = await cursor.fetchone()
+    assert row is not None, "a SELECT without FROM has one row"
+    version, encoding, synchronous = row
+    if version < MIN_VERSION:
+        raise Fault(
+            f"PostgreSQL at {address} is of version {version // 10000}; "
+            f"ComfyFleet needs {MIN_VERSION // 10000} or newer"
+        )
+    if encoding != "UTF8":
+        raise Fault(
+            f"the database at {address} is encoded in {encoding}; ComfyFleet needs one made with ENCODING 'UTF8'"
+        )
+    if synchronous == "off":
+        raise Fault(
+            f"PostgreSQL at {address} answers before it has written (synchronous_commit = off), so acknowledged jobs "
+            "could be lost; set it to on for this user or database (ALTER DATABASE … SET synchronous_commit = on)"
+        )
+
+
+def _holds(dispatch: Dispatch, write: Write) -> bool:
+    match write.guard:
+        case HeldBy(ref):
+            return _is_held(dispatch, ref)
+        case AtRevision(revision):
+            return dispatch.revision == revision
+
+
+def _is_held(dispatch: Dispatch, ref: LeaseRef) -> bool:
+    lease = dispatch.lease
+    return (
+        lease is not None
+        and dispatch.round == ref.round
+        and lease.number == ref.number
+        and lease.epoch == ref.epoch
+        # As bytes: the comparison takes no text beyond ASCII, and what a stranger sends may be anything.
+        and hmac.compare_digest(lease.token.encode(), ref.token.encode(errors="replace"))
+    )

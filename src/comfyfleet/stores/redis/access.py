@@ -1,0 +1,40 @@
+"""What a Redis user may do: that of an engine, and that of a worker which has none.
+
+Functions run with the rights of whoever calls them, so the commands they use must be allowed too, on this fleet's keys.
+A worker's user can therefore not harm another fleet or the server, but it is trusted with this one.
+"""
+
+from __future__ import annotations
+
+from comfyfleet.stores.redis.listening import CHANNEL
+
+WORKER_FUNCTIONS = (
+    "cf1_revision",
+    "cf1_worker_register",
+    "cf1_worker_lease_next",
+    "cf1_worker_heartbeat",
+    "cf1_worker_progress",
+    "cf1_worker_complete",
+    "cf1_worker_release",
+    "cf1_worker_fail",
+)
+# What those functions do inside, and nothing that reads or removes much at once.
+_INSIDE = (
+    *("get", "set", "mget", "mset", "del", "exists", "expire", "time", "publish"),
+    *("hget", "hset", "hdel", "hexists", "hincrby", "rpush", "ltrim", "xadd", "smembers"),
+    *("zadd", "zrem", "zcard", "zrange", "zrangebyscore", "zremrangebyscore", "zrandmember"),
+)
+
+
+def engine_rules(prefix: str) -> tuple[str, ...]:
+    """Rules for the user of a hub or an agent with an engine: all of this fleet, the library, no other settings."""
+    server = ("-@admin", "-@dangerous", "+info", "+config|get", "+function|load")
+    return (f"~{prefix}*", f"&{prefix}*", "+@all", *server)
+
+
+def worker_rules(prefix: str) -> tuple[str, ...]:
+    """Rules for `ACL SETUSER <worker> reset on ><password> …`."""
+    functions = (f"+fcall|{name}" for name in WORKER_FUNCTIONS)
+    inside = (f"+{name}" for name in _INSIDE)
+    channels = (f"&{prefix}{CHANNEL}", f"&{prefix}channel:worker:*", f"&{prefix}channel:workers:all")
+    return (f"~{prefix}*", *channels, *functions, "+fcall_ro|cf1_revision", *inside, "+subscribe", "+ping")

@@ -1,0 +1,317 @@
+"""A small multiplexing client: one connection, every call of a turn of the loop in one write, answers in order.
+
+It reconnects by itself and sends what was not answered again, in its old order: only calls that may be repeated are
+made here (reads, and functions that remember their answer by request id). What the calls mean is the store's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import hiredis
+
+from comfyfleet.model.errors import Fault
+from comfyfleet.stores.redis.address import Address
+
+Argument = str | bytes | int | float
+Send = Callable[..., Awaitable[object]]
+
+_packed: Callable[[tuple[Argument, ...]], bytes] = cast("Any", hiredis.pack_command)
+
+# Answers that speak of the server's state, not of the call: another connection may find it better.
+_PASSING = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
+
+
+class ServerError(Fault):
+    """The server answered a call with an error. `code` is its first word."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = message.partition(" ")[0]
+
+
+class _Call:
+    __slots__ = ("answer", "began", "packed", "slot")
+
+    def __init__(self, packed: bytes, answer: asyncio.Future[object], began: float, slot: int | None) -> None:
+        self.packed = packed
+        self.answer = answer
+        self.began = began
+        self.slot = slot
+
+
+class _Wire(asyncio.Protocol):
+    """One connection: bytes out, parsed answers in. Knows nothing of calls."""
+
+    def __init__(
+        self,
+        take: Callable[[_Wire, object], None],
+        lost: Callable[[_Wire], None],
+        heard: Callable[[], None],
+    ) -> None:
+        self._take = take
+        self._lost = lost
+        self._heard = heard
+        self._reader = hiredis.Reader()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._reader.feed(data)
+        while (answer := self._reader.gets()) is not False:
+            self._take(self, answer)
+        self._heard()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.transport = None
+        self._lost(self)
+
+
+class Client:
+    """`greet` runs on every new connection before anything is sent again."""
+
+    def __init__(
+        self,
+        address: Address,
+        client_id: str,
+        greet: Callable[[Send], Awaitable[None]] | None = None,
+        *,
+        patience_s: float = 30.0,
+        silence_s: float = 10.0,
+        backoff_s: tuple[float, float] = (0.05, 2.0),
+    ) -> None:
+        self.client_id = client_id
+        self._address = address
+        self._greet = greet
+        self._patience_s = patience_s
+        self._silence_s = silence_s
+        self._backoff_s = backoff_s
+        self._wire: _Wire | None = None
+        self._is_ready = False
+        self._is_closed = False
+        self._sent: deque[_Call] = deque()
+        self._unsent: deque[_Call] = deque()
+        self._greetings: deque[asyncio.Future[object]] = deque()
+        self._is_flushing = False
+        self._free_slots: list[int] = []
+        self._slots = 0
+        self._numbers = 0
+        self._connecting: asyncio.Task[None] | None = None
+        self._watch: asyncio.TimerHandle | None = None
+        self._trouble = "it has not answered yet"
+        self._quiet_since = 0.0
+
+    # calls
+
+    async def call(self, *arguments: Argument) -> object:
+        """Something that may be repeated by its nature: a read."""
+        return await self._submit(_packed(arguments), None)
+
+    async def function(
+        self, name: str, *arguments: Argument, time: str = "", is_reading: bool = False
+    ) -> object:
+        """A function of the library; one that writes gets a request id, under which a repeat finds its answer."""
+        meta = f"{self._address.prefix}meta"
+        if is_reading:
+            return await self._submit(
+                _packed(("FCALL", f"cf1_{name}", 1, meta, "", "", time, *arguments)), None
+            )
+        # A slot serves one call at a time, so the server keeps one answer for each, and not many.
+        if self._free_slots:
+            slot = self._free_slots.pop()
+        else:
+            slot, self._slots = self._slots, self._slots + 1
+        self._numbers += 1
+        request = f"{self.client_id}:{slot}"
+        packed = _packed(("FCALL", f"cf1_{name}", 1, meta, request, self._numbers, time, *arguments))
+        return await self._submit(packed, slot)
+
+    def _submit(self, packed: bytes, slot: int | None) -> asyncio.Future[object]:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[object] = loop.create_future()
+        if self._is_closed:
+            answer.set_exception(Fault("the Redis store is closed"))
+            return answer
+        self._unsent.append(_Call(packed, answer, loop.time(), slot))
+        if not self._is_flushing and self._is_ready:
+            self._is_flushing = True
+            loop.call_soon(self._flush)
+        if self._watch is None:
+            self._watch = loop.call_later(self._silence_s / 8, self._look_at_the_clock)
+        return answer
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        wire = self._wire
+        if not self._is_ready or wire is None or wire.transport is None or not self._unsent:
+            return
+        if not self._sent:
+            self._quiet_since = asyncio.get_running_loop().time()
+        wire.transport.write(b"".join([call.packed for call in self._unsent]))
+        self._sent.extend(self._unsent)
+        self._unsent.clear()
+
+    def _take(self, wire: _Wire, answer: object) -> None:
+        if wire is not self._wire:
+            return
+        if self._greetings:
+            greeting = self._greetings.popleft()
+            if not greeting.done():
+                _settle(greeting, answer)
+            return
+        if isinstance(answer, Exception) and str(answer).startswith(_PASSING):
+            # It stays the first of those to be sent again.
+            self._trouble = str(answer)
+            self._drop(wire)
+            return
+        call = self._sent.popleft()
+        if call.slot is not None:
+            self._free_slots.append(call.slot)
+        if not call.answer.done():
+            _settle(call.answer, answer)
+
+    def _hear(self) -> None:
+        self._quiet_since = asyncio.get_running_loop().time()
+
+    # the connection
+
+    async def connect(self) -> None:
+        """Once, at the start: a server that is not there is told at once."""
+        try:
+            await self._connect()
+        except (OSError, Fault) as error:
+            await self.close()
+            if isinstance(error, Fault):
+                raise
+            raise Fault(
+                f"no Redis answers at {self._address.name} ({str(error) or type(error).__name__}): "
+                "start it, or correct the URL of the store"
+            ) from error
+
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        address = self._address
+        async with asyncio.timeout(self._silence_s):
+            _, wire = await loop.create_connection(
+                lambda: _Wire(self._take, self._lose, self._hear),
+                address.host,
+                address.port,
+                ssl=address.tls(),
+            )
+            self._wire = wire
+            if address.password is not None:
+                user = () if address.username is None else (address.username,)
+                await self._greeting("AUTH", *user, address.password)
+            if address.database:
+                await self._greeting("SELECT", address.database)
+            if self._greet is not None:
+                await self._greet(self._greeting)
+        if self._wire is not wire:
+            raise ConnectionResetError("the connection was lost as soon as it was set up")
+        self._is_ready = True
+        self._flush()
+
+    def _greeting(self, *arguments: Argument) -> asyncio.Future[object]:
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        if self._wire is None or self._wire.transport is None:
+            answer.set_exception(ConnectionResetError("the connection was lost while it was set up"))
+            return answer
+        self._greetings.append(answer)
+        self._wire.transport.write(_packed(arguments))
+        return answer
+
+    def _drop(self, wire: _Wire) -> None:
+        """At once: what it still brings is no answer to anything."""
+        if wire.transport is not None:
+            wire.transport.abort()
+        self._lose(wire)
+
+    def _lose(self, wire: _Wire) -> None:
+        if wire is not self._wire:
+            return
+        self._wire, was_ready = None, self._is_ready
+        self._is_ready = False
+        # What was not answered goes again, before what was never sent.
+        self._unsent.extendleft(reversed(self._sent))
+        self._sent.clear()
+        while self._greetings:
+            greeting = self._greetings.popleft()
+            if not greeting.done():
+                greeting.set_exception(ConnectionResetError("the connection was lost while it was set up"))
+        if was_ready and not self._is_closed:
+            self._connecting = asyncio.get_running_loop().create_task(self._reconnect())
+
+    async def _reconnect(self) -> None:
+        delay, longest = self._backoff_s
+        while True:
+            try:
+                await self._connect()
+                return
+            except (OSError, Fault) as error:
+                self._trouble = str(error) or type(error).__name__
+                if self._wire is not None:
+                    wire, self._wire = self._wire, None
+                    self._greetings.clear()
+                    self._drop(wire)
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, longest)
+
+    def _look_at_the_clock(self) -> None:
+        """Nobody waits for ever, and a server that is silent while calls wait is left for a new connection."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._watch = None
+        if self._is_ready and self._wire is not None and self._sent:
+            is_silent = self._quiet_since + self._silence_s < now
+            if is_silent:
+                self._trouble = "it was silent"
+            # The answer to a call that is given up may still come; it must find no other call in its place.
+            if is_silent or self._sent[0].began + self._patience_s < now:
+                self._drop(self._wire)
+        while self._unsent and self._unsent[0].began + self._patience_s < now:
+            call = self._unsent.popleft()
+            if not call.answer.done():
+                call.answer.set_exception(
+                    Fault(
+                        f"the Redis at {self._address.name} did not answer for {self._patience_s:g} s "
+                        f"({self._trouble}): whether the call took effect is not known; look before repeating it"
+                    )
+                )
+        if self._sent or self._unsent:
+            self._watch = loop.call_later(self._silence_s / 8, self._look_at_the_clock)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._is_ready = False
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        if self._connecting is not None:
+            self._connecting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._connecting
+            self._connecting = None
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            self._drop(wire)
+        for call in (*self._sent, *self._unsent):
+            if not call.answer.done():
+                call.answer.set_exception(Fault("the Redis store was closed before this call was answered"))
+        self._sent.clear()
+        self._unsent.clear()
+        # The transport says good-bye in the next turn of the loop.
+        await asyncio.sleep(0)
+
+
+def _settle(future: asyncio.Future[object], answer: object) -> None:
+    if isinstance(answer, Exception):
+        future.set_exception(ServerError(str(answer)))
+    else:
+        future.set_result(answer)

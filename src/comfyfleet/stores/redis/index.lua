@@ -1,0 +1,355 @@
+-- Part 2: which waiting job comes first for a profile, at a cost that does not grow with the jobs or classes that wait.
+--
+-- A profile's index has two levels, (priority, tenant) and lanes. Both keep lower bounds: a lease moves the head of a
+-- lane up and touches no index; a bound that is too low is put right once it was looked at and another was chosen. Only
+-- a new, lower head is told, as news: one entry in front of the index of each profile that may take it.
+
+local CHUNK = 16
+-- How often, and how many at a time, entries of lanes that have emptied are looked for, in sets larger than a few. Two
+-- looks for each entry that is added keep a set at about twice what it must hold.
+local TIDY_EVERY, TIDY_AT_ONCE, FEW = 64, 128, 256
+
+local function lane_of(job)
+  local hash = job.workflow_hash
+  return whole(job.class_number) .. ' ' .. whole(job.priority) .. ' ' .. #hash .. ' ' .. hash .. job.tenant
+end
+
+local function parts_of(lane)
+  local number, priority, length, rest = lane:match('^(%d+) (%-?%d+) (%d+) (.*)$')
+  length = tonumber(length)
+  return number, priority, rest:sub(1, length), rest:sub(length + 1)
+end
+
+local function virtual_time(s, tenant)
+  return tonumber(read(s, s.p .. 'tenant:' .. tenant) or 0)
+end
+
+-- Big-endian doubles that are not negative sort as bytes the way they sort as numbers.
+-- The level is part of it, because one job may leave a bound behind at each priority it had.
+local function entry_of(time, sequence, level, tenant)
+  return struct.pack('>ddd', time, sequence, level + 0) .. tenant
+end
+
+local function group_of(s, profile, priority, tenant)
+  return s.p .. 'group:' .. profile .. ':' .. priority .. ':' .. tenant
+end
+
+-- Lua passes a few thousand arguments at most.
+local function remove(key, members)
+  for at = 1, #members, 1000 do
+    call('ZREM', key, unpack(members, at, math.min(at + 999, #members)))
+  end
+end
+
+-- A profile nobody polls for must not collect lanes that have emptied.
+local function tidy(s, key)
+  local gone = {}
+  for _, lane in ipairs(call('ZRANDMEMBER', key, TIDY_AT_ONCE)) do
+    if lane:match('^%d+ %-?%d+ %d+ ') and call('EXISTS', s.p .. 'lane:' .. lane) == 0 then
+      gone[#gone + 1] = lane
+    end
+  end
+  remove(key, gone)
+end
+
+local function tell(s, class, lane)
+  local profiles = call('SMEMBERS', s.p .. 'class:' .. class .. ':profiles')
+  local index = s.p .. 'index:'
+  for _, profile in ipairs(profiles) do
+    redis.call('ZADD', index .. profile, '-inf', lane)
+  end
+  -- Not all of them are tidied in the same call.
+  for place = TIDY_EVERY - s.meta.sequence % TIDY_EVERY, #profiles, TIDY_EVERY do
+    if call('ZCARD', index .. profiles[place]) > FEW then
+      tidy(s, index .. profiles[place])
+    end
+  end
+end
+
+local function enter_lane(s, job)
+  local name = lane_of(job)
+  local lane = s.p .. 'lane:' .. name
+  call('ZADD', lane, job.sequence, job.job_id)
+  if call('ZRANGE', lane, 0, 0)[1] == job.job_id then
+    local pending = s.p .. 'jobs:pending'
+    call('ZADD', pending, job.priority, name)
+    if s.meta.sequence % TIDY_EVERY == 0 and call('ZCARD', pending) > FEW then
+      tidy(s, pending)
+    end
+    tell(s, job.class_key, name)
+  end
+  call('PUBLISH', s.p .. 'channel:hub:events', job.class_key)
+end
+
+local function leave_lane(s, job, has_followers)
+  local name = lane_of(job)
+  local lane = s.p .. 'lane:' .. name
+  call('ZREM', lane, job.job_id)
+  if not has_followers and call('EXISTS', lane) == 0 then
+    call('ZREM', s.p .. 'jobs:pending', name)
+  end
+end
+
+local function take_in(s, profile)
+  local index = s.p .. 'index:' .. profile
+  local groups = {}
+  for _, lane in ipairs(call('ZRANGEBYSCORE', index, '-inf', '-inf')) do
+    local head = call('ZRANGE', s.p .. 'lane:' .. lane, 0, 0, 'WITHSCORES')
+    if head[1] then
+      local _, priority, _, tenant = parts_of(lane)
+      local name = group_of(s, profile, priority, tenant)
+      local group = groups[name]
+      if not group then
+        local first = call('ZRANGE', name, 0, 0, 'WITHSCORES')
+        group = {priority = tonumber(priority), tenant = tenant, known = tonumber(first[2])}
+        groups[name] = group
+      end
+      local sequence = tonumber(head[2])
+      call('ZADD', name, 'LT', head[2], lane)
+      if not group.low or sequence < group.low then
+        group.low = sequence
+      end
+    end
+  end
+  call('ZREMRANGEBYSCORE', index, '-inf', '-inf')
+  for name, group in pairs(groups) do
+    if not group.known or group.low < group.known then
+      local level = -group.priority
+      call('ZADD', index, level, entry_of(virtual_time(s, group.tenant), group.low, level, group.tenant))
+    elseif s.meta.sequence % TIDY_EVERY == 0 and call('ZCARD', name) > FEW then
+      tidy(s, name)
+    end
+  end
+end
+
+local function comes_before(a, b)
+  if a.level ~= b.level then
+    return a.level < b.level
+  end
+  if a.time ~= b.time then
+    return a.time < b.time
+  end
+  return a.sequence < b.sequence
+end
+
+-- `ahead` is kept in descending order, so that the next one is the last.
+local function push(ahead, item)
+  local low, high = 1, #ahead + 1
+  while low < high do
+    local middle = math.floor((low + high) / 2)
+    if comes_before(item, ahead[middle]) then
+      low = middle + 1
+    else
+      high = middle
+    end
+  end
+  table.insert(ahead, low, item)
+end
+
+local function page(key, offset, count)
+  return call('ZRANGE', key, offset, offset + count - 1, 'WITHSCORES')
+end
+
+-- Rows of a sorted set one after the other: two at first, more when they are asked for.
+local function rows_of(s, key)
+  return {key = key, rows = s.pages and s.pages[key] or page(key, 0, 2), at = 1, offset = 2, count = 2}
+end
+
+local function row(cursor)
+  local rows = cursor.rows
+  if not rows[cursor.at] and #rows == 2 * cursor.count then
+    cursor.rows, cursor.at = page(cursor.key, cursor.offset, CHUNK), 1
+    cursor.offset, cursor.count = cursor.offset + CHUNK, CHUNK
+    rows = cursor.rows
+  end
+  return rows[cursor.at], rows[cursor.at + 1]
+end
+
+local function push_lane(ahead, group)
+  local lane, bound = row(group.lanes)
+  if lane then
+    group.lanes.at = group.lanes.at + 2
+    push(ahead, {level = group.level, time = group.time, sequence = tonumber(bound), group = group, lane = lane})
+  end
+end
+
+local function lower(group, sequence)
+  if not group.low or sequence < group.low then
+    group.low = sequence
+  end
+end
+
+-- After a walk: what was looked at and not taken gets its true bounds.
+local function put_right(s, index, groups, ahead, chosen)
+  for _, item in ipairs(ahead) do
+    if not item.cursor then
+      lower(item.group, item.sequence)
+    end
+  end
+  for name, group in pairs(groups) do
+    remove(name, group.gone)
+    remove(s.p .. 'jobs:pending', group.gone)
+    for lane, head in pairs(group.raised) do
+      if not chosen or lane ~= chosen.lane then
+        call('ZADD', name, head, lane)
+      end
+    end
+    local right = group.low and entry_of(group.time, group.low, group.level, group.tenant)
+    if chosen and chosen.group == group then
+      -- Its head is about to go: the old bound serves as well, and costs no write.
+      right = group.entries[1]
+    end
+    local stale, stands = {}, false
+    for _, entry in ipairs(group.entries) do
+      if entry == right then
+        stands = true
+      else
+        stale[#stale + 1] = entry
+      end
+    end
+    remove(index, stale)
+    if right and not stands then
+      call('ZADD', index, group.level, right)
+    end
+  end
+end
+
+local function open_group(s, profile, groups, ahead, entry, level)
+  local tenant = entry:sub(25)
+  local name = group_of(s, profile, whole(-level), tenant)
+  local group = groups[name]
+  if group then
+    group.entries[#group.entries + 1] = entry
+    return
+  end
+  group = {
+    level = level, tenant = tenant, time = virtual_time(s, tenant), entries = {entry},
+    lanes = rows_of(s, name), gone = {}, raised = {},
+  }
+  groups[name] = group
+  push_lane(ahead, group)
+end
+
+local function look_into(s, ahead, item, skipped)
+  local group = item.group
+  push_lane(ahead, group)
+  local _, _, hash = parts_of(item.lane)
+  if skipped[hash] then
+    lower(group, item.sequence)
+    return
+  end
+  local cursor = rows_of(s, s.p .. 'lane:' .. item.lane)
+  local job_id, head = row(cursor)
+  if not job_id then
+    group.gone[#group.gone + 1] = item.lane
+    return
+  end
+  head = tonumber(head)
+  lower(group, head)
+  if head ~= item.sequence then
+    group.raised[item.lane] = head
+  end
+  push(ahead, {
+    level = item.level, time = item.time, sequence = head, group = group, lane = item.lane, job_id = job_id, cursor = cursor,
+  })
+end
+
+-- Visits waiting jobs in order until `visit` says true; answers that one. The first `deep` go as far into a lane as the
+-- order says; beyond them only heads are seen. `skipped` holds workflow hashes and job ids.
+local function walk(s, profile, skipped, deep, visit)
+  local index = s.p .. 'index:' .. profile
+  local entries = rows_of(s, index)
+  if entries.rows[2] == '-inf' then
+    take_in(s, profile)
+    s.pages = nil
+    entries = rows_of(s, index)
+  end
+  local groups, ahead, count, chosen = {}, {}, 0, nil
+  while true do
+    local entry, level = row(entries)
+    local item = ahead[#ahead]
+    local opens = entry ~= nil
+    if entry and item then
+      local time, sequence = struct.unpack('>dd', entry)
+      opens = not comes_before(item, {level = tonumber(level), time = time, sequence = sequence})
+    end
+    if opens then
+      entries.at = entries.at + 2
+      open_group(s, profile, groups, ahead, entry, tonumber(level))
+    elseif not item then
+      break
+    else
+      ahead[#ahead] = nil
+      if not item.cursor then
+        look_into(s, ahead, item, skipped)
+      else
+        local is_skipped = skipped[item.job_id]
+        local cursor = item.cursor
+        if cursor.offset == 2 and cursor.at == 1 then
+          item.has_followers = cursor.rows[3] ~= nil
+        end
+        if count < deep or is_skipped then
+          cursor.at = cursor.at + 2
+          local job_id, sequence = row(cursor)
+          if job_id then
+            push(ahead, {
+              level = item.level, time = item.time, sequence = tonumber(sequence), group = item.group, lane = item.lane,
+              job_id = job_id, cursor = cursor,
+            })
+          end
+        end
+        if not is_skipped then
+          count = count + 1
+          if visit(item) then
+            chosen = item
+            break
+          end
+        end
+      end
+    end
+  end
+  return chosen, function(is_taken)
+    put_right(s, index, groups, ahead, is_taken and chosen or nil)
+  end
+end
+
+-- The common case of a walk without its apparatus: the job in front, if the bounds of all others say so. What was read
+-- is kept for the walk that follows when they do not.
+local function first(s, profile, skipped)
+  local index = s.p .. 'index:' .. profile
+  local entries = page(index, 0, 2)
+  s.pages = {[index] = entries}
+  local entry, level = entries[1], entries[2]
+  if not entry or level == '-inf' then
+    return nil
+  end
+  local tenant = entry:sub(25)
+  local group = group_of(s, profile, whole(-level), tenant)
+  local lanes = page(group, 0, 2)
+  s.pages[group] = lanes
+  if not lanes[1] then
+    return nil
+  end
+  local _, _, hash = parts_of(lanes[1])
+  if skipped[hash] then
+    return nil
+  end
+  local lane = s.p .. 'lane:' .. lanes[1]
+  local jobs = page(lane, 0, 2)
+  s.pages[lane] = jobs
+  if not jobs[1] or skipped[jobs[1]] then
+    return nil
+  end
+  local sequence = tonumber(jobs[2])
+  if lanes[3] and tonumber(lanes[4]) < sequence then
+    return nil
+  end
+  if entries[3] and tonumber(entries[4]) == tonumber(level) then
+    local time, bound = struct.unpack('>dd', entries[3])
+    local own = virtual_time(s, tenant)
+    if time < own or (time == own and bound < sequence) then
+      return nil
+    end
+  end
+  return {job_id = jobs[1], has_followers = jobs[3] ~= nil}
+end

@@ -1,0 +1,293 @@
+-- Part 5: the table profile × class, workers, lessons, and every question that changes nothing.
+
+local function is_at(s, version)
+  if tonumber(version) ~= s.meta.version then
+    return false
+  end
+  s.meta.version = s.meta.version + 1
+  return true
+end
+
+local function drop_class(s, class)
+  local profiles = s.p .. 'class:' .. class .. ':profiles'
+  for _, profile in ipairs(call('SMEMBERS', profiles)) do
+    call('SREM', s.p .. 'profile:' .. profile .. ':classes', class)
+  end
+  call('DEL', profiles)
+  call('HDEL', s.p .. 'classes', class)
+  call('HDEL', s.p .. 'classes:numbers', class)
+end
+
+-- version, class, its JSON, how many idle classes are kept, then the profiles that may take it
+define('put_class', function(s, args)
+  if not is_at(s, args[4]) then
+    return false
+  end
+  local class, idle = args[5], s.p .. 'classes:idle'
+  if call('HSET', s.p .. 'classes', class, args[6]) == 1 then
+    s.meta.classes = s.meta.classes + 1
+    call('HSET', s.p .. 'classes:numbers', class, whole(s.meta.classes))
+    for i = 8, #args do
+      if call('SISMEMBER', s.p .. 'profiles', args[i]) == 1 then
+        call('SADD', s.p .. 'class:' .. class .. ':profiles', args[i])
+        call('SADD', s.p .. 'profile:' .. args[i] .. ':classes', class)
+      end
+    end
+    call('ZADD', idle, serial(s), class)
+    while call('ZCARD', idle) > tonumber(args[7]) do
+      drop_class(s, call('ZPOPMIN', idle)[1])
+    end
+  end
+  return 1
+end)
+
+-- version, profile, then the classes it may take
+define('put_profile', function(s, args)
+  local profile, numbers = args[5], {}
+  for i = 6, #args do
+    local number = call('HGET', s.p .. 'classes:numbers', args[i])
+    if not number then
+      return false
+    end
+    numbers[number] = true
+  end
+  if not is_at(s, args[4]) then
+    return false
+  end
+  if call('SADD', s.p .. 'profiles', profile) == 1 then
+    for i = 6, #args do
+      call('SADD', s.p .. 'profile:' .. profile .. ':classes', args[i])
+      call('SADD', s.p .. 'class:' .. args[i] .. ':profiles', profile)
+    end
+    for _, lane in ipairs(call('ZRANGE', s.p .. 'jobs:pending', 0, -1)) do
+      if numbers[parts_of(lane)] then
+        call('ZADD', s.p .. 'index:' .. profile, '-inf', lane)
+      end
+    end
+  end
+  return 1
+end)
+
+-- profiles
+define('drop_profiles', function(s, args)
+  for i = 4, #args do
+    local profile = args[i]
+    if call('SREM', s.p .. 'profiles', profile) == 1 then
+      local classes, index = s.p .. 'profile:' .. profile .. ':classes', s.p .. 'index:' .. profile
+      for _, class in ipairs(call('SMEMBERS', classes)) do
+        call('SREM', s.p .. 'class:' .. class .. ':profiles', profile)
+      end
+      local entries = call('ZRANGEBYSCORE', index, '(-inf', '+inf', 'WITHSCORES')
+      for place = 1, #entries, 2 do
+        call('DEL', group_of(s, profile, whole(-tonumber(entries[place + 1])), entries[place]:sub(25)))
+      end
+      call('DEL', classes, index)
+    end
+  end
+  return 1
+end)
+
+define_reading('table', function(s)
+  return {s.meta.version, call('HGETALL', s.p .. 'classes'), call('SMEMBERS', s.p .. 'profiles')}
+end)
+
+-- workers
+
+-- worker, its JSON
+define('put_worker', function(s, args)
+  put(s, s.p .. 'worker:' .. args[4], args[5])
+  call('ZADD', s.p .. 'workers:active', 'NX', serial(s), args[4])
+  call('SET', s.p .. 'worker:' .. args[4] .. ':heartbeat', exact(now(s)), 'EX', HEARTBEAT_S)
+  return 1
+end)
+
+-- worker
+define('remove_worker', function(s, args)
+  local worker_id = args[4]
+  local blocks = read(s, s.p .. 'blocks:' .. worker_id)
+  if blocks then
+    for _, block in ipairs(unpacked(blocks)) do
+      call('ZREM', s.p .. 'blocks:ends', worker_id .. '\0' .. block[1])
+    end
+  end
+  call('ZREM', s.p .. 'blocks', worker_id)
+  call('ZREM', s.p .. 'workers:active', worker_id)
+  drop(s, s.p .. 'blocks:' .. worker_id)
+  drop(s, s.p .. 'worker:' .. worker_id)
+  drop(s, s.p .. 'worker:' .. worker_id .. ':heartbeat')
+  return 1
+end)
+
+define_reading('workers', function(s)
+  local answer = {}
+  for _, worker_id in ipairs(call('ZRANGE', s.p .. 'workers:active', 0, -1)) do
+    answer[#answer + 1] = call('GET', s.p .. 'worker:' .. worker_id)
+  end
+  return answer
+end)
+
+-- lessons
+
+-- workflow hash, lesson (JSON), how many are kept
+define('put_lesson', function(s, args)
+  local lessons, order = s.p .. 'lessons', s.p .. 'lessons:order'
+  call('HSET', lessons, args[4], args[5])
+  call('ZADD', order, serial(s), args[4])
+  if call('ZCARD', order) > tonumber(args[6]) then
+    call('HDEL', lessons, call('ZPOPMIN', order)[1])
+  end
+  return 1
+end)
+
+-- the queue
+
+-- "1" or "0"
+define('pause_queue', function(s, args)
+  s.meta.is_paused = args[4] == '1'
+  return 1
+end)
+
+-- tenant, seconds
+define('charge_tenant', function(s, args)
+  local seconds = tonumber(args[5])
+  if seconds < 0 then
+    error({err = 'CFCHARGE virtual time never falls; an overcharge is deducted from the next charge'})
+  end
+  put(s, s.p .. 'tenant:' .. args[4], exact(virtual_time(s, args[4]) + seconds))
+  return 1
+end)
+
+define_reading('now', function(s)
+  return exact(now(s))
+end)
+
+-- poll
+define_reading('leased_by_poll', function(s, args)
+  local job_id = call('GET', s.p .. 'poll:' .. args[4])
+  return job_id and call('GET', job_key(s, job_id))
+end)
+
+-- worker
+define_reading('leases_of', function(s, args)
+  local answer = {}
+  for _, job_id in ipairs(active_jobs(s, args[4])) do
+    answer[#answer + 1] = call('GET', job_key(s, job_id))
+  end
+  return answer
+end)
+
+-- limit
+define_reading('due', function(s, args)
+  local answer = {}
+  for _, job_id in ipairs(call('ZRANGEBYSCORE', s.p .. 'jobs:due', '-inf', exact(now(s)), 'LIMIT', 0, args[4])) do
+    answer[#answer + 1] = call('GET', job_key(s, job_id))
+  end
+  return answer
+end)
+
+-- job
+define_reading('position', function(s, args)
+  local job = load(s, args[4])
+  if not job or not stands_in_lane(job) then
+    return false
+  end
+  local ahead = 0
+  local lanes = call('ZRANGEBYSCORE', s.p .. 'jobs:pending', job.priority, '+inf', 'WITHSCORES')
+  for place = 1, #lanes, 2 do
+    local lane = s.p .. 'lane:' .. lanes[place]
+    if tonumber(lanes[place + 1]) > job.priority then
+      ahead = ahead + call('ZCARD', lane)
+    else
+      ahead = ahead + call('ZCOUNT', lane, '-inf', '(' .. exact(job.sequence))
+    end
+  end
+  return ahead
+end)
+
+-- limit, after which id or ""
+define_reading('dead_letter', function(s, args)
+  local first = args[5] == '' and '-' or '(' .. args[5]
+  local answer = {}
+  for _, job_id in ipairs(call('ZRANGEBYLEX', s.p .. 'jobs:dead', first, '+', 'LIMIT', 0, args[4])) do
+    answer[#answer + 1] = call('GET', job_key(s, job_id))
+  end
+  return answer
+end)
+
+-- phase, before, limit. It makes room, so it must run when there is none.
+define('purge', function(s, args)
+  local ended, before = s.p .. 'jobs:' .. args[4], tonumber(args[5])
+  local purged = 0
+  for _, job_id in ipairs(call('ZRANGE', ended, 0, tonumber(args[6]) - 1)) do
+    local job, key = load(s, job_id), job_key(s, job_id)
+    if job.ended_at >= before then
+      break
+    end
+    call('DEL', key, key .. ':payload', key .. ':log', key .. ':result', key .. ':failure', key .. ':progress',
+      s.p .. 'progress:' .. job_id)
+    call('ZREM', ended, job_id)
+    call('ZREM', s.p .. 'jobs', job_id)
+    call('ZREM', s.p .. 'jobs:dead', job_id)
+    call('ZREM', s.p .. 'jobs:due', job_id)
+    if job.reference then
+      call('HDEL', s.p .. 'references', job.tenant .. '\0' .. job.reference)
+    end
+    s.meta[args[4]] = s.meta[args[4]] - 1
+    purged = purged + 1
+  end
+  return purged > 0 and purged
+end, nil, {'allow-oom'})
+
+-- what is kept with a job
+
+-- attempt id, job, lease number
+define('mark_late', function(s, args)
+  local key = job_key(s, args[5]) .. ':log'
+  local log = read(s, key)
+  if not log then
+    return false
+  end
+  local begun = string.format('a{"attempt_id":%s,', cjson.encode(args[4]))
+  local ended = string.format('e{"lease_number":%s,', args[6])
+  if not log:find(begun, 1, true) or not log:find(ended, 1, true) then
+    return false
+  end
+  local late = string.format('l{"lease_number":%s}\n', args[6])
+  if not log:find(late, 1, true) then
+    put(s, key, log .. late)
+  end
+  return 1
+end)
+
+-- sequence to go on from or "", or the id of the last job seen or ""; tenant or "", phase or "", limit, how many to look at
+define_reading('list', function(s, args)
+  local from, after, tenant, phase, limit = args[4], args[5], args[6], args[7], tonumber(args[8])
+  local jobs, beyond = s.p .. 'jobs', nil
+  if from == '' and after ~= '' then
+    from = call('ZSCORE', jobs, after) or ''
+    -- What the page ended with is gone; its id still says when it was.
+    beyond = from == '' and after or nil
+  elseif after ~= '' then
+    beyond = after
+  end
+  local first = from == '' and '-inf' or '(' .. from
+  local rows = call('ZRANGEBYSCORE', jobs, first, '+inf', 'WITHSCORES', 'LIMIT', 0, args[9])
+  local found, last = {}, ''
+  for place = 1, #rows, 2 do
+    local job_id = rows[place]
+    last = rows[place + 1]
+    if not beyond or job_id > beyond then
+      local text = call('GET', job_key(s, job_id))
+      local job = unpacked(text)
+      if (tenant == '' or job.tenant == tenant) and (phase == '' or job.phase == phase) then
+        local key = job_key(s, job_id)
+        found[#found + 1] = {text, call('GET', key .. ':payload'), call('GET', key .. ':result'), call('GET', key .. ':failure')}
+        if #found == limit then
+          break
+        end
+      end
+    end
+  end
+  local is_over = #rows < 2 * tonumber(args[9]) and #found < limit
+  return {is_over and '' or last, beyond or '', found}
+end)

@@ -1,0 +1,268 @@
+-- Part 1 of the function library: the layout of the keys, and what every function does first and last.
+--
+-- All keys share one prefix with one hash tag, `{cf}:` unless the fleet was opened under another name, so they live on
+-- one shard. Each call declares one key, `<prefix>meta`, and builds the others from it.
+--
+--   meta                      string   head of the fleet (MessagePack): epoch, run, table version, sequence, serial, counts
+--   request:<client>:<slot>   string   "<number> <answer>": the last answer given to this slot, for a call that is repeated
+--   clients                   zset     client -> when it was last seen (its slots are dropped a day later)
+--
+--   job:<id>                  string   the dispatch (MessagePack map), with facts, record, class_number, ended_at
+--   job:<id>:payload          string   the job's record as it was submitted (JSON)
+--   job:<id>:result, :failure string   what came of it (JSON)
+--   job:<id>:log              string   lines: f<fact>, a<attempt begun>, e<attempt ended>, l<reported late> (JSON each)
+--   job:<id>:progress         string   the newest progress (JSON), expires
+--   jobs                      zset     every job -> sequence
+--   jobs:pending              zset     lane -> priority: the lanes somebody waits in
+--   lane:<lane>               zset     job -> sequence: who waits there
+--   jobs:active:<worker>      string   the jobs this worker holds leases on, oldest first (MessagePack array)
+--   jobs:completed, :failed, :cancelled   zset   job -> serial: in the order they ended
+--   jobs:dead                 zset     the failed jobs by id (all scores 0)
+--   progress:<job>            stream   the last hundred reports of progress, expires
+--   jobs:due                  zset     job -> the time at which something must happen to it
+--   poll:<id>                 string   the job leased under this poll
+--   references                hash     "<tenant>\0<reference>" -> job
+--   tenant:<tenant>           string   its virtual time
+--
+--   classes                   hash     class -> requirement class (JSON)
+--   classes:numbers           hash     class -> number (a class that was dropped comes back under a new one)
+--   classes:idle              zset     class -> serial: classes no open job belongs to, longest idle first
+--   classes:pins              hash     class -> open jobs that belong to it
+--   class:<class>:profiles    set      profiles that may take it
+--   profiles                  set      the profiles that are known
+--   profile:<profile>:classes set      classes it may take
+--   index:<profile>           zset     level 1: <virtual time><sequence><-priority><tenant> -> -priority; news: <lane> -> -inf
+--   group:<profile>:<priority>:<tenant>   zset   level 2: lane -> lower bound of its head
+--
+--   workers:active            zset     worker -> serial: in the order they came
+--   worker:<id>               string   its record (JSON)
+--   worker:<id>:heartbeat     string   expires after 60 s
+--   workers:waiting           hash     worker -> what it declares (JSON), until an engine admits it
+--   blocks                    zset     workers with blocks -> serial
+--   blocks:<worker>           string   its blocks, oldest first: {target, until or false, block} (MessagePack)
+--   blocks:ends               zset     "<worker>\0<target>" -> until
+--   lessons, lessons:order    hash, zset   workflow hash -> lesson (JSON), serial
+--   reports                   list     failures told by workers without an engine, for an engine to judge (JSON)
+--   channel:hub:events        channel  something began to wait: a hint that may be lost
+--
+-- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
+-- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
+
+local REVISION = 1
+
+-- Neither `redis.call` nor the libraries are there yet while this text is loaded.
+local function call(...)
+  return redis.call(...)
+end
+
+local function pack(value)
+  return cmsgpack.pack(value)
+end
+
+local function unpacked(text)
+  return cmsgpack.unpack(text)
+end
+
+local HEARTBEAT_S = 60
+local CLIENT_S = 86400
+-- A client is noted at the first use of a slot, and now and then.
+local NOTED_EVERY = 1024
+local SLOTS_MISSED = 32
+
+local function exact(number)
+  return string.format('%.17g', number)
+end
+
+local function whole(number)
+  return string.format('%d', number)
+end
+
+-- String keys are read once and written together at the end: one MSET, one DEL.
+
+local function read(s, key)
+  local value = s.cache[key]
+  if value == nil then
+    value = call('GET', key)
+    s.cache[key] = value
+  end
+  return value
+end
+
+local function preload(s, names)
+  local values = call('MGET', unpack(names))
+  for i = 1, #names do
+    s.cache[names[i]] = values[i]
+  end
+end
+
+local function put(s, key, value)
+  s.cache[key] = value
+  s.changed[key] = value
+end
+
+local function drop(s, key)
+  s.cache[key] = false
+  s.changed[key] = false
+end
+
+local function serial(s)
+  s.meta.serial = s.meta.serial + 1
+  return s.meta.serial
+end
+
+local function now(s)
+  if not s.now then
+    if s.time == '' then
+      local time = call('TIME')
+      s.now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+    elseif s.meta.winds then
+      s.now = tonumber(s.time)
+    else
+      error({err = 'CFTIME this fleet runs on the clock of its server; only one opened for tests takes the time from a caller'})
+    end
+  end
+  return s.now
+end
+
+local function open(keys, args, wants)
+  if #keys ~= 1 or keys[1]:sub(-4) ~= 'meta' or #args < 3 then
+    error({err = 'CFCALL declare one key, <prefix>meta, and begin the arguments with request, number and time'})
+  end
+  local s = {p = keys[1]:sub(1, -5), cache = {}, changed = {}, time = args[3]}
+  local names = {keys[1]}
+  if args[1] ~= '' then
+    s.request = s.p .. 'request:' .. args[1]
+    names[2] = s.request
+  end
+  if wants then
+    wants(s, args, names)
+  end
+  preload(s, names)
+  local head = s.cache[keys[1]]
+  if head then
+    s.meta = unpacked(head)
+    s.head = head
+  end
+  if s.request then
+    local last = s.cache[s.request]
+    if last then
+      local number, answer = last:match('^(%d+) (.*)$')
+      if number == args[2] then
+        s.answer = unpacked(answer)
+      end
+    end
+    s.number = args[2]
+  end
+  return s
+end
+
+local function note_client(s)
+  local client = s.request:sub(#s.p + #'request:' + 1):match('^(.*):') or s.request
+  call('ZADD', s.p .. 'clients', call('TIME')[1], client)
+end
+
+local function forget_clients(s, before)
+  for _, client in ipairs(call('ZRANGEBYSCORE', s.p .. 'clients', '-inf', before, 'LIMIT', 0, 8)) do
+    local slot, missed = 0, 0
+    while missed < SLOTS_MISSED do
+      missed = call('DEL', s.p .. 'request:' .. client .. ':' .. slot) == 1 and 0 or missed + 1
+      slot = slot + 1
+    end
+    call('ZREM', s.p .. 'clients', client)
+  end
+end
+
+-- A no is not remembered: it changed nothing, so asking again may as well find a yes.
+local function close(s, answer)
+  local head = pack(s.meta)
+  if head ~= s.head then
+    s.changed[s.p .. 'meta'] = head
+  end
+  if s.request and answer then
+    s.changed[s.request] = s.number .. ' ' .. pack({answer})
+    if not s.cache[s.request] or s.number % NOTED_EVERY == 0 then
+      note_client(s)
+    end
+  end
+  local sets, dels = {}, {}
+  for key, value in pairs(s.changed) do
+    if value then
+      sets[#sets + 1] = key
+      sets[#sets + 1] = value
+    else
+      dels[#dels + 1] = key
+    end
+  end
+  if #sets > 0 then
+    call('MSET', unpack(sets))
+  end
+  if #dels > 0 then
+    call('DEL', unpack(dels))
+  end
+  return answer
+end
+
+local function run(body, wants, keys, args, is_reading)
+  local s = open(keys, args, wants)
+  if not s.meta then
+    error({err = 'CFCLOSED there is no fleet under this prefix: an engine opens it first'})
+  end
+  if s.answer then
+    return s.answer[1]
+  end
+  local answer = body(s, args)
+  if is_reading then
+    return answer
+  end
+  return close(s, answer)
+end
+
+-- `wants` names string keys that the body will ask for, so that one MGET brings them all.
+local function define(name, body, wants, flags)
+  redis.register_function({
+    function_name = 'cf1_' .. name,
+    callback = function(keys, args)
+      return run(body, wants, keys, args, false)
+    end,
+    flags = flags or {},
+  })
+end
+
+local function define_reading(name, body)
+  redis.register_function({
+    function_name = 'cf1_' .. name,
+    callback = function(keys, args)
+      return run(body, nil, keys, args, true)
+    end,
+    flags = {'no-writes'},
+  })
+end
+
+redis.register_function({
+  function_name = 'cf1_revision',
+  callback = function()
+    return REVISION
+  end,
+  flags = {'no-writes'},
+})
+
+-- run: who the server is and which history it continues. winds: "1" opens a new fleet for tests.
+redis.register_function('cf1_open', function(keys, args)
+  local s = open(keys, args)
+  local run_id, winds = args[4], args[5] == '1'
+  if not s.meta then
+    s.meta = {
+      epoch = 1, run = run_id, winds = winds, version = 0, sequence = 0, serial = 0, classes = 0, is_paused = false,
+      queued = 0, leased = 0, completed = 0, failed = 0, cancelled = 0, in_lane = 0, delayed = 0, paused = 0,
+    }
+  elseif winds and not s.meta.winds then
+    error({err = 'CFTIME this fleet runs on the clock of its server; open another prefix for tests'})
+  elseif s.meta.run ~= run_id then
+    -- Another server, or another history of it: what it forgot may be leased again under the same number.
+    s.meta.epoch = s.meta.epoch + 1
+    s.meta.run = run_id
+  end
+  forget_clients(s, call('TIME')[1] - CLIENT_S)
+  close(s, false)
+  return {s.meta.epoch, REVISION}
+end)

@@ -1,0 +1,70 @@
+"""What must be known of a server before work is put on it.
+
+Whether it forgets, how durable it is, and whose history it has; what follows from that is the store's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from comfyfleet.model.errors import Fault
+from comfyfleet.stores.redis.client import Send, ServerError
+from comfyfleet.stores.redis.codec import as_bytes, as_list
+
+Durability = Literal["durable", "everysec", "none"]
+
+_OLDEST = (7, 0)
+
+
+class Server(msgspec.Struct, frozen=True):
+    run: str
+    """Changes with each start and with each failover."""
+    durability: Durability
+
+
+async def check_server(send: Send, name: str) -> Server:
+    facts = await _info(send)
+    version = tuple(int(part) for part in facts.get("redis_version", "0.0").split(".")[:2])
+    if version < _OLDEST:
+        raise Fault(
+            f"the Redis at {name} is {facts.get('redis_version')}: functions need Redis 7.0 or a Valkey"
+        )
+    if facts.get("role") == "slave":
+        raise Fault(f"the Redis at {name} is a replica: name the primary in the URL of the store")
+    policy = await _setting(send, "maxmemory-policy") or facts.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        raise Fault(
+            f"the Redis at {name} evicts keys when memory is short (maxmemory-policy {policy}): it would lose jobs "
+            "without a word; set maxmemory-policy to noeviction"
+        )
+    run = f"{facts.get('run_id', '')}:{facts.get('master_replid', '')}"
+    return Server(run, await _durability(send, facts))
+
+
+async def _durability(send: Send, facts: dict[str, str]) -> Durability:
+    if facts.get("aof_enabled") != "1":
+        return "none"
+    match await _setting(send, "appendfsync"):
+        case "always":
+            return "durable"
+        case "no":
+            return "none"
+        case _:
+            # Where it may not be asked, the default of the server is assumed, never more.
+            return "everysec"
+
+
+async def _info(send: Send) -> dict[str, str]:
+    lines = as_bytes(await send("INFO")).decode().splitlines()
+    return dict(line.split(":", 1) for line in lines if ":" in line)
+
+
+async def _setting(send: Send, name: str) -> str | None:
+    """None: this user may not ask, or the service has no such command."""
+    try:
+        answer = as_list(await send("CONFIG", "GET", name))
+    except ServerError:
+        return None
+    return as_bytes(answer[1]).decode() if len(answer) == 2 else None

@@ -1,0 +1,369 @@
+"""The store on Redis or Valkey: the port's methods as calls of the function library, and what is checked at the start.
+
+Everything that must happen in one step happens in the library; here values are encoded, sent and decoded.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.dispatch import (
+    Attempt,
+    Candidate,
+    Dispatch,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Write,
+    Written,
+)
+from comfyfleet.model.fact import Fact, FactDraft
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.job import Job
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.index import MAX_IDLE_CLASSES
+from comfyfleet.stores.redis import codec
+from comfyfleet.stores.redis.address import parse_address
+from comfyfleet.stores.redis.client import Argument, Client, Send
+from comfyfleet.stores.redis.codec import as_bytes, as_list, decode_dispatch
+from comfyfleet.stores.redis.library import ensure_library
+from comfyfleet.stores.redis.listening import Listener
+from comfyfleet.stores.redis.server import Durability, check_server
+from comfyfleet.stores.shelf import MAX_LESSONS
+
+_workers = msgspec.json.Decoder(WorkerRecord)
+_classes = msgspec.json.Decoder(RequirementClass)
+_lessons = msgspec.json.Decoder(Lesson)
+
+
+class RedisStore:
+    """`winding` is for tests: the fleet is opened under that clock instead of the server's."""
+
+    is_shared = True
+
+    def __init__(
+        self, url: str, *, winding: Clock | None = None, may_load: bool = True, patience_s: float = 30.0
+    ) -> None:
+        self._address = parse_address(url)
+        self.prefix = self._address.prefix
+        self._winding = winding
+        self._may_load = may_load
+        self._client = Client(self._address, secrets.token_hex(8), self._greet, patience_s=patience_s)
+        self._listener: Listener | None = None
+        self._epoch = 0
+        self.durability: Durability = "none"
+        self.records = RedisRecords(self)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    async def open(self) -> None:
+        await self._client.connect()
+        if self._listener is not None:
+            self._listener.start()
+
+    async def _greet(self, send: Send) -> None:
+        """On every connection: the server behind the address may be another one by now."""
+        server = await check_server(send, self._address.name)
+        self.durability = server.durability
+        await ensure_library(send, may_load=self._may_load)
+        winds = "0" if self._winding is None else "1"
+        answer = await send(
+            "FCALL",
+            "cf1_open",
+            1,
+            f"{self.prefix}meta",
+            "",
+            "",
+            "",
+            server.run,
+            winds,
+        )
+        epoch = as_list(answer)[0]
+        assert isinstance(epoch, int)
+        self._epoch = epoch
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        assert self._listener is None, "one engine listens to one store"
+        self._listener = Listener(self._address, wake)
+        if self._epoch:
+            self._listener.start()
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            await self._listener.stop()
+        await self._client.close()
+
+    async def now(self) -> float:
+        return float(as_bytes(await self._ask("now")))
+
+    async def diagnose(self, *command: Argument) -> object:
+        """A command for people who look into the server. It may be sent twice."""
+        return await self._client.call(*command)
+
+    # how calls are made
+
+    async def _do(self, name: str, *arguments: Argument) -> object:
+        return await self._client.function(name, *arguments, time=self._time())
+
+    async def _ask(self, name: str, *arguments: Argument) -> object:
+        return await self._client.function(name, *arguments, time=self._time(), is_reading=True)
+
+    async def _get(self, key: str) -> object:
+        return await self._client.call("GET", self.prefix + key)
+
+    def _time(self) -> str:
+        return "" if self._winding is None else repr(self._winding.now())
+
+    async def _dispatches(self, name: str, *arguments: Argument) -> list[Dispatch]:
+        return [decode_dispatch(each) for each in as_list(await self._ask(name, *arguments))]
+
+    async def _head(self) -> codec.Head:
+        return codec.decode_head(await self._get("meta"))
+
+    # the table profile × class
+
+    async def table(self) -> Table:
+        version, classes, profiles = as_list(await self._ask("table"))
+        assert isinstance(version, int)
+        pairs = as_list(classes)
+        known = {
+            ClassKey(as_bytes(key).decode()): _classes.decode(as_bytes(text))
+            for key, text in zip(pairs[::2], pairs[1::2], strict=True)
+        }
+        return Table(
+            version, known, frozenset(ProfileKey(as_bytes(each).decode()) for each in as_list(profiles))
+        )
+
+    async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
+        text = msgspec.json.encode(cls)
+        return await self._do("put_class", version, cls.key, text, MAX_IDLE_CLASSES, *fits) is not None
+
+    async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
+        return await self._do("put_profile", version, profile, *fits) is not None
+
+    async def drop_profiles(self, unused: Collection[ProfileKey]) -> None:
+        if unused:
+            await self._do("drop_profiles", *unused)
+
+    # workers
+
+    async def put_worker(self, worker: WorkerRecord) -> None:
+        await self._do("put_worker", worker.worker_id, msgspec.json.encode(worker))
+
+    async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
+        text = await self._get(f"worker:{worker_id}")
+        return None if text is None else _workers.decode(as_bytes(text))
+
+    async def workers(self) -> list[WorkerRecord]:
+        return [_workers.decode(as_bytes(text)) for text in as_list(await self._ask("workers"))]
+
+    async def remove_worker(self, worker_id: WorkerId) -> None:
+        await self._do("remove_worker", worker_id)
+
+    # dispatches
+
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+        answer = await self._do("enqueue", *codec.encode_enqueue(dispatch, job, facts))
+        return codec.decode_written(answer, facts)
+
+    async def load(self, job_id: JobId) -> Dispatch | None:
+        text = await self._get(f"job:{job_id}")
+        return None if text is None else decode_dispatch(text)
+
+    async def peek(self, query: Peek) -> list[Candidate]:
+        found = await self._ask(
+            "peek",
+            query.profile,
+            query.worker_id,
+            query.slots,
+            query.lanes,
+            repr(query.quantum_s),
+            *query.skip,
+        )
+        return [_candidate(as_list(row)) for row in as_list(found)]
+
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+        return codec.decode_leased(await self._do("lease", job_id, codec.encode_offer(offer)), offer)
+
+    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+        return codec.decode_leased(await self._do("lease_next", codec.encode_offer(offer)), offer)
+
+    async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
+        text = await self._ask("leased_by_poll", poll_id)
+        return None if text is None else decode_dispatch(text)
+
+    async def write(self, write: Write) -> Written | None:
+        return codec.decode_written(await self._do("write", codec.encode_write(write)), write.facts)
+
+    async def finish_and_lease_next(
+        self, write: Write, offer: LeaseOffer
+    ) -> tuple[Written | None, Written | None]:
+        answer = await self._do("finish_and_lease_next", codec.encode_write(write), codec.encode_offer(offer))
+        if answer is None:
+            return None, None
+        finished, leased = as_list(answer)
+        return codec.decode_written(finished, write.facts), codec.decode_leased(leased, offer)
+
+    async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
+        if not refs:
+            return []
+        states = as_list(await self._do("heartbeat", repr(ttl_s), *map(codec.encode_ref, refs)))
+        return [LeaseState(ref, state != 0, state == 2) for ref, state in zip(refs, states, strict=True)]
+
+    async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
+        return await self._dispatches("leases_of", worker_id)
+
+    async def due(self, limit: int) -> list[Dispatch]:
+        return await self._dispatches("due", limit)
+
+    async def next_due(self) -> float | None:
+        return await self._lowest("jobs:due")
+
+    async def _lowest(self, key: str) -> float | None:
+        first = as_list(await self._client.call("ZRANGE", self.prefix + key, 0, 0, "WITHSCORES"))
+        return float(as_bytes(first[1])) if first else None
+
+    async def counts(self) -> Counts:
+        head = await self._head()
+        return Counts(
+            waiting=head.in_lane,
+            delayed=head.delayed,
+            paused=head.paused,
+            by_phase={
+                Phase.QUEUED: head.queued,
+                Phase.LEASED: head.leased,
+                Phase.COMPLETED: head.completed,
+                Phase.FAILED: head.failed,
+                Phase.CANCELLED: head.cancelled,
+            },
+        )
+
+    async def position(self, job_id: JobId) -> int | None:
+        ahead = await self._ask("position", job_id)
+        assert ahead is None or isinstance(ahead, int)
+        return ahead
+
+    async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
+        return await self._dispatches("dead_letter", limit, after or "")
+
+    async def purge(self, phase: Phase, before: float, limit: int) -> int:
+        purged = await self._do("purge", phase.value, repr(before), limit)
+        return purged if isinstance(purged, int) else 0
+
+    async def pause_queue(self, is_paused: bool) -> None:
+        await self._do("pause_queue", int(is_paused))
+
+    async def is_queue_paused(self) -> bool:
+        return (await self._head()).is_paused
+
+    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None:
+        await self._do("charge_tenant", tenant, repr(seconds))
+
+    # what is kept with a job
+
+    async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
+        return codec.decode_facts(job_id, await self._get(f"job:{job_id}:log"), after)
+
+    async def attempts(self, job_id: JobId) -> list[Attempt]:
+        return codec.decode_attempts(await self._get(f"job:{job_id}:log"))
+
+    async def mark_late(self, ref: LeaseRef) -> None:
+        await self._do("mark_late", ref.attempt_id, ref.job_id, ref.number)
+
+    # blocks and lessons
+
+    async def get_block(self, pair: Pair) -> Block | None:
+        text = await self._ask("get_block", pair.worker_id, pair.target)
+        return None if text is None else codec.decode_block(text)
+
+    async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
+        return [codec.decode_block(text) for text in as_list(await self._ask("blocks", worker_id or ""))]
+
+    async def put_block(self, block: Block) -> None:
+        await self._do("put_block", codec.encode_block(block))
+
+    async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
+        if not pairs:
+            return []
+        names = [name for pair in pairs for name in pair]
+        return [codec.decode_block(text) for text in as_list(await self._do("lift", *names))]
+
+    async def expired_blocks(self) -> list[Block]:
+        expired = await self._do("expired_blocks")
+        return [] if expired is None else [codec.decode_block(text) for text in as_list(expired)]
+
+    async def next_block_end(self) -> float | None:
+        return await self._lowest("blocks:ends")
+
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+        text = await self._client.call("HGET", f"{self.prefix}lessons", workflow_hash)
+        return None if text is None else _lessons.decode(as_bytes(text))
+
+    async def put_lesson(self, lesson: Lesson) -> None:
+        await self._do("put_lesson", lesson.workflow_hash, msgspec.json.encode(lesson), MAX_LESSONS)
+
+    # the tenant's side
+
+    async def record(self, job_id: JobId) -> Job | None:
+        key = f"{self.prefix}job:{job_id}"
+        names = [key, f"{key}:payload", f"{key}:result", f"{key}:failure"]
+        row = as_list(await self._client.call("MGET", *names))
+        return None if row[0] is None else codec.decode_job(row)
+
+    async def job_of(self, tenant: TenantId, reference: str) -> JobId | None:
+        found = await self._client.call("HGET", f"{self.prefix}references", f"{tenant}\0{reference}")
+        return None if found is None else JobId(as_bytes(found).decode())
+
+    async def page(
+        self, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+    ) -> list[Job]:
+        """Looks at a bounded number of jobs in each call, so that a long list holds nobody up."""
+        jobs: list[Job] = []
+        cursor, beyond = "", after or ""
+        while len(jobs) < limit:
+            where = (tenant or "", "" if phase is None else phase.value)
+            answer = await self._ask("list", cursor, beyond, *where, limit - len(jobs), _LOOK_AT)
+            last, still_beyond, rows = as_list(answer)
+            jobs += [codec.decode_job(as_list(row)) for row in as_list(rows)]
+            cursor, beyond = as_bytes(last).decode(), as_bytes(still_beyond).decode()
+            if not cursor:
+                break
+        return jobs
+
+
+_LOOK_AT = 500
+
+
+class RedisRecords:
+    """The tenant's side, in the same keys."""
+
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+
+    async def get(self, job_id: JobId) -> Job | None:
+        return await self._store.record(job_id)
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        job_id = await self._store.job_of(tenant, reference)
+        return None if job_id is None else await self._store.record(job_id)
+
+    async def listing(
+        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+    ) -> list[Job]:
+        return await self._store.page(tenant, phase, limit, after)
+
+
+def _candidate(row: list[object]) -> Candidate:
+    dispatch = decode_dispatch(row[0])
+    return Candidate(
+        dispatch.job_id, dispatch.lane, dispatch.sequence, dispatch.queued_at, float(as_bytes(row[1]))
+    )

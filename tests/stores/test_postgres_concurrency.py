@@ -1,0 +1,227 @@
+"""Several engines on one PostgreSQL: no job is leased twice, none is overlooked, and no number is given twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import msgspec
+import psycopg
+import pytest
+from tests.contract._bench import FAST, A, B, completion, release
+from tests.servers.postgres_database import empty_database
+from tests.stores._postgres import Jobs, fill_table, until
+
+from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, ProfileKey, WorkerId
+from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.ports import Peek
+from comfyfleet.stores.postgres import PostgresStore, codec, lanes
+
+Stores = tuple[PostgresStore, PostgresStore]
+
+
+@pytest.fixture
+def url(request: pytest.FixtureRequest) -> str:
+    return empty_database(request.config)
+
+
+@pytest.fixture
+async def stores(url: str) -> AsyncIterator[Stores]:
+    pair = PostgresStore(url, connections=6), PostgresStore(url, connections=6)
+    for store in pair:
+        await store.open()
+    await fill_table(pair[0])
+    yield pair
+    for store in pair:
+        await store.close()
+
+
+async def test_as_many_leases_as_jobs_at_once_all_succeed_and_take_each_job_once(stores: Stores) -> None:
+    jobs = Jobs()
+    ids = {(await jobs.enqueue(stores[0], f"hash-{number % 3}")).job_id for number in range(48)}
+    answers = await asyncio.gather(*(stores[n % 2].lease_next(jobs.offer()) for n in range(48)))
+    assert None not in answers, "a slot was sent away while a job waited"
+    assert {answer.dispatch.job_id for answer in answers if answer} == ids
+    assert await stores[1].lease_next(jobs.offer()) is None
+
+
+async def test_engines_that_submit_lease_return_and_finish_at_once_lose_no_job_and_finish_each_once(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Tidying at every turn: bounds rise and lanes go while others put jobs into them.
+    monkeypatch.setattr(lanes, "MAX_LAG", 0)
+    monkeypatch.setattr(lanes, "MAX_EMPTY", 0)
+    jobs, finished, returned = Jobs(), Counter[JobId](), set[JobId]()
+    total = 150
+
+    async def submit(store: PostgresStore, count: int) -> None:
+        for number in range(count):
+            await jobs.enqueue(store, f"hash-{number % 4}", priority=number % 2)
+
+    async def work(store: PostgresStore) -> None:
+        while finished.total() < total:
+            written = await store.lease_next(jobs.offer())
+            if written is None:
+                await asyncio.sleep(0.005)
+                continue
+            ref = written.dispatch.lease_ref()
+            if ref.job_id not in returned and len(returned) < 40:
+                returned.add(ref.job_id)
+                assert await store.write(release(ref)) is not None
+            else:
+                assert await store.write(completion(ref)) is not None
+                finished[ref.job_id] += 1
+
+    async with asyncio.timeout(50), asyncio.TaskGroup() as group:
+        for store in stores:
+            group.create_task(submit(store, total // 2))
+            for _ in range(4):
+                group.create_task(work(store))
+    assert set(finished.values()) == {1}
+    counts = await stores[0].counts()
+    assert (counts.waiting, counts.by_phase[Phase.QUEUED], counts.by_phase[Phase.LEASED]) == (0, 0, 0)
+    assert counts.by_phase[Phase.COMPLETED] == total
+    for job_id in finished:
+        numbers = [fact.number for fact in await stores[1].facts(job_id)]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_one_of_many_writers_of_the_same_revision_wins_and_one_of_many_leases_of_the_same_job(
+    stores: Stores,
+) -> None:
+    jobs = Jobs()
+    job = await jobs.enqueue(stores[0])
+    draft = (FactDraft(FactKind.PRIORITY_CHANGED),)
+    writes = [
+        Write(job.job_id, AtRevision(job.revision), Change(priority=number), facts=draft)
+        for number in range(8)
+    ]
+    answers = await asyncio.gather(*(stores[n % 2].write(write) for n, write in enumerate(writes)))
+    (winner,) = [answer for answer in answers if answer is not None]
+    assert await stores[1].load(job.job_id) == winner.dispatch
+    assert [fact.number for fact in await stores[1].facts(job.job_id)] == [1, 2]
+    leases = await asyncio.gather(*(stores[n % 2].lease(job.job_id, jobs.offer()) for n in range(8)))
+    assert len([lease for lease in leases if lease is not None]) == 1
+    assert len(await stores[0].attempts(job.job_id)) == 1
+
+
+async def test_the_same_reference_submitted_many_times_at_once_makes_one_job(stores: Stores) -> None:
+    jobs = Jobs()
+    made = [jobs.make() for _ in range(8)]
+
+    async def submit(store: PostgresStore, number: int) -> JobId:
+        dispatch, job = made[number]
+        named = type(job)(
+            job.job_id, job.tenant, job.workflow_hash, job.submitted_at, job.payload, reference="mine"
+        )
+        written = await store.enqueue(dispatch, named, ())
+        assert written is not None
+        return written.dispatch.job_id
+
+    answers = await asyncio.gather(*(submit(stores[n % 2], n) for n in range(8)))
+    assert len(set(answers)) == 1
+    assert (await stores[0].counts()).waiting == 1
+
+
+async def test_an_enqueue_repeated_after_its_answer_was_lost_is_answered_and_not_done_twice(
+    stores: Stores,
+) -> None:
+    dispatch, job = Jobs().make()
+    draft = (FactDraft(FactKind.QUEUED),)
+    first = await stores[0].enqueue(dispatch, job, draft)
+    assert await stores[1].enqueue(dispatch, job, draft) == first
+    assert (await stores[0].counts()).waiting == 1
+
+
+async def test_additions_to_the_table_at_once_are_refused_all_but_one_and_succeed_when_repeated(
+    stores: Stores,
+) -> None:
+    version = (await stores[0].table()).version
+    classes = [RequirementClass(Requirements(models=(f"model-{n}",))) for n in range(6)]
+    answers = await asyncio.gather(
+        *(stores[n % 2].put_class(cls, [FAST], version=version) for n, cls in enumerate(classes))
+    )
+    assert sorted(answers) == [False] * 5 + [True]
+
+    async def repeat(store: PostgresStore, name: str) -> None:
+        while True:
+            table = await store.table()
+            fits: list[ClassKey] = list(table.classes)
+            if await store.put_profile(ProfileKey(name), fits, version=table.version):
+                return
+
+    await asyncio.gather(*(repeat(stores[n % 2], f"profile-{n}") for n in range(6)))
+    assert (await stores[0].table()).version == version + 7
+
+
+async def test_heartbeats_over_the_same_leases_in_any_order_all_get_through(stores: Stores) -> None:
+    jobs = Jobs()
+    refs = []
+    for _ in range(6):
+        await jobs.enqueue(stores[0])
+        written = await stores[0].lease_next(jobs.offer())
+        assert written is not None
+        refs.append(written.dispatch.lease_ref())
+    beats = await asyncio.gather(
+        *(stores[n % 2].heartbeat(refs[::-1] if n % 2 else refs, 60.0) for n in range(20))
+    )
+    assert all(state.is_alive for states in beats for state in states)
+    dispatch = await stores[0].load(refs[0].job_id)
+    assert dispatch is not None
+    assert dispatch.revision == 21, "one for the lease, one for each heartbeat"
+
+
+async def test_a_job_another_engine_is_changing_is_stepped_over_and_not_waited_for(
+    url: str, stores: Stores
+) -> None:
+    jobs = Jobs()
+    first, second = await jobs.enqueue(stores[0]), await jobs.enqueue(stores[0])
+    with psycopg.connect(url) as other:
+        other.execute("SELECT FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE", (first.job_id,))
+        async with asyncio.timeout(10):
+            taken = await stores[0].lease_next(jobs.offer())
+            assert taken is not None
+            assert taken.dispatch.job_id == second.job_id
+            assert await stores[1].lease(first.job_id, jobs.offer()) is None
+    assert await stores[1].lease(first.job_id, jobs.offer(B)) is not None
+
+
+async def test_a_deadlock_is_repeated_and_not_felt(url: str, stores: Stores) -> None:
+    jobs = Jobs()
+    job = await jobs.enqueue(stores[0])
+    cancel = Write(job.job_id, AtRevision(job.revision), Change(phase=Phase.CANCELLED))
+    with psycopg.connect(url) as other, psycopg.connect(url, autocommit=True) as looking:
+        other.execute("SELECT FROM comfyfleet.tallies FOR UPDATE")
+        writing = asyncio.create_task(stores[0].write(cancel))
+
+        async def is_waiting() -> bool:
+            """It holds its job and waits for the counters."""
+            found = looking.execute("SELECT count(*) FROM pg_locks WHERE NOT granted").fetchone()
+            return found != (0,)
+
+        await until(is_waiting)
+        # Now the other waits for the job. The server ends the transaction that has waited longer: the store's.
+        locking = "SELECT FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE"
+        await asyncio.to_thread(other.execute, locking, (job.job_id,))
+        other.rollback()
+        written = await asyncio.wait_for(writing, 20)
+    assert written is not None
+    assert written.dispatch.phase is Phase.CANCELLED
+    assert (await stores[0].counts()).by_phase[Phase.CANCELLED] == 1
+
+
+async def test_peeking_sees_what_the_other_engine_left(stores: Stores) -> None:
+    jobs = Jobs()
+    waiting = [await jobs.enqueue(stores[n % 2]) for n in range(4)]
+    assert await stores[0].lease(waiting[0].job_id, jobs.offer()) is not None
+    seen = await stores[1].peek(Peek(FAST, A, 10, 32, 30.0))
+    assert [each.job_id for each in seen] == [each.job_id for each in waiting[1:]]
+
+
+def test_a_dispatch_stays_within_a_kilobyte() -> None:
+    dispatch, _ = Jobs().make("h" * 64)
+    lease = Lease(WorkerId("w" * 64), 1, 1, LeaseToken("t" * 64), PollId("p" * 64), 1e9, 1e9 + 0.123456)
+    assert len(codec.encode(msgspec.structs.replace(dispatch, lease=lease, wake_at=1e9 + 0.5))) < 1024

@@ -1,0 +1,215 @@
+"""A worker with a Redis client and nothing else: plain functions, under a Redis user that may do little more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from redis import Redis
+from redis.exceptions import NoPermissionError, ResponseError
+from tests.contract._bench import FAST, A, Bench
+from tests.servers.redis_fixtures import own_server
+from tests.servers.redis_server import RedisServer
+
+from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.job import JobResult
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.ports import Clock
+from comfyfleet.stores.redis.access import engine_rules, worker_rules
+from comfyfleet.stores.redis.library import library_text
+from comfyfleet.stores.redis.store import RedisStore
+
+META = "{cf}:meta"
+WORKER = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with own_server(is_durable=False) as server:
+        yield server
+
+
+@pytest.fixture
+async def bench(server: RedisServer) -> AsyncIterator[Bench]:
+    with Redis(port=server.port) as admin:
+        admin.flushall()
+        admin.execute_command("ACL", "SETUSER", "gpu-a", "reset", "on", ">secret", *worker_rules("{cf}:"))
+    bench = Bench(lambda clock: RedisStore(server.url))
+    await bench.open()
+    yield bench
+    await bench.store.close()
+
+
+class Worker:
+    """What a program in another language would be: its own connection, strings in, strings out."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.redis = Redis(
+            port=server.port, username="gpu-a", password="secret", decode_responses=True, protocol=2
+        )
+        self.send: Callable[..., object] = self.redis.execute_command
+        self.lease: list[str] = []
+
+    def call(self, name: str, *arguments: object) -> object:
+        return self.send("FCALL", f"cf1_worker_{name}", 1, META, "", "", "", *arguments)
+
+    def lease_next(self, poll: str) -> str | None:
+        answer = self.call("lease_next", A, poll, f"token of {poll}", 10)
+        if answer is None:
+            return None
+        assert isinstance(answer, list)
+        *lease, self.left, self.payload = answer
+        self.lease = [str(part) for part in lease]
+        return self.lease[0]
+
+
+@pytest.fixture
+def worker(server: RedisServer, bench: Bench) -> Iterator[Worker]:
+    worker = Worker(server)
+    yield worker
+    worker.redis.close()
+
+
+async def test_a_worker_is_admitted_once_an_engine_has_computed_its_profile(
+    bench: Bench, worker: Worker
+) -> None:
+    assert worker.call("register", A, '{"services": []}') is None
+    with pytest.raises(ResponseError, match="CFWORKER"):
+        worker.lease_next("p1")
+    await bench.store.put_worker(WORKER)
+    assert worker.call("register", A, '{"services": []}') == FAST
+
+
+async def test_a_worker_leases_beats_reports_and_completes(bench: Bench, worker: Worker) -> None:
+    await bench.store.put_worker(WORKER)
+    job = await bench.enqueue()
+    assert worker.lease_next("p1") == job.job_id
+    assert 9 < float(worker.left) <= 10
+    assert json.loads(worker.payload)["job_id"] == job.job_id
+    lease = worker.lease
+    assert worker.lease_next("p1") == job.job_id, "a poll asked again finds its lease"
+    assert worker.lease == lease
+    assert worker.lease_next("p2") is None
+    assert worker.call("heartbeat", *lease, 60) == 1
+    assert worker.call("progress", *lease, '{"percentage": 50}') == 1
+    assert worker.redis.get("{cf}:job:" + job.job_id + ":progress") == '{"percentage": 50}'
+    assert worker.call("complete", *lease, msgspec.json.encode(JobResult(cached_nodes=("3",)))) == 1
+    assert worker.call("complete", *lease, "{}") == 1, "the same report gets the same answer"
+    assert worker.call("heartbeat", *lease, 60) == 0
+    record = await bench.store.records.get(job.job_id)
+    assert record is not None
+    assert (record.phase, record.worker_id, record.result) == (
+        Phase.COMPLETED,
+        A,
+        JobResult(cached_nodes=("3",)),
+    )
+    kinds = [fact.kind.value for fact in await bench.store.facts(job.job_id)]
+    assert kinds == ["queued", "leased", "completed"]
+    assert await bench.store.next_due() is None
+
+
+async def test_a_released_job_returns_to_its_place_and_a_cancelled_one_ends(
+    bench: Bench, worker: Worker
+) -> None:
+    await bench.store.put_worker(WORKER)
+    job, later = await bench.enqueue(), await bench.enqueue()
+    assert worker.lease_next("p1") == job.job_id
+    old = worker.lease
+    assert worker.call("release", *old, "draining") == 1
+    assert worker.call("release", *old, "draining") == 1
+    assert await bench.peek() == [job.job_id, later.job_id]
+    assert worker.lease_next("p2") == job.job_id
+    dispatch = await bench.store.load(job.job_id)
+    assert dispatch is not None
+    assert dispatch.releases == 1
+    assert await bench.change(dispatch, Change(cancel_requested_at=1.0)) is not None
+    assert worker.call("heartbeat", *worker.lease, 60) == 2, "to be stopped"
+    assert worker.call("complete", *old, "{}") == 0, "an old lease changes nothing"
+    assert worker.call("release", *worker.lease, "cancelled") == 1
+    outcomes = [attempt.outcome for attempt in await bench.store.attempts(job.job_id)]
+    assert outcomes == [AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED]
+
+
+async def test_a_failure_is_kept_once_for_an_engine_to_judge(
+    server: RedisServer, bench: Bench, worker: Worker
+) -> None:
+    await bench.store.put_worker(WORKER)
+    job = await bench.enqueue()
+    worker.lease_next("p1")
+    for _ in range(2):
+        assert worker.call("fail", *worker.lease, '{"kind": "node_error", "message": "x"}') == 1
+    with Redis(port=server.port) as admin:
+        reports = admin.lrange("{cf}:reports", 0, -1)
+    assert isinstance(reports, list)
+    (report,) = (json.loads(text) for text in reports)
+    assert (report["ref"]["job_id"], report["failure"]["kind"]) == (job.job_id, "node_error")
+    assert (await bench.store.counts()).by_phase[Phase.LEASED] == 1, "the verdict is an engine's"
+
+
+async def test_the_worker_user_calls_no_other_function_and_sees_no_other_key(
+    bench: Bench, worker: Worker
+) -> None:
+    refused: list[tuple[object, ...]] = [
+        ("FCALL", "cf1_purge", 1, META, "", "", "", "completed", "1e12", "10"),
+        ("FCALL", "cf1_open", 1, META, "", "", "", "x", "0"),
+        ("FCALL", "cf1_worker_heartbeat", 1, "{other}:meta", "", "", "", "j", 1, 1, 1, "t", 60),
+        ("FUNCTION", "FLUSH"),
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("CONFIG", "GET", "*"),
+        ("EVAL", "return 1", 0),
+        ("GET", "{other}:meta"),
+        ("SUBSCRIBE", "elsewhere"),
+    ]
+    for command in refused:
+        with pytest.raises(NoPermissionError):
+            worker.send(*[str(part) for part in command])
+
+
+async def test_an_engines_user_opens_works_and_listens_and_leaves_other_fleets_alone(
+    server: RedisServer,
+) -> None:
+    with Redis(port=server.port) as admin:
+        admin.flushall()
+        admin.function_flush()
+        send: Callable[..., object] = admin.execute_command
+        send("ACL", "SETUSER", "hub", "reset", "on", ">word", *engine_rules("{cf}:"))
+    woken = asyncio.Event()
+
+    def make(clock: Clock) -> RedisStore:
+        store = RedisStore(f"redis://hub:word@127.0.0.1:{server.port}/0")
+        store.listen(woken.set)
+        return store
+
+    bench = Bench(make)
+    await bench.open()
+    assert isinstance(bench.store, RedisStore)
+    await bench.enqueue()
+    assert await bench.lease_next() is not None
+    async with asyncio.timeout(5):
+        await woken.wait()
+    for command in (
+        ("GET", "{other}:meta"),
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("CONFIG", "SET", "maxmemory", "1"),
+    ):
+        with pytest.raises(Fault, match="NOPERM"):
+            await bench.store.diagnose(*command)
+    await bench.store.close()
+
+
+def test_the_page_on_the_protocol_shows_the_rules_as_they_are_and_names_every_function() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "redis-protocol.md").read_text(encoding="utf-8")
+    assert " ".join(worker_rules("{cf}:")) in " ".join(page.split())
+    assert " ".join(engine_rules("{cf}:")) in " ".join(page.split())
+    functions = re.findall(r"(?:define|define_reading)\('(\w+)'", library_text())
+    assert len(functions) > 30
+    for name in functions:
+        assert f"`{name}`" in page, name
