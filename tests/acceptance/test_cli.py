@@ -248,13 +248,13 @@ def test_an_interrupted_run_takes_the_job_back(number: int, code: int, tmp_path:
 
 
 def test_an_interrupted_run_that_its_server_does_not_confirm_warns(tmp_path: Path) -> None:
-    path = written(tmp_path / "slow.json", picture_workflow(steps=10_000))
+    path = written(tmp_path / "stuck.json", picture_workflow())
     with (
-        fake_servers() as urls,
+        # A node that blocks does not hear of an interrupt, whenever it comes.
+        fake_servers("--fault", "stall=KSampler") as urls,
         started(*CLI, "run", path, "-q", "-s", urls[0], "-o", tmp_path) as process,
     ):
-        assert eventually(lambda: bool(ask(f"{urls[0]}/queue")["queue_running"]))
-        ask(f"{urls[0]}/fake/faults", {"slow_answer_s": 60})
+        assert eventually(lambda: "KSampler" in ask(f"{urls[0]}/fake/stats")["nodes_by_class"])
         ended, _, errors = stop(process, signal.SIGINT)
     assert ended == 130
     assert "it may still run there" in only_line(errors.replace("Warning: ", "Error: "))
