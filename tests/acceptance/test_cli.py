@@ -248,13 +248,17 @@ def test_an_interrupted_run_takes_the_job_back(number: int, code: int, tmp_path:
 
 
 def test_an_interrupted_run_that_its_server_does_not_confirm_warns(tmp_path: Path) -> None:
-    path = written(tmp_path / "stuck.json", picture_workflow())
+    # A node that blocks hears of an interrupt only at its end, whenever it comes.
+    blocking = {
+        "1": {"class_type": "LabBlock", "inputs": {"seconds": 60, "seed": 1}},
+        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "late"}},
+    }
+    path = written(tmp_path / "blocking.json", blocking)
     with (
-        # A node that blocks does not hear of an interrupt, whenever it comes.
-        fake_servers("--fault", "stall=KSampler") as urls,
+        fake_servers() as urls,
         started(*CLI, "run", path, "-q", "-s", urls[0], "-o", tmp_path) as process,
     ):
-        assert eventually(lambda: "KSampler" in ask(f"{urls[0]}/fake/stats")["nodes_by_class"])
+        assert eventually(lambda: "LabBlock" in ask(f"{urls[0]}/fake/stats")["nodes_by_class"])
         ended, _, errors = stop(process, signal.SIGINT)
     assert ended == 130
     assert "it may still run there" in only_line(errors.replace("Warning: ", "Error: "))
