@@ -334,7 +334,7 @@ def test_a_fake_is_what_its_options_say() -> None:
         "--node-class",
         "SaveImage",
         "--node-class",
-        "EmptyImage",
+        "ControlNetLoader",
         "--fault",
         "never_start",
         "--fault",
@@ -344,7 +344,7 @@ def test_a_fake_is_what_its_options_say() -> None:
         assert about["system"]["comfyui_version"] == "0.3.57"
         assert about["devices"][0]["vram_total"] == 8 * 1024**3
         assert ask(f"{urls[0]}/models/checkpoints") == ["mine/a.safetensors"]
-        assert set(ask(f"{urls[0]}/object_info")) == {"SaveImage", "EmptyImage"}
+        assert set(ask(f"{urls[0]}/object_info")) == {"SaveImage", "ControlNetLoader"}
         assert ask(f"{urls[0]}/fake/faults")["never_start"] is True
 
 

@@ -155,10 +155,9 @@ def _read_models(given: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def _check_node_classes(names: Sequence[str]) -> None:
-    from comfyfleet.sim.fake_comfyui.core_nodes import core_node_classes
-    from comfyfleet.sim.fake_comfyui.lab_nodes import lab_node_classes
+    from comfyfleet.sim.fake_comfyui.known_nodes import known_node_classes
 
-    known = {node_class.name for node_class in (*core_node_classes(), *lab_node_classes())}
+    known = {node_class.name for node_class in known_node_classes()}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise click.BadParameter(

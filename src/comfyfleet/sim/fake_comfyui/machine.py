@@ -14,17 +14,15 @@ from typing import Any
 
 from comfyfleet.sim.fake_comfyui.catalogue import INPUT_IMAGES, make_catalogue
 from comfyfleet.sim.fake_comfyui.clock import Clock
-from comfyfleet.sim.fake_comfyui.core_nodes import core_node_classes
 from comfyfleet.sim.fake_comfyui.disk import Disk
 from comfyfleet.sim.fake_comfyui.faults import Faults
 from comfyfleet.sim.fake_comfyui.gpu import Gpu
-from comfyfleet.sim.fake_comfyui.lab_nodes import lab_node_classes
+from comfyfleet.sim.fake_comfyui.known_nodes import known_node_classes
 from comfyfleet.sim.fake_comfyui.prompt_queue import PromptQueue
 from comfyfleet.sim.fake_comfyui.settings import FakeSettings, behaviour_of
 from comfyfleet.sim.fake_comfyui.signal import Signal
 from comfyfleet.sim.fake_comfyui.sockets import Sockets
 from comfyfleet.sim.fake_comfyui.stats import FakeStats
-from comfyfleet.sim.fake_comfyui.usual_nodes import usual_node_classes
 from comfyfleet.sim.fake_comfyui.validation import Validator
 
 _TEMP_LETTERS = "abcdefghijklmnopqrstuvxyz"
@@ -56,7 +54,7 @@ class Machine:
         self.sockets = Sockets(faults, self.loop_is_free)
         self.queue = PromptQueue(self.sockets, self.signal)
         self.gpu = Gpu(settings.vram_gb, stats)
-        known = [*core_node_classes(), *usual_node_classes(), *lab_node_classes()]
+        known = known_node_classes()
         self.catalogue = make_catalogue(known, settings.node_classes, settings.extra_node_classes)
         self.validator = Validator(self.catalogue, self.list_names, disk, self.behaviour)
         self.number = first_number
