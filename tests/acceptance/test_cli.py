@@ -247,10 +247,6 @@ def test_an_interrupted_run_takes_the_job_back(number: int, code: int, tmp_path:
         assert eventually(lambda: not ask(f"{urls[0]}/queue")["queue_running"])
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="known defect, cause not found: in about one full run of four the warning is not printed",
-)
 def test_an_interrupted_run_that_its_server_does_not_confirm_warns(tmp_path: Path) -> None:
     # A node that blocks hears of an interrupt only at its end, whenever it comes.
     blocking = {
@@ -265,6 +261,9 @@ def test_an_interrupted_run_that_its_server_does_not_confirm_warns(tmp_path: Pat
         assert eventually(lambda: "LabBlock" in ask(f"{urls[0]}/fake/stats")["nodes_by_class"])
         ended, _, errors = stop(process, signal.SIGINT)
     assert ended == 130
+    if not errors.strip():
+        # Only this one symptom is excused: another exit code or other words are a failure.
+        pytest.xfail("known defect, cause not found: now and then the warning is not printed")
     assert "it may still run there" in only_line(errors.replace("Warning: ", "Error: "))
 
 
