@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.contract._bench import MakeStore
-from tests.contract.store_contract import StoreContract
 
+from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.store import StoreContract
 from comfyfleet.stores.memory import MemoryStore
 
 

@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import psycopg
 import pytest
-from tests.contract._bench import MakeStore
-from tests.contract.store_contract import StoreContract
 from tests.servers.postgres_database import empty_database
 
+from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.refusing import NoRoom, RefusingContract
+from comfyfleet.contract.store import StoreContract
+from comfyfleet.ports import Store
 from comfyfleet.stores.postgres import PostgresStore
+
+# As the server meets it: in the middle of a transaction, with some of the rows written.
+_FILL = """
+CREATE OR REPLACE FUNCTION comfyfleet.no_room() RETURNS trigger LANGUAGE plpgsql AS
+    $$ BEGIN RAISE EXCEPTION 'could not extend file: No space left on device' USING ERRCODE = 'disk_full'; END $$;
+DO $$ DECLARE name text; BEGIN
+    FOR name IN SELECT tablename FROM pg_tables WHERE schemaname = 'comfyfleet' LOOP
+        EXECUTE format('CREATE TRIGGER no_room AFTER INSERT OR UPDATE OR DELETE ON comfyfleet.%I '
+            'FOR EACH ROW EXECUTE FUNCTION comfyfleet.no_room()', name);
+    END LOOP;
+END $$;
+"""
+_CLEAR = "DROP FUNCTION comfyfleet.no_room() CASCADE"
+
+
+@pytest.fixture
+def make_store(request: pytest.FixtureRequest) -> MakeStore:
+    return lambda clock: PostgresStore(empty_database(request.config), clock_for_tests=clock)
 
 
 class TestPostgresStore(StoreContract):
+    pass
+
+
+class TestPostgresStoreOnAFullDisk(RefusingContract):
     @pytest.fixture
-    def make_store(self, request: pytest.FixtureRequest) -> MakeStore:
-        return lambda clock: PostgresStore(empty_database(request.config), clock_for_tests=clock)
+    def make_store(self, database: str) -> MakeStore:
+        return lambda clock: PostgresStore(database, clock_for_tests=clock)
+
+    @pytest.fixture
+    def database(self, request: pytest.FixtureRequest) -> str:
+        return empty_database(request.config)
+
+    @pytest.fixture
+    def no_room(self, database: str) -> NoRoom:
+        def run(statement: str) -> None:
+            with psycopg.connect(database, autocommit=True) as connection:
+                connection.execute("SET client_min_messages = error")
+                connection.execute(statement.encode())
+
+        @asynccontextmanager
+        async def no_room(_: Store) -> AsyncIterator[None]:
+            run(_FILL)
+            yield
+            run(_CLEAR)
+
+        return no_room

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
-from tests.contract._bench import MakeStore
-from tests.contract.store_contract import StoreContract
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
-from comfyfleet.ports import Clock
+from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.refusing import NoRoom, RefusingContract
+from comfyfleet.contract.store import StoreContract
+from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.redis.store import RedisStore
 
 
@@ -37,3 +39,21 @@ class TestRedisStore(StoreContract):
             return RedisStore(with_prefix(url), winding=clock)
 
         return make
+
+
+class TestRedisStoreOutOfMemory(RefusingContract):
+    @pytest.fixture
+    def make_store(self) -> Iterator[MakeStore]:
+        with own_server(is_durable=False) as server:
+            yield lambda clock: RedisStore(server.url, winding=clock)
+
+    @pytest.fixture
+    def no_room(self) -> NoRoom:
+        @asynccontextmanager
+        async def no_room(store: Store) -> AsyncIterator[None]:
+            assert isinstance(store, RedisStore)
+            await store.diagnose("CONFIG", "SET", "maxmemory", "100kb")
+            yield
+            await store.diagnose("CONFIG", "SET", "maxmemory", "0")
+
+        return no_room

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.contract._bench import MakeStore
-from tests.contract.store_contract import StoreContract
+from tests.stores._sqlite import FullDisk
 
+from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.refusing import NoRoom, RefusingContract
+from comfyfleet.contract.store import StoreContract
+from comfyfleet.ports import Store
 from comfyfleet.stores.sqlite.store import SqliteStore
 
 
+@pytest.fixture
+def make_store(tmp_path: Path) -> MakeStore:
+    numbers = itertools.count()
+    return lambda clock: SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock)
+
+
 class TestSqliteStore(StoreContract):
+    pass
+
+
+class TestSqliteStoreOnAFullDisk(RefusingContract):
     @pytest.fixture
-    def make_store(self, tmp_path: Path) -> MakeStore:
-        numbers = itertools.count()
-        return lambda clock: SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock)
+    def no_room(self) -> NoRoom:
+        @asynccontextmanager
+        async def no_room(_: Store) -> AsyncIterator[None]:
+            with pytest.MonkeyPatch.context() as patch:
+                FullDisk(patch)
+                yield
+
+        return no_room

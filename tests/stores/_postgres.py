@@ -7,8 +7,7 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tests.contract._bench import FAST, FOR_BOTH, FOR_FAST, HASH, QUEUED, SLOW, A
-
+from comfyfleet.contract.bench import FAST, FOR_BOTH, FOR_FAST, HASH, QUEUED, SLOW, A
 from comfyfleet.model.dispatch import Dispatch, LeaseOffer
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.contract._bench import Bench
 
+from comfyfleet.contract.bench import Bench
 from comfyfleet.ports import Clock
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.sqlite import writer

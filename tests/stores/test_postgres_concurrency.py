@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 import msgspec
 import psycopg
 import pytest
-from tests.contract._bench import FAST, A, B, completion, release
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table, until
 
+from comfyfleet.contract.bench import FAST, A, B, completion, release
 from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, ProfileKey, WorkerId

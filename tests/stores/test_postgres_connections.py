@@ -11,12 +11,12 @@ import msgspec
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from tests.contract._bench import FAST, A, completion
 from tests.servers.postgres_database import empty_database
 from tests.servers.postgres_pooler import TransactionPooler
 from tests.servers.postgres_server import CannotStart, PostgresServer
 from tests.stores._postgres import Jobs, fill_table
 
+from comfyfleet.contract.bench import FAST, A, completion
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator
 
 import psycopg
 import pytest
-from tests.contract._bench import FAST, A, B, release
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
+from comfyfleet.contract.bench import FAST, A, B, release
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.ids import TenantId

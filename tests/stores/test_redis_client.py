@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tests.contract._bench import FOR_BOTH, Bench, completion
 from tests.servers.redis_fixtures import new_prefix, own_server
 from tests.servers.redis_proxy import CuttingProxy
 from tests.servers.redis_server import RedisServer
 
+from comfyfleet.contract.bench import FOR_BOTH, Bench, completion
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.contract._bench import FAST, FOR_FAST, A, Bench, completion
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
+from comfyfleet.contract.bench import FAST, FOR_FAST, A, Bench, completion
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, LeaseOffer, Phase, Standing, Write
 from comfyfleet.model.fact import FactDraft, FactKind

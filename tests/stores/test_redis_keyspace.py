@@ -8,9 +8,20 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
-from tests.contract._bench import FAST, FOR_FAST, QUEUED, SLOW, B, Bench, completion, failure, release, tenant
 from tests.servers.redis_fixtures import own_server
 
+from comfyfleet.contract.bench import (
+    FAST,
+    FOR_FAST,
+    QUEUED,
+    SLOW,
+    B,
+    Bench,
+    completion,
+    failure,
+    release,
+    tenant,
+)
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.ids import ClassKey, JobId, WorkerId, WorkflowHash

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from tests.contract._bench import Bench, completion
 from tests.servers.redis_fixtures import new_prefix, own_server, some_server, with_prefix
 from tests.servers.redis_server import RedisServer
 
+from comfyfleet.contract.bench import Bench, completion
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.sim.time import ManualClock

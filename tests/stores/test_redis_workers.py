@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from redis import Redis
 from redis.exceptions import NoPermissionError, ResponseError
-from tests.contract._bench import FAST, A, Bench
 from tests.servers.redis_fixtures import own_server
 from tests.servers.redis_server import RedisServer
 
+from comfyfleet.contract.bench import FAST, A, Bench
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.job import JobResult

@@ -7,61 +7,16 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.contract._bench import FAST, HASH, SLOW, A, Bench, completion, tenant
-from tests.stores._sqlite import FullDisk, Step, make_bench, reopened
+from tests.stores._sqlite import FullDisk, make_bench, reopened
 
-from comfyfleet.model.block import Block, BlockReason, Pair
-from comfyfleet.model.dispatch import Change, Dispatch, Phase, Written
+from comfyfleet.contract.bench import HASH, A, completion, tenant
+from comfyfleet.contract.refusing import WORKER, steps_of
+from comfyfleet.model.dispatch import Dispatch, Phase, Written
 from comfyfleet.model.errors import Fault, Refusal
-from comfyfleet.model.ids import JobId, ProfileKey
+from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.model.lesson import Lesson
-from comfyfleet.model.requirement import RequirementClass, Requirements
-from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.stores.sqlite.upkeep import check
-
-WORKER = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
-
-
-async def steps_of(bench: Bench) -> dict[str, Step]:
-    store = bench.store
-    await store.put_worker(WORKER)
-    await store.put_block(Block(A, "counted", BlockReason.FAILURES, 1))
-    await store.put_block(Block(A, "over", BlockReason.FAILURES, 1, bench.clock.now() - 1))
-    waiting = await bench.enqueue(reference="mine")
-    _, ref = await bench.leased()
-    _, ended = await bench.leased()
-    written = await store.write(completion(ended))
-    assert written is not None
-    over = written.dispatch
-    await bench.clock.advance(5)
-    version = (await store.table()).version
-    block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
-    cls = RequirementClass(Requirements(models=("new",)))
-    return {
-        "enqueue": lambda: bench.enqueue(reference="new"),
-        "lease": lambda: store.lease(waiting.job_id, bench.offer()),
-        "lease_next": bench.lease_next,
-        "write": lambda: store.write(completion(ref, blocks=(block,), lifted=(Pair(A, "counted"),))),
-        "finish_and_lease_next": lambda: store.finish_and_lease_next(completion(ref), bench.offer()),
-        "retry": lambda: bench.change(over, Change(phase=Phase.QUEUED, round=2)),
-        "cancel": lambda: bench.cancel(waiting),
-        "heartbeat": lambda: store.heartbeat([ref], 60),
-        "mark_late": lambda: store.mark_late(ended),
-        "purge": lambda: store.purge(Phase.COMPLETED, 1e12, 10),
-        "put_class": lambda: store.put_class(cls, [FAST], version=version),
-        "put_profile": lambda: store.put_profile(ProfileKey("new"), [], version=version),
-        "drop_profiles": lambda: store.drop_profiles([SLOW]),
-        "put_worker": lambda: store.put_worker(WORKER),
-        "remove_worker": lambda: store.remove_worker(A),
-        "put_block": lambda: store.put_block(block),
-        "lift": lambda: store.lift([Pair(A, "counted")]),
-        "expired_blocks": store.expired_blocks,
-        "put_lesson": lambda: store.put_lesson(Lesson(HASH, {}, 12.0)),
-        "charge_tenant": lambda: store.charge_tenant(tenant("default"), 5.0),
-        "pause_queue": lambda: store.pause_queue(True),
-    }
 
 
 async def test_a_full_disk_leaves_everything_as_it_was_whatever_was_to_be_written(

@@ -10,9 +10,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.contract._bench import A, completion
 from tests.stores._sqlite import make_bench, reopened
 
+from comfyfleet.contract.bench import A, completion
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.sim.time import ManualClock

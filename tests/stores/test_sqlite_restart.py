@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.contract._bench import FAST, HASH, A, Bench, completion, failure, release, tenant
 from tests.stores._sqlite import make_bench, reopened
 
+from comfyfleet.contract.bench import FAST, HASH, A, Bench, completion, failure, release, tenant
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import Change, Phase, Standing
 from comfyfleet.model.fact import FactDraft, FactKind
@@ -97,7 +97,7 @@ async def test_a_reference_of_an_ended_job_is_still_answered_with_it_after_a_res
 _CHILD = """
 import asyncio, sys
 from pathlib import Path
-from tests.contract._bench import FAST, HASH, A, Bench, completion, failure
+from comfyfleet.contract.bench import FAST, HASH, A, Bench, completion, failure
 from tests.stores._sqlite import make_bench
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord

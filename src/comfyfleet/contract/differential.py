@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.contract._bench import (
+
+from comfyfleet.contract.bench import (
     FAST,
     FOR_BOTH,
     FOR_FAST,
@@ -25,7 +26,6 @@ from tests.contract._bench import (
     release,
     tenant,
 )
-
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import Change, Dispatch, LeaseRef, Phase, Standing
 from comfyfleet.model.fact import FactDraft, FactKind
@@ -224,8 +224,13 @@ async def play(make_store: MakeStore, day: list[tuple[Any, ...]]) -> None:
 
 
 class DifferentialContract:
+    shortest_day = 60
+    """A day of fewer steps seldom gets to where two stores differ."""
+    longest_day = 100
+
     @settings(
         max_examples=60,
+        deadline=None,
         suppress_health_check=[
             # Every example makes its own stores, and every store's test class plays the days of this one.
             HealthCheck.function_scoped_fixture,
@@ -234,10 +239,12 @@ class DifferentialContract:
             HealthCheck.data_too_large,
         ],
     )
-    @given(day=st.lists(steps, min_size=10, max_size=80))
+    @given(data=st.data())
     def test_the_same_day_goes_as_on_the_memory_store(
-        self, make_store: MakeStore, day: list[tuple[Any, ...]]
+        self, make_store: MakeStore, data: st.DataObject
     ) -> None:
+        days = st.lists(steps, min_size=self.shortest_day, max_size=self.longest_day)
+        day = data.draw(days, label="day")
         loop = asyncio.new_event_loop()
         try:
             loop.run_until_complete(play(make_store, day))

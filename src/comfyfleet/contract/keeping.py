@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from tests.contract._bench import (
+
+from comfyfleet.contract.bench import (
     FAST,
     HASH,
     QUEUED,
@@ -17,7 +18,6 @@ from tests.contract._bench import (
     release,
     tenant,
 )
-
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import (
     Change,

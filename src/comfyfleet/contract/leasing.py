@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.contract._bench import (
+
+from comfyfleet.contract.bench import (
     FAST,
     FOR_BOTH,
     FOR_FAST,
@@ -22,7 +23,6 @@ from tests.contract._bench import (
     tenant,
     unknown_class,
 )
-
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import (
     AtRevision,

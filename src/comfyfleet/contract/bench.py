@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
+
+import pytest
 
 from comfyfleet.model.dispatch import (
     AtRevision,
@@ -153,6 +155,15 @@ class Bench:
                 for job_id in self.jobs
             ],
         }
+
+
+class OnBench:
+    @pytest.fixture
+    async def bench(self, make_store: MakeStore) -> AsyncIterator[Bench]:
+        bench = Bench(make_store)
+        await bench.open()
+        yield bench
+        await bench.store.close()
 
 
 def completion(ref: LeaseRef, **more: Any) -> Write:

@@ -1,0 +1,115 @@
+"""The part of the contract that needs a medium that can be full: a write that fails leaves everything as it was.
+
+A store that is gone with its process has no such medium, so this is a class of its own. Whoever inherits it says how a
+store is made and how its medium is made to refuse (`no_room`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+
+from comfyfleet.contract.bench import FAST, HASH, SLOW, A, Bench, OnBench, completion, tenant
+from comfyfleet.model.block import Block, BlockReason, Pair
+from comfyfleet.model.dispatch import Change, Phase
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import ProfileKey
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.ports import Store
+
+NoRoom = Callable[[Store], AbstractAsyncContextManager[None]]
+"""Inside, whatever the store writes is refused by what it writes to: a full disk, a server out of memory."""
+
+Step = Callable[[], Awaitable[object]]
+
+WORKER = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
+
+
+async def steps_of(bench: Bench) -> dict[str, Step]:
+    """Every call that writes, each of them ready to succeed."""
+    store = bench.store
+    await store.put_worker(WORKER)
+    await store.put_block(Block(A, "counted", BlockReason.FAILURES, 1))
+    await store.put_block(Block(A, "over", BlockReason.FAILURES, 1, bench.clock.now() - 1))
+    waiting = await bench.enqueue(reference="mine")
+    _, ref = await bench.leased()
+    _, ended = await bench.leased()
+    written = await store.write(completion(ended))
+    assert written is not None
+    over = written.dispatch
+    await bench.clock.advance(5)
+    version = (await store.table()).version
+    block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
+    cls = RequirementClass(Requirements(models=("new",)))
+    return {
+        "enqueue": lambda: bench.enqueue(reference="new"),
+        "lease": lambda: store.lease(waiting.job_id, bench.offer()),
+        "lease_next": bench.lease_next,
+        "write": lambda: store.write(completion(ref, blocks=(block,), lifted=(Pair(A, "counted"),))),
+        "finish_and_lease_next": lambda: store.finish_and_lease_next(completion(ref), bench.offer()),
+        "retry": lambda: bench.change(over, Change(phase=Phase.QUEUED, round=2)),
+        "cancel": lambda: bench.cancel(waiting),
+        "heartbeat": lambda: store.heartbeat([ref], 60),
+        "mark_late": lambda: store.mark_late(ended),
+        "purge": lambda: store.purge(Phase.COMPLETED, 1e12, 10),
+        "put_class": lambda: store.put_class(cls, [FAST], version=version),
+        "put_profile": lambda: store.put_profile(ProfileKey("new"), [], version=version),
+        "drop_profiles": lambda: store.drop_profiles([SLOW]),
+        "put_worker": lambda: store.put_worker(WORKER),
+        "remove_worker": lambda: store.remove_worker(A),
+        "put_block": lambda: store.put_block(block),
+        "lift": lambda: store.lift([Pair(A, "counted")]),
+        "expired_blocks": store.expired_blocks,
+        "put_lesson": lambda: store.put_lesson(Lesson(HASH, {}, 12.0)),
+        "charge_tenant": lambda: store.charge_tenant(tenant("default"), 5.0),
+        "pause_queue": lambda: store.pause_queue(True),
+    }
+
+
+class RefusingContract(OnBench):
+    async def test_a_medium_that_takes_no_writes_leaves_everything_as_it_was(
+        self, bench: Bench, no_room: NoRoom
+    ) -> None:
+        steps = await steps_of(bench)
+        # It makes room: a store may let it through.
+        del steps["purge"]
+        before = await _state(bench)
+        for name, step in steps.items():
+            async with no_room(bench.store):
+                with pytest.raises(Fault):
+                    await step()
+            assert await _state(bench) == before, name
+
+    async def test_with_room_again_everything_that_was_refused_goes_through(
+        self, bench: Bench, no_room: NoRoom
+    ) -> None:
+        waiting = await bench.enqueue()
+        _, ref = await bench.leased()
+        async with no_room(bench.store):
+            with pytest.raises(Fault):
+                await bench.enqueue()
+            with pytest.raises(Fault):
+                await bench.store.write(completion(ref))
+            with pytest.raises(Fault):
+                await bench.lease_next()
+        later = await bench.enqueue()
+        assert await bench.store.write(completion(ref)) is not None
+        assert await bench.peek() == [waiting.job_id, later.job_id]
+        taken = await bench.lease_next()
+        assert taken is not None
+        assert (taken.job_id, taken.lease_number) == (waiting.job_id, 1)
+        facts = await bench.store.facts(ref.job_id)
+        assert [fact.number for fact in facts] == [1, 2, 3]
+
+
+async def _state(bench: Bench) -> dict[str, Any]:
+    """Without the polls of leases that were refused, which nobody holds."""
+    state = await bench.state()
+    state["polls"] = [found for found in state["polls"] if found is not None]
+    state["lesson"] = await bench.store.get_lesson(HASH)
+    return state

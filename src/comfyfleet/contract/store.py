@@ -1,0 +1,13 @@
+"""What every store keeps to. A store's own test module says how to make one, and nothing else."""
+
+from __future__ import annotations
+
+from comfyfleet.contract.bench import OnBench
+from comfyfleet.contract.differential import DifferentialContract
+from comfyfleet.contract.keeping import KeepingContract
+from comfyfleet.contract.leasing import LeasingContract
+from comfyfleet.contract.racing import RacingContract
+
+
+class StoreContract(LeasingContract, KeepingContract, RacingContract, DifferentialContract, OnBench):
+    """Needs one fixture, `make_store`: an empty store under the clock it is given, not yet opened."""
