@@ -45,6 +45,7 @@ from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, 
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.whole import WholeJob
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
 
 
@@ -282,3 +283,29 @@ class Chance(Protocol):
         """Uniform in [0, 1)."""
 
     def seed(self) -> int: ...
+
+
+class Moving(Protocol):
+    """What a store gives to, and takes from, another store. No job in it is leased."""
+
+    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
+        """Takes jobs in, in one step and in their order, behind everything that is here. Facts, attempts, revision and
+        lease number stay as they are; the place in line and, of a job that has ended, the time to keep it from are new.
+
+        Each is answered with its dispatch as it is here now. A job whose id or reference is known here is not taken in:
+        it is answered with what is known. None: a class of an open job is not in the table; nothing was taken in.
+        """
+
+    async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
+        """Forgets each job that is as it was read; one that was written since then, or is leased, is answered False."""
+
+    async def virtual_time(self, tenant: TenantId) -> float: ...
+    async def lessons(self) -> list[Lesson]:
+        """All of them, the longest unused first."""
+
+
+class Movable(Store, Protocol):
+    """A store whose jobs can move to another one."""
+
+    @property
+    def moving(self) -> Moving: ...

@@ -10,6 +10,7 @@ import pytest
 from tests.servers.postgres_database import empty_database
 
 from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.moving import MovingContract
 from comfyfleet.contract.refusing import NoRoom, RefusingContract
 from comfyfleet.contract.store import StoreContract
 from comfyfleet.ports import Store
@@ -34,7 +35,7 @@ def make_store(request: pytest.FixtureRequest) -> MakeStore:
     return lambda clock: PostgresStore(empty_database(request.config), clock_for_tests=clock)
 
 
-class TestPostgresStore(StoreContract):
+class TestPostgresStore(StoreContract, MovingContract):
     pass
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
 from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.moving import MovingContract
 from comfyfleet.contract.refusing import NoRoom, RefusingContract
 from comfyfleet.contract.store import StoreContract
 from comfyfleet.ports import Clock, Store
@@ -28,7 +29,7 @@ def cluster_url() -> Iterator[str]:
         yield server.url
 
 
-class TestRedisStore(StoreContract):
+class TestRedisStore(StoreContract, MovingContract):
     """Every key of a fleet carries one hash tag, so a cluster keeps it on one shard."""
 
     @pytest.fixture(params=["server_url", "cluster_url"])

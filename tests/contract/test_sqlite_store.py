@@ -11,6 +11,7 @@ import pytest
 from tests.stores._sqlite import FullDisk
 
 from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.moving import MovingContract
 from comfyfleet.contract.refusing import NoRoom, RefusingContract
 from comfyfleet.contract.store import StoreContract
 from comfyfleet.ports import Store
@@ -23,7 +24,7 @@ def make_store(tmp_path: Path) -> MakeStore:
     return lambda clock: SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock)
 
 
-class TestSqliteStore(StoreContract):
+class TestSqliteStore(StoreContract, MovingContract):
     pass
 
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from comfyfleet.contract.bench import FAST, HASH, SLOW, A, Bench, OnBench, completion, tenant
+from comfyfleet.contract.moving import renamed
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import Change, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import ProfileKey
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.whole import WholeJob
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
-from comfyfleet.ports import Store
+from comfyfleet.ports import Movable, Store
 
 NoRoom = Callable[[Store], AbstractAsyncContextManager[None]]
 """Inside, whatever the store writes is refused by what it writes to: a full disk, a server out of memory."""
@@ -46,7 +48,20 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
     version = (await store.table()).version
     block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
     cls = RequirementClass(Requirements(models=("new",)))
+    own = await store.facts(waiting.job_id)
+    record = await store.records.get(waiting.job_id)
+    assert record is not None
+    moved = renamed(WholeJob(waiting, record, tuple(own), ()), "moved")
+    moving = cast("Movable", store).moving if hasattr(store, "moving") else None
     return {
+        **(
+            {}
+            if moving is None
+            else {
+                "adopt": lambda: moving.adopt([moved]),
+                "discard": lambda: moving.discard([waiting, over]),
+            }
+        ),
         "enqueue": lambda: bench.enqueue(reference="new"),
         "lease": lambda: store.lease(waiting.job_id, bench.offer()),
         "lease_next": bench.lease_next,

@@ -28,6 +28,7 @@ from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.adopting import MemoryMoving
 from comfyfleet.stores.entries import MemoryEntry, MemoryRecords
 from comfyfleet.stores.kept import Kept
 
@@ -41,6 +42,7 @@ class MemoryStore:
         self._ended: dict[Phase, deque[tuple[int, float, JobId]]] = {
             phase: deque() for phase in Phase if phase.is_final
         }
+        self.moving = MemoryMoving(self._kept, clock.now, self._note_end)
 
     @property
     def is_shared(self) -> bool:
@@ -125,9 +127,13 @@ class MemoryStore:
         entry = self._kept.entries[write.job_id]
         if job is not None:
             entry.job = job
-        if entry.ending is not None and entry.ended_at is not None:
-            self._ended[entry.dispatch.phase].append((entry.ending, entry.ended_at, write.job_id))
+        self._note_end(entry)
         return written
+
+    def _note_end(self, entry: MemoryEntry) -> None:
+        if entry.ending is not None and entry.ended_at is not None:
+            ended = (entry.ending, entry.ended_at, entry.dispatch.job_id)
+            self._ended[entry.dispatch.phase].append(ended)
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer

@@ -99,6 +99,9 @@ class LessonShelf:
     def get(self, workflow_hash: WorkflowHash) -> Lesson | None:
         return self._lessons.get(workflow_hash)
 
+    def listing(self) -> list[Lesson]:
+        return list(self._lessons.values())
+
     def put(self, lesson: Lesson) -> WorkflowHash | None:
         """Answers the one that was forgotten to make room."""
         self._lessons.pop(lesson.workflow_hash, None)

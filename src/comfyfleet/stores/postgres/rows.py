@@ -24,6 +24,7 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import Fact, FactDraft, FactKind
 from comfyfleet.model.ids import ClassKey, JobId
 from comfyfleet.model.job import Job
+from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.postgres import codec, lanes
 from comfyfleet.stores.postgres.pool import Step, Values
 
@@ -276,6 +277,35 @@ async def purge(step: Step, phase: Phase, before: float, limit: int) -> int:
     await lanes.tidy_empty(step, limit)
     tally(step, {phase.value: -len(gone)})
     return len(gone)
+
+
+async def adopt(step: Step, whole: WholeJob, sequence: int, now: float) -> Dispatch:
+    """The rows of a job that came from another store; that of its record is written already."""
+    placed = msgspec.structs.replace(whole.dispatch, sequence=sequence)
+    await _save(step, None, placed, len(whole.facts), whole.job.phase, now)
+    _insert_facts(step, whole.facts)
+    for attempt in whole.attempts:
+        values = (attempt.attempt_id, attempt.outcome.value, codec.encode(attempt))
+        step.add(_INSERT_ATTEMPT, (placed.job_id, attempt.lease_number, *values))
+    return placed
+
+
+async def discard(step: Step, job_id: JobId, revision: int) -> bool:
+    for lock in (_LOCK_OPEN, _LOCK_ENDED):
+        row = await step.row(lock, (job_id,))
+        if row is None:
+            continue
+        found = held(row).dispatch
+        if found.revision != revision or found.lease is not None:
+            return False
+        for table in ("dispatches", "ended", "facts", "attempts", "jobs"):
+            step.add(f"DELETE FROM comfyfleet.{table} WHERE job_id = %s", (job_id,))
+        deltas = {found.phase.value: -1}
+        if found.phase is Phase.QUEUED:
+            deltas[found.standing.value] = -1
+        tally(step, deltas)
+        return True
+    return False
 
 
 def tally(step: Step, deltas: dict[str, int]) -> None:

@@ -36,6 +36,7 @@ from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shelf, table
 from comfyfleet.stores.postgres.hints import Hints
 from comfyfleet.stores.postgres.migrate import known_migrations, migrate
+from comfyfleet.stores.postgres.moving import PostgresMoving
 from comfyfleet.stores.postgres.pool import Connection, Pool, Row, Step, Values
 from comfyfleet.stores.postgres.records import PostgresRecords
 
@@ -115,6 +116,7 @@ class PostgresStore:
         self._test_clock = clock_for_tests
         self._epoch = 1
         self.records = PostgresRecords(self._pool)
+        self.moving = PostgresMoving(self._pool, lambda: self._test_now, self._hints.tell)
 
     @property
     def epoch(self) -> int:

@@ -129,17 +129,24 @@ def decode_head(value: object) -> Head:
 
 
 def encode_enqueue(dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> list[str | bytes]:
-    kept: dict[str, Any] = msgspec.to_builtins(dispatch)
-    for name in _ALWAYS:
-        kept[name] = getattr(dispatch, name)
-    kept["facts"] = 0
-    kept["record"] = {name: value for name in _RECORD if (value := getattr(job, name)) is not None}
-    arguments: list[str | bytes] = [_pack(kept), _json(msgspec.structs.replace(job, **_FRESH))]
+    arguments: list[str | bytes] = [*encode_kept(dispatch, job, 0)]
     arguments += [job.reference or "", _pack(_drafts(facts))]
     for name in _TEXTS:
         if (value := getattr(job, name)) is not None:
             arguments += [name, _json(value)]
     return arguments
+
+
+def encode_kept(dispatch: Dispatch, job: Job, fact_count: int) -> tuple[bytes, bytes]:
+    """A job as the library keeps it: the dispatch with the small parts of its record, and the payload."""
+    kept: dict[str, Any] = msgspec.to_builtins(dispatch)
+    for name in _ALWAYS:
+        kept[name] = getattr(dispatch, name)
+    kept["facts"] = fact_count
+    kept["record"] = {name: value for name in _RECORD if (value := getattr(job, name)) is not None}
+    if job.reference is not None:
+        kept["reference"] = job.reference
+    return _pack(kept), _json(msgspec.structs.replace(job, **_FRESH))
 
 
 def _drafts(facts: Sequence[FactDraft]) -> list[tuple[str, str]]:

@@ -35,6 +35,7 @@ from comfyfleet.stores.redis.client import Argument, Client, Send
 from comfyfleet.stores.redis.codec import as_bytes, as_list, decode_dispatch
 from comfyfleet.stores.redis.library import ensure_library
 from comfyfleet.stores.redis.listening import Listener
+from comfyfleet.stores.redis.moving import RedisMoving
 from comfyfleet.stores.redis.server import Durability, check_server
 from comfyfleet.stores.shelf import MAX_LESSONS
 
@@ -60,6 +61,7 @@ class RedisStore:
         self._epoch = 0
         self.durability: Durability = "none"
         self.records = RedisRecords(self)
+        self.moving = RedisMoving(self)
 
     @property
     def epoch(self) -> int:

@@ -41,6 +41,7 @@ from comfyfleet.stores.kept import Kept
 from comfyfleet.stores.sqlite import codec, rows
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.migrating import connect, migrate
+from comfyfleet.stores.sqlite.moving import SqliteMoving
 from comfyfleet.stores.sqlite.owner import Ownership
 from comfyfleet.stores.sqlite.reading import Disk
 from comfyfleet.stores.sqlite.records import SqliteRecords
@@ -58,6 +59,7 @@ class SqliteStore:
         self._ownership: Ownership | None = None
         self._disk = Disk()
         self.records = SqliteRecords(self._disk, self._find, self._wait)
+        self.moving = SqliteMoving(self)
         self._writer = Writer(committed=self._committed, restore=self._restore)
         self._wake: Callable[[], None] = lambda: None
 

@@ -1,0 +1,85 @@
+-- Part 7: jobs that come from, or go to, another store.
+
+local function known_as(s, job)
+  if read(s, job_key(s, job.job_id)) then
+    return job.job_id
+  end
+  return job.reference and call('HGET', s.p .. 'references', job.tenant .. '\0' .. job.reference)
+end
+
+-- for each job: dispatch (MessagePack), payload (JSON), log, result or "", failure or "" (JSON)
+define('adopt', function(s, args)
+  local jobs = {}
+  for i = 4, #args, 5 do
+    local job = unpacked(args[i])
+    if job.lease or not FINAL[job.phase] and not has_classes(s, job) then
+      return false
+    end
+    jobs[#jobs + 1] = job
+  end
+  local answer = {}
+  for place, job in ipairs(jobs) do
+    local known = known_as(s, job)
+    if known then
+      answer[place] = read(s, job_key(s, known))
+    else
+      local key, at = job_key(s, job.job_id), 4 + (place - 1) * 5
+      if job.reference then
+        call('HSET', s.p .. 'references', job.tenant .. '\0' .. job.reference, job.job_id)
+      end
+      s.meta.sequence = s.meta.sequence + 1
+      job.sequence = s.meta.sequence
+      call('ZADD', s.p .. 'jobs', job.sequence, job.job_id)
+      put(s, key .. ':payload', args[at + 1])
+      put(s, key .. ':log', args[at + 2])
+      for offset, name in pairs({[3] = ':result', [4] = ':failure'}) do
+        if args[at + offset] ~= '' then
+          put(s, key .. name, args[at + offset])
+        end
+      end
+      move(s, nil, job)
+      answer[place] = save(s, job)
+    end
+  end
+  return answer
+end)
+
+local function forget(s, job)
+  local key = job_key(s, job.job_id)
+  count(s, job, -1)
+  if FINAL[job.phase] then
+    call('ZREM', s.p .. 'jobs:' .. job.phase, job.job_id)
+    call('ZREM', s.p .. 'jobs:dead', job.job_id)
+  else
+    pin(s, job.class_key, -1)
+    if job.relaxed_class then
+      pin(s, job.relaxed_class, -1)
+    end
+    if stands_in_lane(job) then
+      leave_lane(s, job)
+    end
+  end
+  call('ZREM', s.p .. 'jobs', job.job_id)
+  call('ZREM', s.p .. 'jobs:due', job.job_id)
+  if job.reference then
+    call('HDEL', s.p .. 'references', job.tenant .. '\0' .. job.reference)
+  end
+  for _, name in ipairs({'', ':payload', ':log', ':result', ':failure', ':progress'}) do
+    drop(s, key .. name)
+  end
+  drop(s, s.p .. 'progress:' .. job.job_id)
+end
+
+-- job, revision, job, revision … → for each 1 forgotten, 0 it is another by now
+define('discard', function(s, args)
+  local answer = {}
+  for i = 4, #args, 2 do
+    local job = load(s, args[i])
+    local is_as_read = job and not job.lease and job.revision == tonumber(args[i + 1])
+    if is_as_read then
+      forget(s, job)
+    end
+    answer[#answer + 1] = is_as_read and 1 or 0
+  end
+  return answer
+end)

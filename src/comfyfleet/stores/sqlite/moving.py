@@ -1,0 +1,103 @@
+"""Jobs that come from, or go to, another store: a page of them is one group of rows, written as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.whole import WholeJob
+from comfyfleet.stores.adopting import is_as_read, place
+from comfyfleet.stores.sqlite import rows
+from comfyfleet.stores.sqlite.codec import SqliteEntry
+from comfyfleet.stores.sqlite.writer import Area
+
+if TYPE_CHECKING:
+    from comfyfleet.stores.sqlite.store import SqliteStore
+
+
+class SqliteMoving:
+    """A part of the store in a module of its own: it reserves and writes as the store does."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+
+    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
+        store = self._store
+        # As submitted, without the result: that has a table of its own.
+        records = [store._check(msgspec.structs.replace(each.job, result=None)) for each in jobs]
+        for each in jobs:
+            store._check((each.dispatch, each.facts, each.attempts, each.job.result))
+        known = await self._settled([self._known(each) for each in jobs], jobs)
+        if not all(store._kept.has_classes(each.dispatch) for each in jobs):
+            return None
+        adopted: dict[JobId, Dispatch] = {}
+        with store._writer as batch:
+            for each, record, found in zip(jobs, records, known, strict=True):
+                if found is None:
+                    entry = SqliteEntry(each.dispatch, each.job.reference)
+                    place(store._kept, entry, each, store._clock.now())
+                    if each.job.result is not None:
+                        rows.change_record(batch, entry, {"result": each.job.result})
+                    rows.insert(batch, entry, record, each.facts)
+                    adopted[each.job.job_id] = entry.dispatch
+        if adopted:
+            await store._writer.written(batch)
+        return [
+            adopted.get(each.job.job_id) or await self._load(name)
+            for each, name in zip(jobs, known, strict=True)
+        ]
+
+    async def _settled(self, known: list[JobId | None], jobs: Sequence[WholeJob]) -> list[JobId | None]:
+        """What is known of the jobs, once all that is known of them is on the disk."""
+        writer = self._store._writer
+        while pending := [waiter for name in known if name and (waiter := writer.settling(name)) is not None]:
+            for waiter in pending:
+                await waiter
+            known = [self._known(each) for each in jobs]
+        writer.check()
+        return known
+
+    def _known(self, whole: WholeJob) -> JobId | None:
+        store, job = self._store, whole.job
+        if job.job_id in store._kept.entries or store._disk.dispatch(job.job_id) is not None:
+            return job.job_id
+        return None if job.reference is None else store._find(job.tenant, job.reference)
+
+    async def _load(self, job_id: JobId | None) -> Dispatch:
+        found = None if job_id is None else await self._store.load(job_id)
+        assert found is not None, "a job that was known a moment ago is known still"
+        return found
+
+    async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
+        store = self._store
+        for read in jobs:
+            await store._wait(read.job_id)
+        store._writer.check()
+        answers = []
+        with store._writer as batch:
+            for read in jobs:
+                entry = store._kept.entries.get(read.job_id)
+                found = store._disk.dispatch(read.job_id) if entry is None else entry.dispatch
+                answers.append(is_as_read(found, read) and not store._writer.is_pending(read.job_id))
+                if found is None or not answers[-1]:
+                    continue
+                if entry is not None:
+                    store._kept.forget(entry)
+                else:
+                    store._kept.by_phase[found.phase] -= 1
+                rows.purge(batch, found.job_id, found.sequence)
+        if any(answers):
+            await store._writer.written(batch)
+        return answers
+
+    async def virtual_time(self, tenant: TenantId) -> float:
+        return self._store._kept.index.virtual_time(tenant)
+
+    async def lessons(self) -> list[Lesson]:
+        await self._store._wait(Area.LESSONS)
+        return self._store._kept.lessons.listing()
