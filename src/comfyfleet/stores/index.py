@@ -111,10 +111,10 @@ class _Group:
             bound, lane = heap[0]
             if bounds.get(lane) != bound:
                 heappop(heap)
-            elif not lane:
+            elif lane.head == len(lane.items):
                 heappop(heap)
                 del bounds[lane]
-            elif (first := lane.first) != bound:
+            elif (first := lane.items[lane.head]) != bound:
                 bounds[lane] = first
                 heapreplace(heap, (first, lane))
             else:
@@ -332,9 +332,17 @@ class LaneIndex:
         self, key: ProfileKey, skip_hashes: Container[str] = _NOTHING, skip_jobs: Container[int] = ()
     ) -> tuple[LaneKey, int] | None:
         """The one job this profile takes next, in the store's order."""
+        profile = self._profiles.get(key)
+        best = None if profile is None else profile.best(self._virtual_times)
+        if best is None:
+            return None
+        # Most often nothing is to be skipped: the lane on top gives the job, and no lane has to be set aside.
+        first, lane = best[1].heap[0]
+        if lane.key.workflow_hash not in skip_hashes and first not in skip_jobs:
+            return lane.key, first
         with closing(self._walk(key, skip_hashes, skip_jobs)) as walk:
-            for lane, sequence, _ in walk:
-                return lane, sequence
+            for found, sequence, _ in walk:
+                return found, sequence
         return None
 
     def window(

@@ -23,7 +23,7 @@ from comfyfleet.model.dispatch import (
     AttemptOutcome,
     Candidate,
     Dispatch,
-    HeldBy,
+    LaneKey,
     Lease,
     LeaseOffer,
     LeaseRef,
@@ -60,6 +60,7 @@ E = TypeVar("E", bound=Entry)
 
 # Asked for at every step: to read a name of a module is several times as fast as to ask an enum.
 _QUEUED, _LEASED, _IN_LANE = Phase.QUEUED, Phase.LEASED, Standing.IN_LANE
+_NOTHING: frozenset[int] = frozenset()
 
 
 class Kept(Generic[E]):
@@ -166,7 +167,7 @@ class Kept(Generic[E]):
         blocked = self.blocks.blocked_targets(offer.worker_id, self._clock.now())
         if entry.dispatch.workflow_hash in blocked or job_id in blocked:
             return None
-        return self._grant(entry, offer)
+        return self._grant(entry, entry.dispatch.lane, offer)
 
     def lease_next(self, offer: LeaseOffer) -> Written | None:
         if self.is_paused:
@@ -175,7 +176,8 @@ class Kept(Generic[E]):
         chosen = self.index.first(offer.profile, blocked, self._kept_off(blocked))
         if chosen is None:
             return None
-        return self._grant(self.entries[self._by_sequence[chosen[1]]], offer)
+        lane, sequence = chosen
+        return self._grant(self.entries[self._by_sequence[sequence]], lane, offer)
 
     def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         job_id = self._polls.get(poll_id)
@@ -190,21 +192,21 @@ class Kept(Generic[E]):
         after = write.change.apply(before)
         if not self.has_classes(after):
             return None
-        ended = None
-        if before.lease is not None and after.lease is None:
-            ended = write.attempt_end
-            assert ended is not None, "whoever ends a lease says how its attempt ended"
+        lease = before.lease if after.lease is None else None
+        end = None if lease is None else write.attempt_end
+        assert lease is None or end is not None, "whoever ends a lease says how its attempt ended"
         # From here on nothing can fail: all of the write happens, or nothing has.
         self._depart(before)
-        if before.lease is not None and ended is not None:
-            self._end_lease(entry, before.lease, ended)
+        if lease is not None and end is not None:
+            self._end_lease(entry, lease, end)
         entry.dispatch = after
         entry.ended_at = entry.ending = None
-        if after.phase.is_final:
+        if after.phase is not _QUEUED and after.phase is not _LEASED:
             self.endings += 1
             entry.ended_at, entry.ending = self._clock.now(), self.endings
         self._arrive(entry)
-        self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]
+        if write.blocks:
+            self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]
         for pair in write.lifted:
             self.blocks.lift(pair)
         return Written(after, self._note(entry, write.facts))
@@ -348,44 +350,42 @@ class Kept(Generic[E]):
 
     def _note(self, entry: E, drafts: Sequence[FactDraft]) -> tuple[Fact, ...]:
         now, number, dispatch = self._clock.now(), entry.fact_count, entry.dispatch
-        facts = tuple(
-            Fact(dispatch.job_id, number + place, draft.kind, now, dispatch.round, draft.data)
-            for place, draft in enumerate(drafts, start=1)
-        )
-        entry.fact_count = number + len(facts)
-        return facts
+        job_id, round_ = dispatch.job_id, dispatch.round
+        facts = []
+        for draft in drafts:
+            number += 1
+            facts.append(Fact(job_id, number, draft.kind, now, round_, draft.data))
+        entry.fact_count = number
+        return tuple(facts)
 
-    def _grant(self, entry: E, offer: LeaseOffer) -> Written:
+    def _grant(self, entry: E, lane: LaneKey, offer: LeaseOffer) -> Written:
         now, before = self._clock.now(), entry.dispatch
+        number = before.lease_number + 1
         lease = Lease(
-            worker_id=offer.worker_id,
-            number=before.lease_number + 1,
-            epoch=self.epoch,
-            token=offer.token,
-            poll_id=offer.poll_id,
-            leased_at=now,
-            expires_at=now + offer.acknowledge_s,
+            offer.worker_id, number, self.epoch, offer.token, offer.poll_id, now, now + offer.acknowledge_s
         )
-        after = msgspec.structs.replace(
+        after = entry.dispatch = msgspec.structs.replace(
             before,
-            phase=Phase.LEASED,
+            phase=_LEASED,
             lease=lease,
-            lease_number=lease.number,
+            lease_number=number,
             attempts=before.attempts + 1,
             revision=before.revision + 1,
         )
-        self._depart(before)
-        entry.dispatch = after
-        self._arrive(entry)
+        # From its lane to a worker: it stays open, so its classes stay pinned.
+        self.by_phase[_QUEUED] -= 1
+        self.by_phase[_LEASED] += 1
+        self._by_standing[_IN_LANE] -= 1
+        self.index.remove(lane, before.sequence)
+        del self._by_sequence[before.sequence]
+        self._watch(after)
         self._begin_lease(after.job_id, lease)
         attempt_id = after.lease_ref().attempt_id
-        entry.attempts += (Attempt(attempt_id, offer.worker_id, lease.number, after.round, started_at=now),)
-        data: dict[str, Any] = {
-            "worker_id": offer.worker_id,
-            "lease": lease.number,
-            "attempt": after.attempts,
-        }
-        return Written(after, self._note(entry, (FactDraft(FactKind.LEASED, data),)))
+        entry.attempts += (Attempt(attempt_id, offer.worker_id, number, after.round, now),)
+        data: dict[str, Any] = {"worker_id": offer.worker_id, "lease": number, "attempt": after.attempts}
+        entry.fact_count += 1
+        fact = Fact(after.job_id, entry.fact_count, FactKind.LEASED, now, after.round, data)
+        return Written(after, (fact,))
 
     def _begin_lease(self, job_id: JobId, lease: Lease) -> None:
         self._leases_of.setdefault(lease.worker_id, {})[job_id] = None
@@ -401,18 +401,19 @@ class Kept(Generic[E]):
 
     def _end_lease(self, entry: E, lease: Lease, end: AttemptEnd) -> None:
         self._drop_lease(entry.dispatch.job_id, lease)
-        *earlier, last = entry.attempts
         ended = msgspec.structs.replace(
-            last,
+            entry.attempts[-1],
             outcome=end.outcome,
             ended_at=self._clock.now(),
             charged_to=end.charged_to,
             failure=end.failure,
         )
-        entry.attempts = (*earlier, ended)
+        entry.attempts = (*entry.attempts[:-1], ended)
 
     def _kept_off(self, blocked: frozenset[str]) -> frozenset[int]:
         """The sequence numbers of the jobs among the blocked targets that stand in a lane."""
+        if not blocked:
+            return _NOTHING
         return frozenset(
             entry.dispatch.sequence
             for target in blocked
@@ -421,11 +422,12 @@ class Kept(Generic[E]):
 
 
 def _holds(dispatch: Dispatch, write: Write) -> bool:
-    match write.guard:
-        case HeldBy(ref):
-            return _is_held(dispatch, ref)
-        case AtRevision(revision):
-            return dispatch.revision == revision
+    guard = write.guard
+    return (
+        dispatch.revision == guard.revision
+        if isinstance(guard, AtRevision)
+        else _is_held(dispatch, guard.ref)
+    )
 
 
 def _is_held(dispatch: Dispatch, ref: LeaseRef) -> bool:
