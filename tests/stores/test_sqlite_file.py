@@ -151,13 +151,16 @@ async def test_a_check_finds_nothing_in_a_sound_file_while_its_owner_runs(tmp_pa
     ("harm", "found"),
     [
         ("DELETE FROM jobs WHERE sequence = 1", "jobs has none"),
+        ("DELETE FROM open_jobs WHERE sequence = 2", "neither open nor has it ended"),
         ("INSERT INTO results VALUES (77, x'80')", "results has a row for sequence 77"),
-        ("UPDATE meta SET value = 0 WHERE name = 'sequence'", "the last place given is 0"),
-        ("UPDATE dispatches SET fact_count = fact_count + 1", "cannot be read"),
-        ("UPDATE dispatches SET phase = 'failed'", "different things"),
-        ("UPDATE dispatches SET ending = 5 WHERE sequence = 1", "its end is 5"),
+        ("UPDATE open_jobs SET phase = 'failed'", "different things"),
+        ("UPDATE jobs SET reference = 'other' WHERE sequence = 2", "different things"),
+        (
+            "INSERT INTO ended_jobs SELECT sequence, phase, 5, 5.0, state FROM open_jobs",
+            "it is open, and it has ended",
+        ),
         ("DELETE FROM classes", "is not in the table"),
-        ("UPDATE dispatches SET dispatch = x'c1'", "cannot be read"),
+        ("UPDATE open_jobs SET state = x'c1'", "cannot be read"),
     ],
 )
 async def test_a_check_says_what_is_wrong(tmp_path: Path, harm: str, found: str) -> None:
@@ -186,7 +189,7 @@ async def test_a_damaged_file_is_not_opened(tmp_path: Path) -> None:
     alter(path, "DELETE FROM classes")
     with pytest.raises(Fault, match="store check"):
         await SqliteStore(path, ManualClock()).open()
-    alter(path, "DELETE FROM dispatches", "DELETE FROM jobs")
+    alter(path, "DELETE FROM open_jobs", "DELETE FROM jobs")
     await made(path)
 
 

@@ -22,6 +22,8 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.stores.sqlite import codec
+from comfyfleet.stores.sqlite.reading import Disk
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.stores.sqlite.upkeep import check
 
@@ -251,6 +253,56 @@ async def test_nothing_of_the_payload_stays_in_memory_while_a_job_waits(tmp_path
     assert await bench.store.write(completion(ref)) is not None
     assert ref.job_id not in bench.store._kept.entries, "what has ended is the file's"
     await bench.store.close()
+
+
+async def test_a_restart_reads_each_open_job_once_and_none_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    for _ in range(20):
+        _, ref = await bench.leased()
+        assert await bench.store.write(completion(ref)) is not None
+    waiting = [await bench.enqueue() for _ in range(30)]
+    await bench.store.close()
+    decoded: list[bytes] = []
+    asked: list[str] = []
+    decode, ask = codec.decode_state, Disk._all
+
+    def count_decoded(blob: bytes) -> codec.State:
+        decoded.append(blob)
+        return decode(blob)
+
+    def count_asked(disk: Disk, sql: str, *values: Any) -> list[Any]:
+        asked.append(sql)
+        return ask(disk, sql, *values)
+
+    monkeypatch.setattr(codec, "decode_state", count_decoded)
+    monkeypatch.setattr(Disk, "_all", count_asked)
+    async with reopened(path, bench.clock) as store:
+        bench.store = store
+        assert len(decoded) == len(waiting)
+        assert len([sql for sql in asked if "open_jobs" in sql]) == 2, "a page, and the end"
+        assert len(asked) < 20, "what is asked does not grow with the jobs"
+        assert not any("FROM jobs" in sql and "max(" not in sql for sql in asked), "no payload is touched"
+        first = await bench.lease_next()
+        assert first is not None
+        assert first.job_id == waiting[0].job_id
+
+
+async def test_a_place_is_not_given_again_though_its_job_was_purged(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    for _ in range(3):
+        _, ref = await bench.leased()
+        assert await bench.store.write(completion(ref)) is not None
+    assert await bench.store.purge(Phase.COMPLETED, 1e12, 10) == 3
+    await bench.store.close()
+    async with reopened(path, bench.clock) as store:
+        bench.store = store
+        assert (await bench.enqueue()).sequence == 4
 
 
 @pytest.mark.parametrize("mode", ["wal", "full"])

@@ -6,7 +6,6 @@ result stands apart. So a lease neither reads nor writes a payload.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import msgspec
@@ -16,23 +15,47 @@ from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Attempt, Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, FactKind
-from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.stores.kept import Entry
 
-EntryRow = tuple[str | None, int, int | None, float | None, bytes, bytes, bytes | None, bytes | None]
-"""reference, fact_count, ending, ended_at, dispatch, facts, attempts, changes"""
-
 _CHANGES = msgspec.defstruct(
     "Changes", [(name, kind | UnsetType, UNSET) for name, kind in get_type_hints(Job).items()]
 )
 
+
+class State(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a row says of a job beside what its columns do; written as the tuple that `row_of` makes."""
+
+    dispatch: Dispatch
+    reference: str | None
+    fact_count: int
+    facts: bytes
+    """One after the other; there are `fact_count` of them."""
+    attempts: tuple[Attempt, ...]
+    changes: bytes | None
+    """What the job's record says differently by now."""
+
+    def job_facts(self) -> list[Fact]:
+        # They were written one by one; with the head of a list of 32 bits before them, they are one.
+        parts = _facts.decode(b"\xdd" + self.fact_count.to_bytes(4, "big") + self.facts)
+        return [
+            Fact(self.dispatch.job_id, number, kind, at, round_, data)
+            for number, (kind, at, round_, data) in enumerate(parts, start=1)
+        ]
+
+    def record_changes(self) -> dict[str, Any] | None:
+        if self.changes is None:
+            return None
+        changes = _changes.decode(self.changes)
+        values = zip(_CHANGES.__struct_fields__, msgspec.structs.astuple(changes), strict=True)
+        return {name: value for name, value in values if value is not UNSET}
+
+
 _encoder = msgspec.msgpack.Encoder()
-_dispatches = msgspec.msgpack.Decoder(Dispatch)
-_attempts = msgspec.msgpack.Decoder(tuple[Attempt, ...])
 _changes = msgspec.msgpack.Decoder(_CHANGES)
 _jobs = msgspec.msgpack.Decoder(Job)
 _results = msgspec.msgpack.Decoder(JobResult)
@@ -41,8 +64,8 @@ _facts = msgspec.msgpack.Decoder(list[tuple[FactKind, float, int, dict[str, Any]
 encode = _encoder.encode
 decode_block = msgspec.msgpack.Decoder(Block).decode
 decode_class = msgspec.msgpack.Decoder(RequirementClass).decode
-decode_dispatch = _dispatches.decode
 decode_lesson = msgspec.msgpack.Decoder(Lesson).decode
+decode_state = msgspec.msgpack.Decoder(State).decode
 decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
 
 
@@ -70,69 +93,38 @@ def encode_or_refuse(value: object) -> bytes:
 
 
 def row_of(entry: SqliteEntry) -> tuple[Any, ...]:
+    """As the writer's batch takes it: three columns of an open job, five of one that has ended."""
     dispatch = entry.dispatch
-    return (
-        dispatch.sequence,
-        dispatch.job_id,
-        dispatch.tenant,
-        entry.reference,
-        dispatch.phase.value,
-        entry.fact_count,
-        entry.ending,
-        entry.ended_at,
-        encode(dispatch),
-        entry.facts,
-        encode(entry.attempts) if entry.attempts else None,
-        None if entry.changes is None else encode(entry.changes),
-    )
+    changes = None if entry.changes is None else encode(entry.changes)
+    state = encode((dispatch, entry.reference, entry.fact_count, entry.facts, entry.attempts, changes))
+    if entry.ending is None:
+        return dispatch.sequence, dispatch.phase.value, state
+    return dispatch.sequence, dispatch.phase.value, entry.ending, entry.ended_at, state
 
 
-def entry_of(row: EntryRow, names: dict[str, str]) -> SqliteEntry:
+def entry_of(blob: bytes, ending: int | None, ended_at: float | None, names: dict[str, str]) -> SqliteEntry:
     """`names` makes equal names one object: thousands of waiting jobs share their class, tenant and workflow."""
-    reference, fact_count, ending, ended_at, blob, facts, attempts, changes = row
-    dispatch = _dispatches.decode(blob)
+    state = decode_state(blob)
+    dispatch = state.dispatch
     share, one = msgspec.structs.force_setattr, names.setdefault
     share(dispatch, "class_key", ClassKey(one(dispatch.class_key, dispatch.class_key)))
     share(dispatch, "workflow_hash", WorkflowHash(one(dispatch.workflow_hash, dispatch.workflow_hash)))
     share(dispatch, "tenant", TenantId(one(dispatch.tenant, dispatch.tenant)))
-    entry = SqliteEntry(dispatch, reference)
-    entry.facts = facts
-    entry.fact_count, entry.ending, entry.ended_at = fact_count, ending, ended_at
-    if attempts is not None:
-        entry.attempts = _attempts.decode(attempts)
-    if changes is not None:
-        entry.changes = decode_changes(changes)
+    entry = SqliteEntry(dispatch, state.reference)
+    entry.facts, entry.fact_count, entry.attempts = state.facts, state.fact_count, state.attempts
+    entry.ending, entry.ended_at = ending, ended_at
+    entry.changes = state.record_changes()
     return entry
 
 
-def decode_attempts(blob: bytes | None) -> list[Attempt]:
-    return [] if blob is None else list(_attempts.decode(blob))
-
-
-def decode_changes(blob: bytes) -> dict[str, Any]:
-    changes = _changes.decode(blob)
-    return {
-        name: value for name in _CHANGES.__struct_fields__ if (value := getattr(changes, name)) is not UNSET
-    }
-
-
-def decode_job(job: bytes, changes: bytes | None, result: bytes | None) -> Job:
-    record = _jobs.decode(job)
+def decode_job(job: bytes, state: bytes, result: bytes | None) -> Job:
+    record, changes = _jobs.decode(job), decode_state(state).record_changes()
     if changes is not None:
-        record = msgspec.structs.replace(record, **decode_changes(changes))
+        record = msgspec.structs.replace(record, **changes)
     if result is not None:
         record = msgspec.structs.replace(record, result=_results.decode(result))
     return record
 
 
-def encode_facts(facts: Sequence[Fact]) -> bytes:
-    return b"".join([encode((fact.kind, fact.at, fact.round, fact.data)) for fact in facts])
-
-
-def decode_facts(job_id: JobId, count: int, blob: bytes) -> list[Fact]:
-    # They were written one by one; with the head of a list of 32 bits before them, they are one.
-    parts = _facts.decode(b"\xdd" + count.to_bytes(4, "big") + blob)
-    return [
-        Fact(job_id, number, kind, at, round_, data)
-        for number, (kind, at, round_, data) in enumerate(parts, start=1)
-    ]
+def encode_fact(fact: Fact) -> bytes:
+    return encode((fact.kind, fact.at, fact.round, fact.data))

@@ -36,15 +36,15 @@ class SqliteMoving:
         if not all(store._kept.has_classes(each.dispatch) for each in jobs):
             return None
         adopted: dict[JobId, Dispatch] = {}
-        with store._writer as batch:
-            for each, record, found in zip(jobs, records, known, strict=True):
-                if found is None:
-                    entry = SqliteEntry(each.dispatch, each.job.reference)
-                    place(store._kept, entry, each, store._clock.now())
-                    if each.job.result is not None:
-                        rows.change_record(batch, entry, {"result": each.job.result})
-                    rows.insert(batch, entry, record, each.facts)
-                    adopted[each.job.job_id] = entry.dispatch
+        batch = store._writer.batch()
+        for each, record, found in zip(jobs, records, known, strict=True):
+            if found is None:
+                entry = SqliteEntry(each.dispatch, each.job.reference)
+                place(store._kept, entry, each, store._clock.now())
+                if each.job.result is not None:
+                    rows.change_record(batch, entry, {"result": each.job.result})
+                rows.insert(batch, entry, record, each.facts)
+                adopted[each.job.job_id] = entry.dispatch
         if adopted:
             await store._writer.written(batch)
         return [
@@ -64,7 +64,7 @@ class SqliteMoving:
 
     def _known(self, whole: WholeJob) -> JobId | None:
         store, job = self._store, whole.job
-        if job.job_id in store._kept.entries or store._disk.dispatch(job.job_id) is not None:
+        if job.job_id in store._kept.entries or store._disk.state(job.job_id) is not None:
             return job.job_id
         return None if job.reference is None else store._find(job.tenant, job.reference)
 
@@ -79,18 +79,19 @@ class SqliteMoving:
             await store._wait(read.job_id)
         store._writer.check()
         answers = []
-        with store._writer as batch:
-            for read in jobs:
-                entry = store._kept.entries.get(read.job_id)
-                found = store._disk.dispatch(read.job_id) if entry is None else entry.dispatch
-                answers.append(is_as_read(found, read) and not store._writer.is_pending(read.job_id))
-                if found is None or not answers[-1]:
-                    continue
-                if entry is not None:
-                    store._kept.forget(entry)
-                else:
-                    store._kept.by_phase[found.phase] -= 1
-                rows.purge(batch, found.job_id, found.sequence)
+        batch = store._writer.batch()
+        for read in jobs:
+            entry = store._kept.entries.get(read.job_id)
+            known = store._disk.state(read.job_id) if entry is None else entry
+            found = None if known is None else known.dispatch
+            answers.append(is_as_read(found, read) and not store._writer.is_pending(read.job_id))
+            if found is None or not answers[-1]:
+                continue
+            if entry is not None:
+                store._kept.forget(entry)
+            else:
+                store._kept.by_phase[found.phase] -= 1
+            rows.purge(batch, found.job_id, found.sequence, is_open=entry is not None)
         if any(answers):
             await store._writer.written(batch)
         return answers

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.dispatch import Attempt, Dispatch, Phase
+from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.ports import Clock
@@ -23,8 +22,10 @@ from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 
 _PAGE = 2000
-_ENTRY = "reference, fact_count, ending, ended_at, dispatch, facts, attempts, changes"
-_JOB = "SELECT job, changes, result FROM dispatches JOIN jobs USING (sequence) LEFT JOIN results USING (sequence)"
+_STATES = "LEFT JOIN open_jobs USING (sequence) LEFT JOIN ended_jobs USING (sequence)"
+_STATE = "coalesce(open_jobs.state, ended_jobs.state)"
+_JOB = f"SELECT job, {_STATE}, result FROM jobs {_STATES} LEFT JOIN results USING (sequence)"
+_OPEN_PHASES = (Phase.QUEUED, Phase.LEASED)
 
 
 class Disk:
@@ -52,29 +53,23 @@ class Disk:
     # one job
 
     def entry(self, job_id: JobId) -> SqliteEntry | None:
-        rows = self._all(f"SELECT {_ENTRY} FROM dispatches WHERE job_id = ?", job_id)
-        return codec.entry_of(rows[0], {}) if rows else None
+        row = self._row(job_id)
+        return None if row is None else codec.entry_of(*row, {})
 
-    def dispatch(self, job_id: JobId) -> Dispatch | None:
-        rows = self._all("SELECT dispatch FROM dispatches WHERE job_id = ?", job_id)
-        return codec.decode_dispatch(rows[0][0]) if rows else None
+    def state(self, job_id: JobId) -> codec.State | None:
+        row = self._row(job_id)
+        return None if row is None else codec.decode_state(row[0])
 
-    def attempts(self, job_id: JobId) -> list[Attempt]:
-        rows = self._all("SELECT attempts FROM dispatches WHERE job_id = ?", job_id)
-        return codec.decode_attempts(rows[0][0]) if rows else []
-
-    def facts(self, job_id: JobId, after: int) -> list[Fact]:
-        rows = self._all("SELECT fact_count, facts FROM dispatches WHERE job_id = ?", job_id)
-        return codec.decode_facts(job_id, *rows[0])[after:] if rows else []
+    def _row(self, job_id: JobId) -> tuple[bytes, int | None, float | None] | None:
+        rows = self._all(f"SELECT {_STATE}, ending, ended_at FROM jobs {_STATES} WHERE job_id = ?", job_id)
+        return rows[0] if rows else None
 
     def job(self, job_id: JobId) -> Job | None:
         rows = self._all(f"{_JOB} WHERE job_id = ?", job_id)
         return codec.decode_job(*rows[0]) if rows else None
 
     def by_reference(self, tenant: TenantId, reference: str) -> JobId | None:
-        rows = self._all(
-            "SELECT job_id FROM dispatches WHERE tenant = ? AND reference = ?", tenant, reference
-        )
+        rows = self._all("SELECT job_id FROM jobs WHERE tenant = ? AND reference = ?", tenant, reference)
         return JobId(rows[0][0]) if rows else None
 
     # several
@@ -85,34 +80,36 @@ class Disk:
         conditions: list[str] = []
         values: list[Any] = []
         if after is not None:
-            known = self._all("SELECT sequence FROM dispatches WHERE job_id = ?", after)
+            known = self._all("SELECT sequence FROM jobs WHERE job_id = ?", after)
             # What the page ended with may be gone; its id still says when it was.
-            conditions.append("dispatches.sequence > ?" if known else "job_id > ?")
+            conditions.append("jobs.sequence > ?" if known else "job_id > ?")
             values.append(known[0][0] if known else after)
         if tenant is not None:
             conditions.append("tenant = ?")
             values.append(tenant)
         if phase is not None:
-            conditions.append("phase = ?")
+            # Whatever has another phase is not even looked at, where that can be told from the table.
+            table = "open_jobs" if phase in _OPEN_PHASES else "ended_jobs"
+            conditions.append(f"{table}.phase = ?")
             values.append(phase.value)
         where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-        rows = self._all(f"{_JOB} {where} ORDER BY dispatches.sequence LIMIT ?", *values, limit)
+        rows = self._all(f"{_JOB} {where} ORDER BY jobs.sequence LIMIT ?", *values, limit)
         return [codec.decode_job(*row) for row in rows]
 
     def failed(self, limit: int, after: JobId | None) -> list[Dispatch]:
         rows = self._all(
-            "SELECT dispatch FROM dispatches WHERE phase = ? AND ending IS NOT NULL AND job_id > ? "
+            "SELECT state FROM ended_jobs CROSS JOIN jobs USING (sequence) WHERE phase = ? AND job_id > ? "
             "ORDER BY job_id LIMIT ?",
             Phase.FAILED.value,
             after or "",
             limit,
         )
-        return [codec.decode_dispatch(blob) for (blob,) in rows]
+        return [codec.decode_state(blob).dispatch for (blob,) in rows]
 
     def ended(self, phase: Phase, limit: int) -> list[tuple[JobId, int, float]]:
         """Job id, sequence and time of those that ended first."""
         return self._all(
-            "SELECT job_id, sequence, ended_at FROM dispatches WHERE phase = ? AND ending IS NOT NULL "
+            "SELECT job_id, sequence, ended_at FROM ended_jobs CROSS JOIN jobs USING (sequence) WHERE phase = ? "
             "ORDER BY ending LIMIT ?",
             phase.value,
             limit,
@@ -133,7 +130,7 @@ class Disk:
         kept: Kept[SqliteEntry] = Kept(clock, epoch)
         meta = dict(self._all("SELECT name, value FROM meta"))
         kept.table_version = meta["table_version"]
-        ((ending,),) = self._all("SELECT coalesce(max(ending), 0) FROM dispatches WHERE ending IS NOT NULL")
+        ((ending,),) = self._all("SELECT coalesce(max(ending), 0) FROM ended_jobs")
         kept.endings = ending
         self.load_small(kept, meta)
         for tenant, virtual_time in self._all("SELECT tenant, virtual_time FROM tenants"):
@@ -146,9 +143,7 @@ class Disk:
             kept.take_in(entry)
         for class_key in pinned:
             kept.index.unpin(class_key)
-        for phase, count in self._all(
-            "SELECT phase, count(*) FROM dispatches WHERE ending IS NOT NULL GROUP BY phase"
-        ):
+        for phase, count in self._all("SELECT phase, count(*) FROM ended_jobs GROUP BY phase"):
             kept.by_phase[Phase(phase)] = count
         return kept
 
@@ -156,7 +151,8 @@ class Disk:
         """Workers, blocks, lessons, and the single values."""
         if meta is None:
             meta = dict(self._all("SELECT name, value FROM meta"))
-        kept.sequence, kept.is_paused = meta["sequence"], bool(meta["is_paused"])
+        ((last,),) = self._all("SELECT coalesce(max(sequence), 0) FROM jobs")
+        kept.sequence, kept.is_paused = max(last, meta["sequence"]), bool(meta["is_paused"])
         records = [
             codec.decode_worker(blob) for (blob,) in self._all("SELECT record FROM workers ORDER BY rowid")
         ]
@@ -171,14 +167,11 @@ class Disk:
         # In pages: all rows at once would leave the process as large as the rows were.
         last = 0
         while rows := self._all(
-            f"SELECT {_ENTRY} FROM dispatches WHERE ending IS NULL AND sequence > ? ORDER BY sequence LIMIT ?",
-            last,
-            _PAGE,
+            "SELECT sequence, state FROM open_jobs WHERE sequence > ? ORDER BY sequence LIMIT ?", last, _PAGE
         ):
-            for row in rows:
-                entry = codec.entry_of(row, self._names)
-                yield entry
-            last = entry.dispatch.sequence
+            for _, state in rows:
+                yield codec.entry_of(state, None, None, self._names)
+            last = rows[-1][0]
 
     def _load_table(self, kept: Kept[SqliteEntry], entries: Iterable[SqliteEntry]) -> list[ClassKey]:
         """Classes of open jobs come first and are pinned: idle ones may be dropped for room. Answers the pinned."""

@@ -11,7 +11,7 @@ from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
-from comfyfleet.stores.sqlite.writer import NO_RESULT, Area, Batch
+from comfyfleet.stores.sqlite.writer import Area, Batch
 
 _VERSION = "UPDATE meta SET value = ? WHERE name = 'table_version'"
 _FITS = "INSERT OR IGNORE INTO fits VALUES (?, ?)"
@@ -21,16 +21,17 @@ _FITS = "INSERT OR IGNORE INTO fits VALUES (?, ?)"
 
 
 def insert(batch: Batch, entry: SqliteEntry, job: bytes, facts: Sequence[Fact]) -> None:
-    batch.jobs[entry.dispatch.sequence] = job
+    dispatch = entry.dispatch
+    batch.added.append((dispatch.sequence, dispatch.job_id, dispatch.tenant, entry.reference, job))
     update(batch, entry, facts)
 
 
 def update(batch: Batch, entry: SqliteEntry, facts: Sequence[Fact] = ()) -> None:
-    if facts:
-        entry.facts += codec.encode_facts(facts)
+    for fact in facts:
+        entry.facts += codec.encode_fact(fact)
     job_id = entry.dispatch.job_id
     batch.keys[job_id] = None
-    batch.dispatches[job_id] = codec.row_of(entry)
+    batch.rows[job_id] = codec.row_of(entry)
 
 
 def change_record(batch: Batch, entry: SqliteEntry, changes: dict[str, Any] | None) -> None:
@@ -40,13 +41,18 @@ def change_record(batch: Batch, entry: SqliteEntry, changes: dict[str, Any] | No
     if "result" in changes:
         changes = dict(changes)
         result = changes.pop("result")
-        batch.results[entry.dispatch.sequence] = NO_RESULT if result is None else codec.encode(result)
+        batch.results[entry.dispatch.sequence] = None if result is None else codec.encode(result)
     entry.changes = changes if entry.changes is None else {**entry.changes, **changes}
 
 
-def purge(batch: Batch, job_id: JobId, sequence: int) -> None:
-    for table in ("dispatches", "jobs", "results"):
+def purge(batch: Batch, job_id: JobId, sequence: int, is_open: bool = False) -> None:
+    for table in ("open_jobs" if is_open else "ended_jobs", "jobs", "results"):
         batch.touch(job_id, f"DELETE FROM {table} WHERE sequence = ?", sequence)
+
+
+def keep_place(batch: Batch, sequence: int) -> None:
+    """No place in line is given twice, though the last job that had one is purged."""
+    batch.touch(Area.PLACES, "UPDATE meta SET value = ? WHERE name = 'sequence'", sequence)
 
 
 # the table profile × class

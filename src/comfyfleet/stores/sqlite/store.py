@@ -115,14 +115,14 @@ class SqliteStore:
         if dropped is None:
             return False
         known = self._kept.index.profiles()
-        with self._writer as batch:
-            rows.put_class(
-                batch,
-                cls,
-                [each for each in fits if is_new and each in known],
-                dropped,
-                self._kept.table_version,
-            )
+        batch = self._writer.batch()
+        rows.put_class(
+            batch,
+            cls,
+            [each for each in fits if is_new and each in known],
+            dropped,
+            self._kept.table_version,
+        )
         await self._writer.written(batch)
         return True
 
@@ -131,18 +131,18 @@ class SqliteStore:
         is_new = profile not in self._kept.index.profiles()
         if not self._kept.put_profile(profile, fits, version=version):
             return False
-        with self._writer as batch:
-            rows.put_profile(batch, profile, fits if is_new else (), self._kept.table_version)
+        batch = self._writer.batch()
+        rows.put_profile(batch, profile, fits if is_new else (), self._kept.table_version)
         await self._writer.written(batch)
         return True
 
     async def drop_profiles(self, unused: Collection[ProfileKey]) -> None:
         self._check(list(unused))
         if unused:
-            with self._writer as batch:
-                for profile in unused:
-                    self._kept.index.drop_profile(profile)
-                    rows.drop_profile(batch, profile)
+            batch = self._writer.batch()
+            for profile in unused:
+                self._kept.index.drop_profile(profile)
+                rows.drop_profile(batch, profile)
             await self._writer.written(batch)
 
     # workers
@@ -150,8 +150,8 @@ class SqliteStore:
     async def put_worker(self, worker: WorkerRecord) -> None:
         blob = self._check(worker)
         self._kept.workers[worker.worker_id] = worker
-        with self._writer as batch:
-            rows.put_worker(batch, worker.worker_id, blob)
+        batch = self._writer.batch()
+        rows.put_worker(batch, worker.worker_id, blob)
         await self._writer.written(batch)
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
@@ -166,8 +166,8 @@ class SqliteStore:
         self._check(worker_id)
         self._kept.workers.pop(worker_id, None)
         self._kept.blocks.forget_worker(worker_id)
-        with self._writer as batch:
-            rows.remove_worker(batch, worker_id)
+        batch = self._writer.batch()
+        rows.remove_worker(batch, worker_id)
         await self._writer.written(batch)
 
     # dispatches
@@ -187,15 +187,18 @@ class SqliteStore:
         entry = SqliteEntry(dispatch, job.reference)
         written = self._kept.enqueue(entry, facts)
         assert written is not None, "its classes were looked up in this very step"
-        with self._writer as batch:
-            rows.insert(batch, entry, record, written.facts)
+        batch = self._writer.batch()
+        rows.insert(batch, entry, record, written.facts)
         await self._writer.written(batch)
         return written
 
     async def load(self, job_id: JobId) -> Dispatch | None:
         await self._wait(job_id)
         entry = self._kept.entries.get(job_id)
-        return self._disk.dispatch(job_id) if entry is None else entry.dispatch
+        if entry is not None:
+            return entry.dispatch
+        state = self._disk.state(job_id)
+        return None if state is None else state.dispatch
 
     async def peek(self, query: Peek) -> list[Candidate]:
         return self._kept.peek(query)
@@ -205,8 +208,8 @@ class SqliteStore:
         while (written := self._kept.lease(job_id, offer)) is None:
             if await self._is_settled(job_id):
                 return None
-        with self._writer as batch:
-            self._granted(batch, written)
+        batch = self._writer.batch()
+        self._granted(batch, written)
         await self._writer.written(batch)
         return written
 
@@ -214,8 +217,8 @@ class SqliteStore:
         self._check(offer)
         written = self._kept.lease_next(offer)
         if written is not None:
-            with self._writer as batch:
-                self._granted(batch, written)
+            batch = self._writer.batch()
+            self._granted(batch, written)
             await self._writer.written(batch)
         return written
 
@@ -229,8 +232,8 @@ class SqliteStore:
     async def write(self, write: Write) -> Written | None:
         written = await self._write(write)
         if written is not None:
-            with self._writer as batch:
-                self._changed(batch, write, written)
+            batch = self._writer.batch()
+            self._changed(batch, write, written)
             await self._writer.written(batch)
         return written
 
@@ -242,10 +245,10 @@ class SqliteStore:
         if finished is None:
             return None, None
         taken = None
-        with self._writer as batch:
-            self._changed(batch, write, finished)
-            if (taken := self._kept.lease_next(offer)) is not None:
-                self._granted(batch, taken)
+        batch = self._writer.batch()
+        self._changed(batch, write, finished)
+        if (taken := self._kept.lease_next(offer)) is not None:
+            self._granted(batch, taken)
         await self._writer.written(batch)
         return finished, taken
 
@@ -255,10 +258,10 @@ class SqliteStore:
         self._writer.check()
         answers = [self._kept.heartbeat(ref, ttl_s) for ref in refs]
         if any(answer.is_alive for answer in answers):
-            with self._writer as batch:
-                for answer in answers:
-                    if answer.is_alive:
-                        rows.update(batch, self._kept.entries[answer.ref.job_id])
+            batch = self._writer.batch()
+            for answer in answers:
+                if answer.is_alive:
+                    rows.update(batch, self._kept.entries[answer.ref.job_id])
             await self._writer.written(batch)
         return answers
 
@@ -284,20 +287,23 @@ class SqliteStore:
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
         await self._wait(None)
         self._writer.check()
-        gone = list(takewhile(lambda each: each[2] < before, self._disk.ended(phase, limit)))
+        old = takewhile(lambda each: each[2] < before, self._disk.ended(phase, limit))
+        # One that is just being retried ends no more.
+        gone = [each for each in old if not self._writer.is_pending(each[0])]
         if gone:
-            with self._writer as batch:
-                for job_id, sequence, _ in gone:
-                    rows.purge(batch, job_id, sequence)
-                    self._kept.by_phase[phase] -= 1
+            batch = self._writer.batch()
+            for job_id, sequence, _ in gone:
+                rows.purge(batch, job_id, sequence)
+                self._kept.by_phase[phase] -= 1
+            rows.keep_place(batch, self._kept.sequence)
             await self._writer.written(batch)
         return len(gone)
 
     async def pause_queue(self, is_paused: bool) -> None:
         self._writer.check()
         self._kept.is_paused = is_paused
-        with self._writer as batch:
-            rows.pause(batch, is_paused)
+        batch = self._writer.batch()
+        rows.pause(batch, is_paused)
         await self._writer.written(batch)
 
     async def is_queue_paused(self) -> bool:
@@ -307,28 +313,30 @@ class SqliteStore:
     async def charge_tenant(self, tenant: TenantId, seconds: float) -> None:
         self._check(tenant)
         self._kept.index.charge(tenant, seconds)
-        with self._writer as batch:
-            rows.charge(batch, tenant, self._kept.index.virtual_time(tenant))
+        batch = self._writer.batch()
+        rows.charge(batch, tenant, self._kept.index.virtual_time(tenant))
         await self._writer.written(batch)
 
     # what is kept with a job
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
         await self._wait(job_id)
-        return self._disk.facts(job_id, after)
+        state = self._disk.state(job_id)
+        return [] if state is None else state.job_facts()[after:]
 
     async def attempts(self, job_id: JobId) -> list[Attempt]:
         await self._wait(job_id)
         entry = self._kept.entries.get(job_id)
-        return self._disk.attempts(job_id) if entry is None else list(entry.attempts)
+        known = self._disk.state(job_id) if entry is None else entry
+        return [] if known is None else list(known.attempts)
 
     async def mark_late(self, ref: LeaseRef) -> None:
         await self._wait(ref.job_id)
         self._writer.check()
         self._bring_back(ref.job_id)
         if self._kept.mark_late(ref):
-            with self._writer as batch:
-                rows.update(batch, self._kept.entries[ref.job_id])
+            batch = self._writer.batch()
+            rows.update(batch, self._kept.entries[ref.job_id])
             await self._writer.written(batch)
         else:
             self._let_go(ref.job_id)
@@ -346,8 +354,8 @@ class SqliteStore:
     async def put_block(self, block: Block) -> None:
         self._check(block)
         forgotten = self._kept.blocks.put(block)
-        with self._writer as batch:
-            rows.put_blocks(batch, (block,), () if forgotten is None else (forgotten,))
+        batch = self._writer.batch()
+        rows.put_blocks(batch, (block,), () if forgotten is None else (forgotten,))
         await self._writer.written(batch)
 
     async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
@@ -368,8 +376,8 @@ class SqliteStore:
 
     async def put_lesson(self, lesson: Lesson) -> None:
         blob = self._check(lesson)
-        with self._writer as batch:
-            rows.put_lesson(batch, lesson.workflow_hash, blob, self._kept.lessons.put(lesson))
+        batch = self._writer.batch()
+        rows.put_lesson(batch, lesson.workflow_hash, blob, self._kept.lessons.put(lesson))
         await self._writer.written(batch)
 
     # reserving
@@ -394,6 +402,8 @@ class SqliteStore:
         entry = self._kept.entries[write.job_id]
         rows.change_record(batch, entry, write.job)
         rows.update(batch, entry, written.facts)
+        if entry.ending is None:
+            batch.reopened.append((entry.dispatch.sequence,))
         if write.blocks:
             rows.put_blocks(batch, write.blocks, self._kept.forgotten)
         if write.lifted:
@@ -406,8 +416,8 @@ class SqliteStore:
 
     async def _lifted(self, blocks: list[Block]) -> list[Block]:
         if blocks:
-            with self._writer as batch:
-                rows.lift(batch, [block.pair for block in blocks])
+            batch = self._writer.batch()
+            rows.lift(batch, [block.pair for block in blocks])
             await self._writer.written(batch)
         return blocks
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.ids import JobId
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.migrating import connect, connect_to_read, migrations, refuse_strangers
 from comfyfleet.stores.sqlite.owner import Ownership
@@ -86,14 +85,10 @@ def _problems(database: sqlite3.Connection, path: Path) -> Iterator[str]:
     if missing:
         yield f"its tables lack the steps {missing}; the store takes them when it is next opened"
         return
-    meta = dict(database.execute("SELECT name, value FROM meta"))
-    ((highest,),) = database.execute("SELECT coalesce(max(sequence), 0) FROM dispatches").fetchall()
-    if meta.get("sequence", -1) < highest:
-        yield f"the last place given is {meta.get('sequence')}, but a job stands at {highest}"
     for table, column, of in (
-        ("jobs", "sequence", "dispatches"),
-        ("results", "sequence", "dispatches"),
-        ("dispatches", "sequence", "jobs"),
+        ("open_jobs", "sequence", "jobs"),
+        ("ended_jobs", "sequence", "jobs"),
+        ("results", "sequence", "jobs"),
         ("fits", "class_key", "classes"),
         ("fits", "profile_key", "profiles"),
     ):
@@ -102,12 +97,13 @@ def _problems(database: sqlite3.Connection, path: Path) -> Iterator[str]:
         ):
             yield f"{table} has a row for {column} {key!r}, {of} has none"
     classes = {key for (key,) in database.execute("SELECT class_key FROM classes")}
-    for row in database.execute(
-        "SELECT job_id, sequence, phase, fact_count, ending, facts, dispatch, attempts, changes FROM dispatches"
+    for job_id, *row in database.execute(
+        "SELECT job_id, jobs.sequence, reference, open_jobs.phase, open_jobs.state, "
+        "ended_jobs.phase, ended_jobs.state "
+        "FROM jobs LEFT JOIN open_jobs USING (sequence) LEFT JOIN ended_jobs USING (sequence)"
     ):
-        job_id = row[0]
         try:
-            for problem in _job_problems(*row, classes=classes):
+            for problem in _job_problems(job_id, *row, classes=classes):
                 yield f"job {job_id}: {problem}"
         except (msgspec.MsgspecError, ValueError) as error:
             yield f"job {job_id} cannot be read: {error}"
@@ -116,21 +112,32 @@ def _problems(database: sqlite3.Connection, path: Path) -> Iterator[str]:
 def _job_problems(
     job_id: str,
     sequence: int,
-    phase: str,
-    fact_count: int,
-    ending: int | None,
-    facts: bytes,
-    blob: bytes,
-    attempts: bytes | None,
-    changes: bytes | None,
+    reference: str | None,
+    open_phase: str | None,
+    open_blob: bytes | None,
+    ended_phase: str | None,
+    ended_blob: bytes | None,
     *,
     classes: set[str],
 ) -> Iterator[str]:
-    dispatch = codec.decode_dispatch(blob)
-    if (dispatch.job_id, dispatch.sequence, dispatch.phase.value) != (job_id, sequence, phase):
+    blob = ended_blob if open_blob is None else open_blob
+    if blob is None:
+        yield "it is neither open nor has it ended"
+        return
+    if open_blob is not None and ended_blob is not None:
+        yield "it is open, and it has ended"
+    phase = ended_phase if open_blob is None else open_phase
+    state = codec.decode_state(blob)
+    dispatch = state.dispatch
+    if (dispatch.job_id, dispatch.sequence, dispatch.phase.value, state.reference) != (
+        job_id,
+        sequence,
+        phase,
+        reference,
+    ):
         yield "its row and its dispatch say different things"
-    if dispatch.phase.is_final != (ending is not None):
-        yield f"its phase is {phase}, its end is {ending}"
+    if dispatch.phase.is_final != (open_blob is None):
+        yield f"its phase is {phase}, but it stands among the {'ended' if open_blob is None else 'open'}"
     if (phase == "leased") != (dispatch.lease is not None):
         yield f"its phase is {phase}, its lease is {dispatch.lease}"
     open_classes = () if dispatch.phase.is_final else (dispatch.class_key, dispatch.relaxed_class)
@@ -138,7 +145,5 @@ def _job_problems(
         if class_key is not None and class_key not in classes:
             yield f"its class {class_key} is not in the table"
     # Facts carry no numbers of their own: they are dense if there are as many as were counted.
-    codec.decode_facts(JobId(job_id), fact_count, facts)
-    codec.decode_attempts(attempts)
-    if changes is not None:
-        codec.decode_changes(changes)
+    state.job_facts()
+    state.record_changes()

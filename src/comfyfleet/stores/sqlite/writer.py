@@ -1,9 +1,11 @@
 """One thread that writes: all that has piled up is one transaction, and every caller is answered by its own commit.
 
-Calls add the rows they change to the `Batch` that is open. If a batch cannot be written
+Calls add the rows they change to the `Batch` that is open. The event loop owns every batch and hands one at a time to
+the thread: when all that was ready to run has had its turn, or when the one before has come back. So nothing is
+locked, nobody waits for company, and the busier the store is the larger its groups are. If a batch cannot be written
 (the disk is full), it and everything that piled up behind it is taken back: what came later was decided on what came
 before. The store is told which jobs and areas that touched, puts its memory right, and only then are the callers
-answered with a fault. Everything but the writing itself happens in the event loop.
+answered with a fault.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from itertools import chain
+from queue import SimpleQueue
 from typing import Any
 
 from comfyfleet.model.errors import Fault
@@ -32,37 +34,29 @@ class Area(StrEnum):
     LESSONS = "lessons"
     TENANTS = "tenants"
     PAUSE = "pause"
+    PLACES = "places"
 
 
 Key = JobId | Area
 
-_ROW = f"({', '.join('?' * 14)})"
 _ROWS_A_STATEMENT = 64
-_PUT = [
-    f"INSERT INTO changed_jobs VALUES {', '.join([_ROW] * size)}" for size in range(_ROWS_A_STATEMENT + 1)
-]
-NO_RESULT = 0
-"""In place of a result that is no more."""
+_OPEN_COLUMNS, _ENDED_COLUMNS = 3, 5
 
 
 class Batch:
     """Rows to write in one transaction. Of a job that changes twice in it, the last row is written."""
 
-    __slots__ = (
-        "dispatches",
-        "jobs",
-        "keys",
-        "results",
-        "statements",
-        "waiters",
-        "watchers",
-    )
+    __slots__ = ("added", "keys", "reopened", "results", "rows", "statements", "waiters", "watchers")
 
     def __init__(self) -> None:
         self.keys: dict[Key, None] = {}
-        self.dispatches: dict[JobId, Row] = {}
-        self.jobs: dict[int, bytes] = {}
-        self.results: dict[int, bytes | int] = {}
+        self.added: list[Row] = []
+        """Jobs as submitted: sequence, job id, tenant, reference, record."""
+        self.rows: dict[JobId, Row] = {}
+        """Sequence, phase, state; of a job that has ended: sequence, phase, ending, ended at, state."""
+        self.reopened: list[Row] = []
+        """The sequences of jobs that may have ended before, and are open."""
+        self.results: dict[int, bytes | None] = {}
         self.statements: list[tuple[str, Row]] = []
         self.waiters: list[asyncio.Future[None]] = []
         """Those whose changes these are."""
@@ -73,62 +67,76 @@ class Batch:
         self.keys[key] = None
         self.statements.append((sql, values))
 
-    def ended(self) -> Iterator[JobId]:
+    def ended(self) -> list[JobId]:
         """The jobs that are over with this batch."""
-        return (job_id for job_id, row in self.dispatches.items() if row[6] is not None)
+        return [job_id for job_id, row in self.rows.items() if len(row) == _ENDED_COLUMNS]
 
     def write(self, database: sqlite3.Connection) -> None:
-        parts = list(self._parts())
-        if len(parts) == 1 and not self.statements:
-            # One statement is a transaction of its own. Between two of them this thread has to wait until the loop
-            # lets it go on, so what comes in one is written while the loop works.
-            database.execute(*parts[0])
-            return
+        rows = list(self.rows.values())
+        ended = [row for row in rows if len(row) == _ENDED_COLUMNS]
+        results = [(sequence, result) for sequence, result in self.results.items() if result is not None]
+        gone = [(sequence,) for sequence, result in self.results.items() if result is None]
         database.execute("BEGIN IMMEDIATE")
-        for sql, values in (*self.statements, *parts):
+        for sql, values in self.statements:
             database.execute(sql, values)
+        _put(database, "INSERT INTO jobs VALUES", self.added)
+        _put(database, "DELETE FROM ended_jobs WHERE (sequence) IN (VALUES", self.reopened, ")")
+        _put(database, "DELETE FROM open_jobs WHERE (sequence) IN (VALUES", [row[:1] for row in ended], ")")
+        _put(
+            database,
+            "INSERT OR REPLACE INTO open_jobs VALUES",
+            [row for row in rows if len(row) == _OPEN_COLUMNS],
+        )
+        _put(database, "INSERT OR REPLACE INTO ended_jobs VALUES", ended)
+        _put(database, "INSERT OR REPLACE INTO results VALUES", results)
+        _put(database, "DELETE FROM results WHERE (sequence) IN (VALUES", gone, ")")
         database.execute("COMMIT")
 
-    def _parts(self) -> Iterator[tuple[str, Row]]:
-        job, result = self.jobs.get, self.results.get
-        rows = [(*row, job(row[0]), result(row[0])) for row in self.dispatches.values()]
-        begin = 0
-        while begin < len(rows):
-            size = min(_ROWS_A_STATEMENT, len(rows) - begin)
-            yield _PUT[size], tuple(chain.from_iterable(rows[begin : begin + size]))
-            begin += size
+
+def _put(database: sqlite3.Connection, head: str, rows: Sequence[Row], tail: str = "") -> None:
+    """Many rows in one statement: between two statements this thread has to wait until the loop lets it go on."""
+    begin, count = 0, len(rows)
+    while begin < count:
+        size = min(_ROWS_A_STATEMENT, count - begin)
+        if size > 8:
+            # Few lengths: each is a statement that SQLite keeps prepared.
+            size -= size % 8
+        part = rows[begin : begin + size]
+        row = f"({', '.join('?' * len(part[0]))})"
+        database.execute(
+            f"{head} {', '.join([row] * size)}{tail}",
+            part[0] if size == 1 else tuple(chain.from_iterable(part)),
+        )
+        begin += size
 
 
 class Writer:
-    """A context manager: `with writer as batch` adds rows to the group that is written next, without a pause."""
-
     def __init__(
         self, *, committed: Callable[[Batch], None], restore: Callable[[Iterable[Key]], None]
     ) -> None:
         self._committed = committed
         self._restore = restore
         self._open = Batch()
-        self._flying: deque[Batch] = deque()
-        """Taken by the thread, and not yet known in the loop to be written."""
-        self._changed = threading.Condition()
-        self._is_idle = False
-        self._has_failed = False
-        self._is_stopping = False
+        self._flying: Batch | None = None
+        """What the thread is writing."""
+        self._is_called = False
+        """The open batch will be handed over when the loop comes round."""
+        self._queue: SimpleQueue[Batch | None] = SimpleQueue()
         self._fault: Fault | None = Fault("the store is closed; open it first")
 
     def start(self, database: sqlite3.Connection) -> None:
         self._database = database
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="comfyfleet-sqlite", daemon=True)
-        self._is_stopping, self._fault = False, None
+        self._fault = None
         self._thread.start()
 
     async def stop(self) -> None:
         """What has been asked for is still written."""
         self._fault = Fault("the store is closed; open it first")
-        with self._changed:
-            self._is_stopping = True
-            self._changed.notify()
+        while (watcher := self._watch(None)) is not None:
+            await watcher
+        self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
         self._database.close()
 
@@ -139,14 +147,12 @@ class Writer:
         if self._fault is not None:
             raise self._fault
 
-    def __enter__(self) -> Batch:
-        self._changed.acquire()
+    def batch(self) -> Batch:
+        """The group that is written next; rows are added to it without a pause."""
+        if not self._is_called:
+            self._is_called = True
+            self._loop.call_soon(self._hand_over)
         return self._open
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_idle:
-            self._changed.notify()
-        self._changed.release()
 
     def written(self, batch: Batch) -> asyncio.Future[None]:
         """Answers or raises when the batch is written or is not. Asked for before the loop does anything else."""
@@ -155,53 +161,46 @@ class Writer:
         return waiter
 
     def is_pending(self, key: Key) -> bool:
-        return self._holder(key) is not None
+        return key in self._open.keys or (self._flying is not None and key in self._flying.keys)
 
     def settling(self, key: Key | None) -> asyncio.Future[bool] | None:
         """A future that says whether what last changed under this key (None: at all) was written; None: it was."""
         self.check()
-        batch = self._holder(key)
-        if batch is None:
-            return None
-        watcher: asyncio.Future[bool] = self._loop.create_future()
-        batch.watchers.append(watcher)
-        return watcher
+        return self._watch(key)
 
-    def _holder(self, key: Key | None) -> Batch | None:
-        with self._changed:
-            for batch in (self._open, *reversed(self._flying)):
-                if key in batch.keys or (key is None and batch.keys):
-                    return batch
+    def _watch(self, key: Key | None) -> asyncio.Future[bool] | None:
+        for batch in (self._open, self._flying):
+            if batch is not None and (key in batch.keys or (key is None and batch.keys)):
+                watcher: asyncio.Future[bool] = self._loop.create_future()
+                batch.watchers.append(watcher)
+                return watcher
         return None
+
+    def _hand_over(self) -> None:
+        if self._flying is None:
+            self._is_called = False
+            if self._open.keys:
+                self._flying, self._open = self._open, Batch()
+                self._queue.put(self._flying)
 
     # the thread
 
     def _run(self) -> None:
-        while (batch := self._take()) is not None:
+        while (batch := self._queue.get()) is not None:
+            error: Exception | None = None
             try:
                 batch.write(self._database)
             # Whatever it was, it must not end the thread: those who wait are told.
-            except Exception as error:
+            except Exception as raised:
+                error = raised
                 self._roll_back()
-                self._tell(self._failed, batch, error)
-            else:
-                self._tell(self._done, batch)
-
-    def _take(self) -> Batch | None:
-        with self._changed:
-            while self._has_failed or not self._open.keys:
-                if self._is_stopping and not self._has_failed:
-                    return None
-                self._is_idle = True
-                self._changed.wait()
-            self._is_idle = False
-            batch, self._open = self._open, Batch()
-            self._flying.append(batch)
-            return batch
+            try:
+                self._loop.call_soon_threadsafe(self._came_back, batch, error)
+            except RuntimeError:
+                # The loop is closed: nobody waits any more.
+                return
 
     def _roll_back(self) -> None:
-        with self._changed:
-            self._has_failed = True
         try:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
@@ -209,20 +208,16 @@ class Writer:
             # The next BEGIN fails too then, and each caller hears of it.
             return
 
-    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback, *arguments)
-        except RuntimeError:
-            # The loop is closed: nobody waits any more.
-            with self._changed:
-                self._is_stopping, self._has_failed, self._open = True, False, Batch()
-
     # back in the loop
 
-    def _done(self, batch: Batch) -> None:
-        with self._changed:
-            flown = self._flying.popleft()
-        assert flown is batch, "groups are answered in the order in which they were written"
+    def _came_back(self, batch: Batch, error: Exception | None) -> None:
+        assert self._flying is batch, "one group at a time is written"
+        self._flying = None
+        if error is not None:
+            self._failed(batch, error)
+            return
+        # First of all, so that the disk has something to do while those who are answered go on.
+        self._hand_over()
         self._committed(batch)
         for waiter in batch.waiters:
             if not waiter.done():
@@ -230,9 +225,7 @@ class Writer:
         _answer(batch.watchers, True)
 
     def _failed(self, batch: Batch, error: Exception) -> None:
-        with self._changed:
-            self._flying.popleft()
-            behind, self._open = self._open, Batch()
+        behind, self._open, self._is_called = self._open, Batch(), False
         fault = Fault(
             f"the store could not write: {error}. Nothing was changed; make room on its disk or see to its rights, "
             "and try again"
@@ -244,9 +237,6 @@ class Writer:
                 f"the store could not write ({error}) and then not read ({unreadable}). What was acknowledged is in "
                 "its file; see to the disk and start again"
             )
-        with self._changed:
-            self._has_failed = False
-            self._changed.notify()
         for waiter in (*batch.waiters, *behind.waiters):
             if not waiter.done():
                 waiter.set_exception(fault)
