@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from importlib import resources
 
 import msgspec
@@ -25,7 +26,7 @@ from comfyfleet.ports import Peek
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.opening import open_store
 from comfyfleet.stores.postgres import PostgresStore, pool
-from comfyfleet.stores.postgres.pool import Pool, Step
+from comfyfleet.stores.postgres.pool import Connection, Pool, Step
 
 
 @pytest.fixture
@@ -52,6 +53,18 @@ def server() -> Iterator[PostgresServer]:
         pytest.skip(f"no PostgreSQL: {reason}")
     yield server
     server.stop()
+
+
+async def test_a_server_that_hangs_up_while_the_store_is_being_opened_is_a_fault(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang_up(connection: Connection, _migrations: object) -> None:
+        with suppress(psycopg.Error):
+            await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    monkeypatch.setattr("comfyfleet.stores.postgres.store.migrate", hang_up)
+    with pytest.raises(Fault, match="hung up while the store was being opened"):
+        await PostgresStore(url).open()
 
 
 async def test_a_killed_server_loses_nothing_acknowledged_and_the_store_finds_it_again(

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import psycopg
 
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.dispatch import (
@@ -128,12 +129,18 @@ class PostgresStore:
 
     async def open(self) -> None:
         connection = await self._pool.connect()
-        async with connection:
-            await _check_server(connection, self._pool.address)
-            await migrate(connection, known_migrations())
-            row = await (await connection.execute("SELECT epoch FROM comfyfleet.state")).fetchone()
-            assert row is not None, "the first migration puts it there"
-            self._epoch = row[0]
+        try:
+            async with connection:
+                await _check_server(connection, self._pool.address)
+                await migrate(connection, known_migrations())
+                row = await (await connection.execute("SELECT epoch FROM comfyfleet.state")).fetchone()
+                assert row is not None, "the first migration puts it there"
+                self._epoch = row[0]
+        except psycopg.Error as error:
+            raise Fault(
+                f"PostgreSQL at {self._pool.address} hung up while the store was being opened: "
+                f"{' '.join(str(error).split())}; try again when it runs"
+            ) from error
         self._hints.open()
 
     def listen(self, wake: Callable[[], None]) -> None:
