@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
+from PIL import Image
 from psycopg.conninfo import conninfo_to_dict
-from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, QUICK_RULES, Told, quick, text_to_image
+from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, QUICK_RULES, Told, invert, quick, text_to_image
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet import WorkflowPool
+from comfyfleet import WorkflowPool, attach
 from comfyfleet.sim.fake_comfyui import FakeComfyUI, NodeFault
 
 
@@ -74,3 +76,22 @@ async def test_jobs_survive_the_pools_and_run_when_one_comes_back(store_url: str
         for job_id in jobs:
             await pool.wait(job_id, timeout=20)
         assert sum(server.stats.prompts_run.values()) == 3
+
+
+async def test_a_priority_is_changed_and_what_was_attached_is_gone_with_the_end(store_url: str) -> None:
+    async with FakeComfyUI(quick()) as server, pool_on(store_url, server.url) as pool:
+        await pool.pause_queue()
+        picture = io.BytesIO()
+        Image.new("RGB", (16, 16)).save(picture, "PNG")
+        given = [attach(picture.getvalue(), "1", "image")]
+        job_id = await pool.enqueue(invert(), attachments=given, job_id="mine")
+        await pool.set_priority(job_id, 7)
+        await pool.resume_queue()
+        await pool.wait(job_id, timeout=20)
+        assert (await pool.get_job(job_id)).priority == 7
+        again = await pool.enqueue(invert(), attachments=given, job_id="mine")
+        assert again == job_id
+        engine = pool._engine
+        inner = await engine.by_reference("mine")
+        assert inner is not None
+        assert (await engine.get(inner)).job.payload.attachments == ()

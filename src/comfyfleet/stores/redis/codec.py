@@ -51,6 +51,7 @@ class Record(msgspec.Struct, frozen=True):
     started_at: float | None = None
     completed_at: float | None = None
     is_late: bool = False
+    priority: int | None = None
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -146,7 +147,12 @@ def encode_kept(dispatch: Dispatch, job: Job, fact_count: int) -> tuple[bytes, b
     kept["record"] = {name: value for name in _RECORD if (value := getattr(job, name)) is not None}
     if job.reference is not None:
         kept["reference"] = job.reference
-    return _pack(kept), _json(msgspec.structs.replace(job, **_FRESH))
+    return _pack(kept), encode_payload(job)
+
+
+def encode_payload(job: Job) -> bytes:
+    """The record without what changes: that stands with the dispatch and in texts of its own."""
+    return _json(msgspec.structs.replace(job, **_FRESH))
 
 
 def _drafts(facts: Sequence[FactDraft]) -> list[tuple[str, str]]:
@@ -173,17 +179,20 @@ def _plain(ref: LeaseRef) -> dict[str, Any]:
     }
 
 
-def encode_write(write: Write) -> bytes:
+def encode_write(write: Write, payload: bytes | None = None) -> bytes:
+    """`payload` is the text that takes the place of the one the job was submitted with."""
     message: dict[str, Any] = {"job_id": write.job_id}
     change = {name: value for name in _CHANGEABLE if (value := getattr(write.change, name)) is not UNSET}
     # MessagePack in Lua knows no nil in a map, and an empty tuple is every field's default.
     _split(message, "set", "drop", change)
     if write.job:
-        record = dict(write.job)
+        record = {name: value for name, value in write.job.items() if name != "payload"}
         texts = {name: record.pop(name) for name in _TEXTS if name in record}
         assert record.keys() <= _RECORD, f"a write cannot change {record.keys() - _RECORD} of a job"
         _split(message, "record", "record_drop", record)
         texts = {name: value and _json(value).decode() for name, value in texts.items()}
+        if payload is not None:
+            texts["payload"] = payload.decode()
         _split(message, "texts", "texts_drop", texts)
     if write.facts:
         message["facts"] = _drafts(write.facts)

@@ -204,12 +204,21 @@ class RedisStore:
         return None if text is None else decode_dispatch(text)
 
     async def write(self, write: Write) -> Written | None:
-        return codec.decode_written(await self._do("write", codec.encode_write(write)), write.facts)
+        text = codec.encode_write(write, await self._new_payload(write))
+        return codec.decode_written(await self._do("write", text), write.facts)
+
+    async def _new_payload(self, write: Write) -> bytes | None:
+        """Read before the write: nothing else ever changes what a job was submitted with."""
+        payload = None if write.job is None else write.job.get("payload")
+        if payload is None or (job := await self.record(write.job_id)) is None:
+            return None
+        return codec.encode_payload(msgspec.structs.replace(job, payload=payload))
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
     ) -> tuple[Written | None, Written | None]:
-        answer = await self._do("finish_and_lease_next", codec.encode_write(write), codec.encode_offer(offer))
+        text = codec.encode_write(write, await self._new_payload(write))
+        answer = await self._do("finish_and_lease_next", text, codec.encode_offer(offer))
         if answer is None:
             return None, None
         finished, leased = as_list(answer)
