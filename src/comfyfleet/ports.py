@@ -14,12 +14,15 @@ import msgspec
 
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.calls import (
+    Applicant,
     Beat,
     CancelAnswer,
     Command,
     Completion,
     Explanation,
     FailureReport,
+    FinishedRun,
+    ForeignReport,
     JobView,
     LeasedJob,
     Poll,
@@ -129,11 +132,21 @@ class Store(Protocol):
     def is_shared(self) -> bool:
         """Whether other processes write here too; then what an engine knows of the fleet is read again and again."""
 
+    @property
+    def foreign(self) -> ForeignWorkers | None:
+        """The door of workers that have no engine, where the store has one."""
+
     async def open(self) -> None:
         """Connects, migrates, checks that what must hold does. Called once, before anything else."""
 
-    def listen(self, wake: Callable[[], None]) -> None:
-        """`wake` is called when another process may have changed what waits: a hint that may be lost."""
+    def listen(
+        self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
+    ) -> None:
+        """`wake` is called when another process may have changed what waits, `hear` with what another has told a
+        worker. Both are hints that may be lost."""
+
+    async def tell(self, worker_id: WorkerId, command: Command) -> None:
+        """A command for a worker that another process may serve; nothing to do where there is no other process."""
 
     async def now(self) -> float: ...
 
@@ -211,6 +224,35 @@ class Records(Protocol):
     async def listing(
         self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
     ) -> list[Job]: ...
+
+
+class Foreign(msgspec.Struct, frozen=True):
+    """What workers without an engine have left for one to do."""
+
+    applicants: tuple[Applicant, ...] = ()
+    reports: tuple[ForeignReport, ...] = ()
+    seen: Mapping[WorkerId, float] = {}
+    """When each of them last called."""
+    finished: int = 0
+    """How many of their runs nobody has learned from yet."""
+
+
+class ForeignWorkers(Protocol):
+    """Workers in other languages that call the store's own functions. Each step here may be taken by two engines."""
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """`wake` is called when there may be something to do: a hint that may be lost."""
+
+    async def look(self, limit: int) -> Foreign: ...
+    async def admitted(self, applicant: Applicant) -> None:
+        """Its record is written, or its leaving is. What it declared since then waits on."""
+
+    async def refuse(self, applicant: Applicant, reason: str) -> None: ...
+    async def settled(self, report: ForeignReport) -> None:
+        """Its verdict is written, or the lease was over."""
+
+    async def take_finished(self, limit: int) -> list[FinishedRun]:
+        """Each is answered once, to whoever asks first."""
 
 
 class Subscription(Protocol):

@@ -15,9 +15,11 @@ from redis.exceptions import NoPermissionError, ResponseError
 from tests.servers.redis_fixtures import own_server
 from tests.servers.redis_server import RedisServer
 
-from comfyfleet.contract.bench import FAST, A, Bench
+from comfyfleet.contract.bench import FAST, A, B, Bench
+from comfyfleet.model.calls import Applicant, Command
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.ports import Clock
@@ -76,18 +78,114 @@ def worker(server: RedisServer, bench: Bench) -> Iterator[Worker]:
     worker.redis.close()
 
 
+DECLARED = '{"services": [{"name": "comfyui"}]}'
+
+
+async def admit(bench: Bench, record: WorkerRecord = WORKER) -> None:
+    """What an engine does for a worker that waits."""
+    assert isinstance(bench.store, RedisStore)
+    await bench.store.put_worker(record)
+    await bench.store.foreign.admitted(Applicant(record.worker_id, DECLARED.encode()))
+
+
 async def test_a_worker_is_admitted_once_an_engine_has_computed_its_profile(
     bench: Bench, worker: Worker
 ) -> None:
-    assert worker.call("register", A, '{"services": []}') is None
+    assert worker.call("register", A, DECLARED) is None
     with pytest.raises(ResponseError, match="CFWORKER"):
         worker.lease_next("p1")
-    await bench.store.put_worker(WORKER)
-    assert worker.call("register", A, '{"services": []}') == FAST
+    await admit(bench)
+    assert worker.call("register", A, DECLARED) == FAST
+    assert worker.call("register", A, '{"services": []}') is None, "that is another offer"
+
+
+async def test_a_worker_that_was_lost_registers_again_before_it_gets_anything(
+    bench: Bench, worker: Worker
+) -> None:
+    await admit(bench, msgspec.structs.replace(WORKER, is_offline=True))
+    await bench.enqueue()
+    with pytest.raises(ResponseError, match="CFWORKER"):
+        worker.lease_next("p1")
+    assert worker.call("register", A, DECLARED) is None
+    await admit(bench)
+    assert worker.call("register", A, DECLARED) == FAST
+    assert worker.lease_next("p1") is not None
+
+
+@pytest.mark.parametrize("flags", [{"is_paused": True}, {"is_draining": True}, {"quarantined_until": 1e12}])
+async def test_a_worker_that_is_kept_from_work_is_given_none(
+    bench: Bench, worker: Worker, flags: dict[str, float]
+) -> None:
+    await bench.enqueue()
+    await admit(bench, msgspec.structs.replace(WORKER, **flags))
+    assert worker.lease_next("p1") is None
+    await admit(bench)
+    assert worker.lease_next("p1") is not None
+
+
+async def test_two_workers_that_choose_the_same_poll_id_get_leases_of_their_own(
+    bench: Bench, worker: Worker
+) -> None:
+    first, second = await bench.enqueue(), await bench.enqueue()
+    await admit(bench)
+    await admit(bench, msgspec.structs.replace(WORKER, worker_id=B))
+    assert worker.lease_next("p1") == first.job_id
+    answer = worker.call("lease_next", B, "p1", "another token", 10)
+    assert isinstance(answer, list)
+    assert answer[0] == second.job_id
+
+
+async def test_what_no_reader_could_read_is_refused_at_the_door_and_changes_nothing(
+    bench: Bench, worker: Worker
+) -> None:
+    with pytest.raises(ResponseError, match="CFDECLARED"):
+        worker.call("register", A, "comfyui")
+    await admit(bench)
+    job = await bench.enqueue()
+    worker.lease_next("p1")
+    for name in ("complete", "fail", "progress"):
+        for text in ("done", "[]", '{"outputs"', '"{}"'):
+            with pytest.raises(ResponseError, match="CFREPORT"):
+                worker.call(name, *worker.lease, text)
+    assert worker.call("complete", *worker.lease, " {}") == 1
+    record = await bench.store.records.get(job.job_id)
+    assert record is not None
+    assert record.result == JobResult()
+
+
+async def test_a_result_in_another_form_does_not_hide_the_job(bench: Bench, worker: Worker) -> None:
+    await admit(bench)
+    job = await bench.enqueue()
+    worker.lease_next("p1")
+    assert worker.call("complete", *worker.lease, '{"outputs": [1], "mine": 2}') == 1
+    record = await bench.store.records.get(job.job_id)
+    assert record is not None and record.result is not None
+    assert record.phase is Phase.COMPLETED
+    assert record.result.outputs == {"": {"outputs": [1], "mine": 2}}
+
+
+async def test_a_command_is_read_from_the_workers_stream_under_its_own_user(
+    bench: Bench, worker: Worker
+) -> None:
+    await admit(bench)
+    reading = asyncio.create_task(
+        asyncio.to_thread(worker.send, "XREAD", "BLOCK", "5000", "STREAMS", "{cf}:commands:" + A, "0")
+    )
+    command = Command("cancel", JobId("job-1"), 3, "by hand")
+    await bench.store.tell(A, command)
+    found = await reading
+    assert isinstance(found, list)
+    ((_, ((_, told),)),) = found
+    assert told == {"action": "cancel", "job_id": "job-1", "lease": "3", "reason": "by hand"}
+    for _ in range(500):
+        await bench.store.tell(A, command)
+    kept = worker.send("XREAD", "COUNT", "1000", "STREAMS", "{cf}:commands:" + A, "0")
+    assert isinstance(kept, list)
+    assert len(kept[0][1]) <= 200
 
 
 async def test_a_worker_leases_beats_reports_and_completes(bench: Bench, worker: Worker) -> None:
-    await bench.store.put_worker(WORKER)
+    await admit(bench)
     job = await bench.enqueue()
     assert worker.lease_next("p1") == job.job_id
     assert 9 < float(worker.left) <= 10
@@ -117,7 +215,7 @@ async def test_a_worker_leases_beats_reports_and_completes(bench: Bench, worker:
 async def test_a_released_job_returns_to_its_place_and_a_cancelled_one_ends(
     bench: Bench, worker: Worker
 ) -> None:
-    await bench.store.put_worker(WORKER)
+    await admit(bench)
     job, later = await bench.enqueue(), await bench.enqueue()
     assert worker.lease_next("p1") == job.job_id
     old = worker.lease
@@ -139,7 +237,7 @@ async def test_a_released_job_returns_to_its_place_and_a_cancelled_one_ends(
 async def test_a_failure_is_kept_once_for_an_engine_to_judge(
     server: RedisServer, bench: Bench, worker: Worker
 ) -> None:
-    await bench.store.put_worker(WORKER)
+    await admit(bench)
     job = await bench.enqueue()
     worker.lease_next("p1")
     for _ in range(2):

@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 
 from comfyfleet.bus.local import LocalBus
+from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.explain import explain
 from comfyfleet.engine.following import Follower
+from comfyfleet.engine.foreign import ForeignDesk
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.shell import SystemChance, SystemClock
@@ -71,16 +73,21 @@ class Engine:
         )
         self._rounds = Rounds(self._context)
         self._verdicts = Verdicts(self._context, self._rounds)
-        self._workers = WorkerDesk(self._context, self._rounds, self._verdicts)
-        self._jobs = JobDesk(self._context, self._rounds, self._workers.tell_of_cancel)
+        self._commands = CommandDesk(self._context, self._rounds)
+        self._workers = WorkerDesk(self._context, self._rounds, self._verdicts, self._commands)
+        self._jobs = JobDesk(self._context, self._rounds, self._commands.tell_of_cancel)
         self._follower = Follower(self._context)
-        self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers)
+        self._foreign = ForeignDesk(self._context, self._workers)
+        self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers, self._commands)
 
     async def __aenter__(self) -> Engine:
         await self.store.open()
+        if self.store.is_shared:
+            await self._context.compare_clocks()
         await self._context.fleet.load(self._context.clock.now())
-        self.store.listen(self._rounds.everything_changed)
+        self.store.listen(self._rounds.everything_changed, self._commands.hear)
         self._sweeper.start()
+        self._foreign.start()
         return self
 
     async def __aexit__(
@@ -91,6 +98,7 @@ class Engine:
     async def close(self) -> None:
         await self._rounds.close()
         await self._sweeper.close()
+        await self._foreign.close()
         await self._follower.close()
         self.bus.close()
         await self.store.close()
@@ -195,7 +203,7 @@ class Engine:
         return await self._workers.release(call)
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
-        return await self._workers.commands(worker_id, wait_s)
+        return await self._commands.wait(worker_id, wait_s)
 
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         await self._workers.unregister(worker_id, reason)
@@ -210,10 +218,11 @@ class Engine:
 
     async def pause_worker(self, worker_id: WorkerId, is_paused: bool = True) -> None:
         await self._workers.set_flags(worker_id, is_paused=is_paused)
+        await self._commands.tell(Command("pause" if is_paused else "resume"), worker_id)
 
     async def drain_worker(self, worker_id: WorkerId) -> None:
         await self._workers.set_flags(worker_id, is_draining=True)
-        self._workers.tell(Command("drain"), worker_id)
+        await self._commands.tell(Command("drain"), worker_id)
 
     async def pause_queue(self, is_paused: bool = True) -> None:
         await self.store.pause_queue(is_paused)

@@ -37,6 +37,8 @@ class Fleet:
         self.classes: dict[ClassKey, RequirementClass] = {}
         self.with_blocks: set[WorkerId] = set()
         """Workers that have a block in force, as far as this engine knows."""
+        self.is_fresh_since = float("-inf")
+        """When what others may change was last read from the store."""
         self._fits: dict[ClassKey, set[ProfileKey]] = {}
         self._vocabulary = Vocabulary.of(())
         self._growths = 0
@@ -54,8 +56,13 @@ class Fleet:
         for block in await self._store.blocks():
             self.note_block(block, now)
 
+    async def freshen(self, now: float, max_age_s: float) -> None:
+        if now >= self.is_fresh_since + max_age_s:
+            await self.sync(now)
+
     async def sync(self, now: float) -> bool:
         """Reads again what other engines may have changed. True: somebody may find what was not there before."""
+        self.is_fresh_since = now
         async with self._changing:
             return await self._catch_up() | await self._read_blocks(now)
 
@@ -222,27 +229,48 @@ class Fleet:
         worker = self.workers.get(worker_id)
         if worker is None:
             return
-        seen = self.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=now)
+        self.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=max(worker.last_seen_at, now))
         if self._store.is_shared and now - self._saved_at.get(worker_id, 0.0) >= _SAVE_SEEN_EVERY_S:
             self._saved_at[worker_id] = now
-            await self._store.put_worker(seen)
+            await self._note(worker_id)
+
+    def heard_of(self, worker_id: WorkerId, at: float) -> None:
+        """The store knows that it was there; nothing is to be kept."""
+        worker = self.workers.get(worker_id)
+        if worker is not None and worker.last_seen_at < at:
+            self.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=at)
 
     async def note_run(self, worker_id: WorkerId, seconds: float, live: LiveState) -> None:
-        worker = self.workers[worker_id]
-        await self._note(
-            msgspec.structs.replace(
-                worker, completed=worker.completed + 1, busy_s=worker.busy_s + seconds, live=live
-            )
-        )
+        await self._note(worker_id, completed=1, busy_s=seconds, live=live)
 
     async def note_failure(self, worker_id: WorkerId) -> None:
-        if (worker := self.workers.get(worker_id)) is not None:
-            await self._note(msgspec.structs.replace(worker, failed=worker.failed + 1))
+        await self._note(worker_id, failed=1)
 
-    async def _note(self, record: WorkerRecord) -> None:
+    async def _note(
+        self,
+        worker_id: WorkerId,
+        completed: int = 0,
+        failed: int = 0,
+        busy_s: float = 0.0,
+        live: LiveState | None = None,
+    ) -> None:
         """Totals and live values: nothing that selectivity depends on."""
-        self.workers[record.worker_id] = record
-        await self._store.put_worker(record)
+        worker = self.workers.get(worker_id)
+        if worker is None:
+            return
+        if self._store.is_shared and (stored := await self._store.get_worker(worker_id)) is not None:
+            # Over what stands there, not over what was known here: another engine may have paused it meanwhile.
+            worker = msgspec.structs.replace(
+                stored, last_seen_at=max(stored.last_seen_at, self.workers[worker_id].last_seen_at)
+            )
+        noted = self.workers[worker_id] = msgspec.structs.replace(
+            worker,
+            completed=worker.completed + completed,
+            failed=worker.failed + failed,
+            busy_s=worker.busy_s + busy_s,
+            live=worker.live if live is None else live,
+        )
+        await self._store.put_worker(noted)
 
     async def remove(self, worker_id: WorkerId) -> None:
         async with self._changing:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 import msgspec
@@ -56,7 +56,9 @@ class Place(NamedTuple):
 
 
 class JobDesk:
-    def __init__(self, context: Context, rounds: Rounds, tell_worker: Callable[[Dispatch], None]) -> None:
+    def __init__(
+        self, context: Context, rounds: Rounds, tell_worker: Callable[[Dispatch], Awaitable[None]]
+    ) -> None:
         self._context = context
         self._rounds = rounds
         self._tell_worker = tell_worker
@@ -251,7 +253,7 @@ class JobDesk:
 
         dispatch, written = await self._change(job_id, decide)
         if written is not None and dispatch.phase is Phase.LEASED:
-            self._tell_worker(dispatch)
+            await self._tell_worker(dispatch)
         return CancelAnswer(dispatch.phase, dispatch.cancel_requested_at is not None)
 
     async def retry(self, job_id: JobId) -> Submitted:

@@ -47,7 +47,6 @@ class Rounds:
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
         self._overtaking = Overtaking()
         self._timer: Timer | None = None
-        self._synced_at = 0.0
         self._is_closed = False
 
     @property
@@ -116,6 +115,11 @@ class Rounds:
     def everything_changed(self) -> None:
         self._look(self._parked.values())
 
+    def look_again(self) -> None:
+        """Another engine has changed a worker: what is known of it is read again first."""
+        self._context.fleet.is_fresh_since = float("-inf")
+        self.everything_changed()
+
     def _look(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._looking[slot.poll_id] = slot
@@ -167,10 +171,9 @@ class Rounds:
     async def _serve(self, slots: list[Slot]) -> None:
         """Until every slot has a job or has seen that there is none."""
         now = self._context.clock.now()
-        if self._context.store.is_shared and now >= self._synced_at + self._context.rules.round_s:
+        if self._context.store.is_shared:
             # What this engine knows of the others' workers and classes is at most so old.
-            self._synced_at = now
-            await self._context.fleet.sync(now)
+            await self._context.fleet.freshen(now, self._context.rules.round_s)
         while True:
             workers = self._context.fleet.workers
             waiting = {

@@ -11,6 +11,7 @@ import logging
 
 import msgspec
 
+from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.verdicts import Verdicts
@@ -28,11 +29,19 @@ _PURGE_EVERY_S = 60.0
 
 
 class Sweeper:
-    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts, workers: WorkerDesk) -> None:
+    def __init__(
+        self,
+        context: Context,
+        rounds: Rounds,
+        verdicts: Verdicts,
+        workers: WorkerDesk,
+        commands: CommandDesk,
+    ) -> None:
         self._context = context
         self._rounds = rounds
         self._verdicts = verdicts
         self._workers = workers
+        self._commands = commands
         self._timer: Timer | None = None
         self._timer_at = float("inf")
         self._running: asyncio.Task[None] | None = None
@@ -69,6 +78,10 @@ class Sweeper:
 
     async def sweep(self) -> None:
         context = self._context
+        if context.store.is_shared:
+            # Whoever is judged here may be another engine's, which has heard of it since.
+            await context.compare_clocks()
+            await context.fleet.freshen(context.clock.now(), context.rules.round_s)
         await self._end_blocks()
         await self._end_quarantines()
         await self._find_lost_workers()
@@ -105,7 +118,7 @@ class Sweeper:
                 failure = Failure(FailureKind.TOTAL_TIMEOUT, "the total time given to the job is over")
                 ended = await self._verdicts.ended(dispatch, failure)
                 if ended is not None and dispatch.lease is not None:
-                    self._workers.tell_of_cancel(dispatch)
+                    await self._commands.tell_of_cancel(dispatch)
             case Due.DEADLINE_OVER:
                 await self._verdicts.ended(
                     dispatch,
@@ -177,7 +190,7 @@ class Sweeper:
             self._rounds.worker_freed(worker.worker_id)
 
     async def _find_lost_workers(self) -> None:
-        now, limit_s = self._context.clock.now(), self._context.rules.worker_lost_s
+        now, limit_s = self._context.store_time(), self._context.rules.worker_lost_s
         for worker in list(self._context.fleet.workers.values()):
             is_silent = worker.last_seen_at + limit_s <= now and not self._rounds.has_parked(worker.worker_id)
             if is_silent and not worker.is_offline:

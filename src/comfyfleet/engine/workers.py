@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Sequence
 
 import msgspec
 
+from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds, Slot
 from comfyfleet.engine.verdicts import Verdicts
-from comfyfleet.model.block import Pair
+from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.calls import (
     Beat,
     Command,
     Completion,
     FailureReport,
+    FinishedRun,
     LeasedJob,
     Poll,
     RegisterWorker,
@@ -47,12 +48,11 @@ from comfyfleet.policy.lifecycle import completed
 
 
 class WorkerDesk:
-    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts) -> None:
+    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts, commands: CommandDesk) -> None:
         self._context = context
         self._rounds = rounds
         self._verdicts = verdicts
-        self._told: dict[WorkerId, list[Command]] = defaultdict(list)
-        self._listening: dict[WorkerId, asyncio.Event] = {}
+        self._commands = commands
         self._asking: dict[PollId, object] = {}
 
     # coming and going
@@ -88,9 +88,7 @@ class WorkerDesk:
         await self._context.fleet.remove(worker_id)
         # Once more: a poll may have come in while the rest was being put away.
         self._rounds.dismiss(worker_id)
-        self._told.pop(worker_id, None)
-        if (listening := self._listening.pop(worker_id, None)) is not None:
-            listening.set()
+        self._commands.dismiss(worker_id)
 
     async def set_flags(
         self, worker_id: WorkerId, *, is_paused: bool | None = None, is_draining: bool | None = None
@@ -127,6 +125,7 @@ class WorkerDesk:
             # The answer to this poll was lost on its way: the same lease is told again.
             return await self._leased_job(known)
         self._known(call.worker_id)
+        self._commands.serve(call.worker_id)
         await self._seen(call.worker_id)
         slot = Slot(call.worker_id, poll_id)
         try:
@@ -188,14 +187,18 @@ class WorkerDesk:
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
         context = self._context
+        self._commands.serve(worker_id)
         await self._seen(worker_id)
         states = await context.store.heartbeat(refs, context.rules.lease_ttl_s)
-        commands = self._told.pop(worker_id, [])
+        commands = self._commands.take(worker_id)
         told = {(command.job_id, command.lease_number) for command in commands}
         for state in states:
             ref = state.ref
             if state.is_alive and state.cancel_requested and (ref.job_id, ref.number) not in told:
                 commands.append(Command("cancel", ref.job_id, ref.number))
+        worker = context.fleet.workers.get(worker_id)
+        if worker is not None and worker.is_draining:
+            commands.append(Command("drain"))
         return Beat(
             context.rules.lease_ttl_s,
             tuple(state.ref for state in states if state.is_alive),
@@ -237,7 +240,7 @@ class WorkerDesk:
                 command
                 for worker_id in dict.fromkeys(held.values())
                 if worker_id is not None
-                for command in self._told.pop(worker_id, ())
+                for command in self._commands.take(worker_id)
             ),
         )
 
@@ -256,7 +259,7 @@ class WorkerDesk:
             return await self._too_late(ref, AttemptOutcome.COMPLETED)
         assert dispatch.lease is not None
         worker_id, now = dispatch.lease.worker_id, await context.store.now()
-        pairs = (Pair(worker_id, dispatch.workflow_hash), Pair(worker_id, dispatch.job_id))
+        pairs = _pairs(dispatch, worker_id)
         known = [block for pair in pairs if (block := await context.store.get_block(pair)) is not None]
         seconds = call.seconds or now - dispatch.lease.leased_at
         job: dict[str, object] = {
@@ -283,14 +286,29 @@ class WorkerDesk:
         written = await context.store.write(write)
         if written is None:
             return await self._too_late(ref, AttemptOutcome.COMPLETED)
-        context.strategy.record_success(worker_id, dispatch.workflow_hash, now)
-        await self._remember_run(dispatch, worker_id, seconds)
-        for block in known:
-            await context.unblocked(block, "it succeeded")
+        await self._succeeded(dispatch, worker_id, seconds, known)
         context.publish(written)
-        if known:
-            self._rounds.worker_freed(worker_id)
         return Settled(Phase.COMPLETED)
+
+    async def finished(self, run: FinishedRun) -> None:
+        """A run whose completion stands in the store already: what is learned from it, and what it lifts."""
+        context = self._context
+        dispatch = await context.store.load(run.job_id)
+        if dispatch is None:
+            return
+        lifted = await context.store.lift(_pairs(dispatch, run.worker_id))
+        await self._succeeded(dispatch, run.worker_id, run.seconds, lifted)
+
+    async def _succeeded(
+        self, dispatch: Dispatch, worker_id: WorkerId, seconds: float, lifted: Sequence[Block]
+    ) -> None:
+        context = self._context
+        context.strategy.record_success(worker_id, dispatch.workflow_hash, await context.store.now())
+        await self._remember_run(dispatch, worker_id, seconds)
+        for block in lifted:
+            await context.unblocked(block, "it succeeded")
+        if lifted:
+            self._rounds.worker_freed(worker_id)
 
     async def fail(self, call: FailureReport) -> Settled:
         # Decided on what was read and written only over that: a cancel that came in between is not forgotten.
@@ -332,28 +350,6 @@ class WorkerDesk:
             f"the lease {ref.number} on job {ref.job_id} is over: it expired, was revoked, or another holds it now",
         )
 
-    # commands
-
-    def tell(self, command: Command, worker_id: WorkerId) -> None:
-        self._told[worker_id].append(command)
-        if (listening := self._listening.get(worker_id)) is not None:
-            listening.set()
-
-    def tell_of_cancel(self, dispatch: Dispatch) -> None:
-        assert dispatch.lease is not None
-        self.tell(Command("cancel", dispatch.job_id, dispatch.lease.number), dispatch.lease.worker_id)
-
-    async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
-        if not self._told.get(worker_id):
-            listening = self._listening.setdefault(worker_id, asyncio.Event())
-            listening.clear()
-            try:
-                async with asyncio.timeout(wait_s):
-                    await listening.wait()
-            except TimeoutError:
-                return ()
-        return tuple(self._told.pop(worker_id, ()))
-
     # what is known of a worker
 
     def _known(self, worker_id: WorkerId) -> WorkerRecord:
@@ -365,7 +361,7 @@ class WorkerDesk:
         return worker
 
     async def _seen(self, worker_id: WorkerId) -> None:
-        await self._context.fleet.note_seen(worker_id, self._context.clock.now())
+        await self._context.fleet.note_seen(worker_id, self._context.store_time())
 
     async def _remember_run(self, dispatch: Dispatch, worker_id: WorkerId, seconds: float) -> None:
         context = self._context
@@ -378,3 +374,8 @@ class WorkerDesk:
         models = () if cls is None else cls.requirements.models
         warm = warmed(worker.live, models, dispatch.workflow_hash)
         await context.fleet.note_run(worker_id, seconds, warm)
+
+
+def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, Pair]:
+    """The blocks that a success lifts."""
+    return Pair(worker_id, dispatch.workflow_hash), Pair(worker_id, dispatch.job_id)

@@ -152,6 +152,32 @@ class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
     will_retry: bool = False
 
 
+class Applicant(msgspec.Struct, frozen=True):
+    """A worker without an engine of its own that waits to be admitted, or to be let go."""
+
+    worker_id: WorkerId
+    text: bytes
+    """What it declares, as it was written. Empty: it leaves."""
+    call: RegisterWorker | None = None
+    problem: str = ""
+    """Why what it declares cannot be read."""
+
+
+class ForeignReport(msgspec.Struct, frozen=True):
+    """A failure that a worker without an engine has told, and that waits for a verdict."""
+
+    text: bytes
+    call: FailureReport
+
+
+class FinishedRun(msgspec.Struct, frozen=True):
+    """A run that a worker without an engine completed, and that there may be something to learn from."""
+
+    job_id: JobId
+    worker_id: WorkerId
+    seconds: float
+
+
 class QueueStats(msgspec.Struct, frozen=True):
     waiting: int
     delayed: int

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import (
     Attempt,
     Candidate,
@@ -48,11 +49,20 @@ class MemoryStore:
     def is_shared(self) -> bool:
         return False
 
+    @property
+    def foreign(self) -> None:
+        return None
+
     async def open(self) -> None:
         """Nothing to connect to."""
 
-    def listen(self, wake: Callable[[], None]) -> None:
+    def listen(
+        self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
+    ) -> None:
         """Nobody else writes here."""
+
+    async def tell(self, worker_id: WorkerId, command: Command) -> None:
+        """Nobody else serves a worker."""
 
     async def now(self) -> float:
         return self._clock.now()

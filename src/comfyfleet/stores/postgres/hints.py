@@ -1,8 +1,8 @@
-"""Hints between processes over LISTEN and NOTIFY: "something may wait now". Polling is the truth; a hint may be lost.
+"""Hints between processes over LISTEN and NOTIFY: "something may wait now", "this worker is told".
 
-A notice is sent apart from the change it tells of, and many changes share one: NOTIFY inside a transaction makes all
-commits of a database queue up. The listening connection is the only one with a state of its own; behind a transaction
-pooler it hears nothing, and nothing depends on it.
+Polling is the truth; a hint may be lost. A notice is sent apart from the change it tells of, and many changes share
+one: NOTIFY inside a transaction makes all commits of a database queue up. The listening connection is the only one with
+a state of its own; behind a transaction pooler it hears nothing, and nothing depends on it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,33 @@ from collections.abc import Callable
 from contextlib import suppress
 from uuid import uuid4
 
+import msgspec
 import psycopg
 
+from comfyfleet.model.calls import Command
 from comfyfleet.model.errors import ComfyFleetError
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.stores.postgres.pool import Pool, Step
 
 CHANNEL = "comfyfleet_waiting"
+COMMANDS = "comfyfleet_commands"
 MIN_GAP_S = 0.02
 MAX_RETRY_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+Hear = Callable[[WorkerId, Command], None]
+# A notice holds less than 8000 bytes.
+_MAX_REASON = 1000
+
+
+class _Told(msgspec.Struct, frozen=True):
+    worker_id: WorkerId
+    command: Command
+    sender: str
+
+
+_told = msgspec.json.Decoder(_Told)
 
 
 class Hints:
@@ -30,6 +47,7 @@ class Hints:
         self._pool = pool
         self._sender_id = uuid4().hex
         self._listeners: list[Callable[[], None]] = []
+        self._hearers: list[Hear] = []
         self._sender: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._is_due = False
@@ -39,8 +57,10 @@ class Hints:
         self._is_open = True
         self._read()
 
-    def listen(self, wake: Callable[[], None]) -> None:
+    def listen(self, wake: Callable[[], None], hear: Hear | None = None) -> None:
         self._listeners.append(wake)
+        if hear is not None:
+            self._hearers.append(hear)
         self._read()
 
     def _read(self) -> None:
@@ -52,6 +72,15 @@ class Hints:
         self._is_due = True
         if self._is_open and (self._sender is None or self._sender.done()):
             self._sender = asyncio.create_task(self._send(), name="comfyfleet-postgres-notify")
+
+    async def tell_worker(self, worker_id: WorkerId, command: Command) -> None:
+        command = msgspec.structs.replace(command, reason=command.reason[:_MAX_REASON])
+        text = msgspec.json.encode(_Told(worker_id, command, self._sender_id)).decode()
+
+        async def notify(step: Step) -> None:
+            step.add("SELECT pg_notify(%s, %s)", (COMMANDS, text))
+
+        await self._pool.transact(notify)
 
     async def _send(self) -> None:
         while self._is_due:
@@ -72,16 +101,29 @@ class Hints:
                 connection = await self._pool.connect()
                 async with connection:
                     await connection.execute(f"LISTEN {CHANNEL}")
+                    await connection.execute(f"LISTEN {COMMANDS}")
                     delay_s = 0.1
                     # What was told while nobody listened is unknown: look once.
                     self._wake()
                     async for notice in connection.notifies():
-                        if notice.payload != self._sender_id:
+                        if notice.channel == COMMANDS:
+                            self._take(notice.payload)
+                        elif notice.payload != self._sender_id:
                             self._wake()
             except (psycopg.Error, ComfyFleetError) as error:
                 _log.debug("listening for hints was interrupted: %s", error)
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, MAX_RETRY_S)
+
+    def _take(self, text: str) -> None:
+        try:
+            told = _told.decode(text)
+        except msgspec.DecodeError as error:
+            _log.debug("a command could not be read: %s", error)
+            return
+        if told.sender != self._sender_id:
+            for hear in self._hearers:
+                hear(told.worker_id, told.command)
 
     def _wake(self) -> None:
         for wake in self._listeners:

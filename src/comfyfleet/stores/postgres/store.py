@@ -14,6 +14,7 @@ import msgspec
 import psycopg
 
 from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import (
     AtRevision,
     Attempt,
@@ -127,6 +128,10 @@ class PostgresStore:
     def is_shared(self) -> bool:
         return True
 
+    @property
+    def foreign(self) -> None:
+        return None
+
     async def open(self) -> None:
         connection = await self._pool.connect()
         try:
@@ -143,8 +148,13 @@ class PostgresStore:
             ) from error
         self._hints.open()
 
-    def listen(self, wake: Callable[[], None]) -> None:
-        self._hints.listen(wake)
+    def listen(
+        self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
+    ) -> None:
+        self._hints.listen(wake, hear)
+
+    async def tell(self, worker_id: WorkerId, command: Command) -> None:
+        await self._hints.tell_worker(worker_id, command)
 
     async def close(self) -> None:
         await self._hints.close()

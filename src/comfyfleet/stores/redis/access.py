@@ -11,6 +11,7 @@ from comfyfleet.stores.redis.listening import CHANNEL
 WORKER_FUNCTIONS = (
     "cf1_revision",
     "cf1_worker_register",
+    "cf1_worker_leave",
     "cf1_worker_lease_next",
     "cf1_worker_heartbeat",
     "cf1_worker_progress",
@@ -36,5 +37,7 @@ def worker_rules(prefix: str) -> tuple[str, ...]:
     """Rules for `ACL SETUSER <worker> reset on ><password> …`."""
     functions = (f"+fcall|{name}" for name in WORKER_FUNCTIONS)
     inside = (f"+{name}" for name in _INSIDE)
+    # What it does by itself: hints, and the stream of its commands.
+    reading = ("+subscribe", "+unsubscribe", "+xread", "+ping")
     channels = (f"&{prefix}{CHANNEL}", f"&{prefix}channel:worker:*", f"&{prefix}channel:workers:all")
-    return (f"~{prefix}*", *channels, *functions, "+fcall_ro|cf1_revision", *inside, "+subscribe", "+ping")
+    return (f"~{prefix}*", *channels, *functions, "+fcall_ro|cf1_revision", *inside, *reading)

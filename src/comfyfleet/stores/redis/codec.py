@@ -275,10 +275,18 @@ def decode_job(row: Sequence[object]) -> Job:
     record = _kept.decode(as_bytes(kept)).record
     return msgspec.structs.replace(
         _jobs.decode(as_bytes(payload)),
-        result=None if result is None else _results.decode(as_bytes(result)),
+        result=None if result is None else _result(as_bytes(result)),
         failure=None if failure is None else _failures.decode(as_bytes(failure)),
         **{name: getattr(record, name) for name in _RECORD},
     )
+
+
+def _result(text: bytes) -> JobResult:
+    try:
+        return _results.decode(text)
+    except msgspec.ValidationError:
+        # Of a worker in another language: an object, but not of our form. It is shown as it is.
+        return JobResult(outputs={"": msgspec.json.decode(text, type=dict[str, Any])})
 
 
 def decode_facts(job_id: JobId, log: object, after: int) -> list[Fact]:

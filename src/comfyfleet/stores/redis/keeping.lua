@@ -115,6 +115,9 @@ define('remove_worker', function(s, args)
   drop(s, s.p .. 'blocks:' .. worker_id)
   drop(s, s.p .. 'worker:' .. worker_id)
   drop(s, s.p .. 'worker:' .. worker_id .. ':heartbeat')
+  drop(s, s.p .. 'commands:' .. worker_id)
+  call('HDEL', s.p .. 'workers:declared', worker_id)
+  call('HDEL', s.p .. 'workers:seen', worker_id)
   return 1
 end)
 

@@ -37,13 +37,20 @@
 --   workers:active            zset     worker -> serial: in the order they came
 --   worker:<id>               string   its record (JSON)
 --   worker:<id>:heartbeat     string   expires after 60 s
+--   worker:<id>:refused       string   what it declared (digest) and why an engine would not have it, expires
 --   workers:waiting           hash     worker -> what it declares (JSON), until an engine admits it
+--   workers:declared          hash     worker -> digest of what it was admitted with (workers without an engine)
+--   workers:seen              hash     worker -> when it last called (workers without an engine)
+--   commands:<worker>         stream   the last hundred commands to it, expires
 --   blocks                    zset     workers with blocks -> serial
 --   blocks:<worker>           string   its blocks, oldest first: {target, until or false, block} (MessagePack)
 --   blocks:ends               zset     "<worker>\0<target>" -> until
 --   lessons, lessons:order    hash, zset   workflow hash -> lesson (JSON), serial
 --   reports                   list     failures told by workers without an engine, for an engine to judge (JSON)
+--   finished                  list     runs completed by workers without an engine, for an engine to learn from (JSON)
 --   channel:hub:events        channel  something began to wait: a hint that may be lost
+--   channel:worker:<id>       channel  a command to this worker, as in its stream: a hint that may be lost
+--   channel:workers:all       channel  every command to every worker, for engines
 --
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
 -- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.

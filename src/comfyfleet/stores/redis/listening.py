@@ -1,6 +1,6 @@
 """Hints from other processes: one subscription on a connection of its own.
 
-A hint that is lost costs a moment, never a job.
+A hint that is lost costs a moment, never a job. What a message means is said by the channel it comes on.
 """
 
 from __future__ import annotations
@@ -8,22 +8,55 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from typing import Literal
 
+import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from comfyfleet.model.calls import Command
+from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.stores.redis.address import Address
 
 CHANNEL = "channel:hub:events"
+COMMANDS = "channel:workers:all"
 _PAUSE_S = 1.0
+# Left by a worker without an engine; whatever else comes on the channel is a class of which something waits.
+_FROM_WORKERS = (b"worker", b"report")
+
+Hear = Callable[[WorkerId, Command], None]
+
+
+class _Told(msgspec.Struct, frozen=True):
+    worker_id: WorkerId
+    action: Literal["cancel", "retry", "pause", "resume", "drain"]
+    job_id: str = ""
+    lease: int = 0
+    reason: str = ""
+    sender: str = msgspec.field(default="", name="from")
+
+
+_told = msgspec.json.Decoder(_Told)
 
 
 class Listener:
-    def __init__(self, address: Address, wake: Callable[[], None]) -> None:
+    """`me` is whose own commands are not heard."""
+
+    def __init__(
+        self,
+        address: Address,
+        me: str,
+        wake: Callable[[], None],
+        wake_for_workers: Callable[[], None],
+        hear: Hear | None,
+    ) -> None:
         self._address = address
+        self._me = me
         self._wake = wake
+        self._wake_for_workers = wake_for_workers
+        self._hear = hear
         self._task: asyncio.Task[None] | None = None
         self.is_listening = asyncio.Event()
 
@@ -63,13 +96,30 @@ class Listener:
         )
         try:
             async with redis.pubsub() as subscription:
-                await subscription.subscribe(address.prefix + CHANNEL)
+                await subscription.subscribe(address.prefix + COMMANDS, address.prefix + CHANNEL)
                 async for message in subscription.listen():
-                    if message["type"] == "subscribe":
+                    if message["channel"].endswith(COMMANDS.encode()):
+                        if message["type"] == "message":
+                            self._take(message["data"])
+                    elif message["type"] == "subscribe":
                         self.is_listening.set()
                         # What was told while nobody listened is not told again.
                         self._wake()
+                        self._wake_for_workers()
                     elif message["type"] == "message":
-                        self._wake()
+                        if message["data"] in _FROM_WORKERS:
+                            self._wake_for_workers()
+                        else:
+                            self._wake()
         finally:
             await redis.aclose()
+
+    def _take(self, text: bytes) -> None:
+        try:
+            told = _told.decode(text)
+        except msgspec.DecodeError:
+            # Of a newer version, or nobody's: whoever it was for hears of it with its next heartbeat.
+            return
+        if self._hear is not None and told.sender != self._me:
+            job_id = JobId(told.job_id) if told.job_id else None
+            self._hear(told.worker_id, Command(told.action, job_id, told.lease, told.reason))

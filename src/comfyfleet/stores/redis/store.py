@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 
 from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import (
     Attempt,
     Candidate,
@@ -33,6 +34,7 @@ from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
 from comfyfleet.stores.redis.client import Argument, Client, Send
 from comfyfleet.stores.redis.codec import as_bytes, as_list, decode_dispatch
+from comfyfleet.stores.redis.foreign import RedisForeign
 from comfyfleet.stores.redis.library import ensure_library
 from comfyfleet.stores.redis.listening import Listener
 from comfyfleet.stores.redis.moving import RedisMoving
@@ -62,6 +64,7 @@ class RedisStore:
         self.durability: Durability = "none"
         self.records = RedisRecords(self)
         self.moving = RedisMoving(self)
+        self.foreign = RedisForeign(self._do, self._ask)
 
     @property
     def epoch(self) -> int:
@@ -93,11 +96,17 @@ class RedisStore:
         assert isinstance(epoch, int)
         self._epoch = epoch
 
-    def listen(self, wake: Callable[[], None]) -> None:
+    def listen(
+        self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
+    ) -> None:
         assert self._listener is None, "one engine listens to one store"
-        self._listener = Listener(self._address, wake)
+        self._listener = Listener(self._address, self._client.client_id, wake, self.foreign.wake_up, hear)
         if self._epoch:
             self._listener.start()
+
+    async def tell(self, worker_id: WorkerId, command: Command) -> None:
+        what = (command.action, command.job_id or "", command.lease_number, command.reason)
+        await self._do("tell", worker_id, *what, self._client.client_id)
 
     async def close(self) -> None:
         if self._listener is not None:

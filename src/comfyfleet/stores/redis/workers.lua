@@ -1,11 +1,14 @@
--- Part 6: the functions of a worker that has a Redis client and nothing else. Plain arguments, plain answers.
+-- Part 6: the functions of a worker that has a Redis client and nothing else, and what engines do for it.
 --
--- A lease is shown as five arguments: job, round, number, epoch, token. Answers to a report: 0 the lease is lost and
--- nothing was changed, 1 done, 2 done, and the job is to be stopped.
+-- Plain arguments, plain answers. A lease is shown as five arguments: job, round, number, epoch, token. Answers to a
+-- report: 0 the lease is lost and nothing was changed, 1 done, 2 done, and the job is to be stopped.
 
 local PROGRESS_S = 3600
 local PROGRESS_KEPT = 100
 local REPORTS_KEPT = 10000
+local COMMANDS_S = 3600
+local COMMANDS_KEPT = 100
+local REFUSED_S = 60
 
 local function ref_at(args, place)
   return {
@@ -25,6 +28,15 @@ local function held(s, args)
     return job, ref
   end
   return nil, ref
+end
+
+-- What is kept as it came must be readable by all others, so it is refused at the door unless it is an object.
+local function object(text, code, what)
+  local is_read, value = pcall(cjson.decode, text)
+  if not is_read or type(value) ~= 'table' or not text:find('^%s*{') then
+    error({err = code .. ' ' .. what .. ' is not a JSON object'})
+  end
+  return value
 end
 
 -- The same report twice gets the same answer, request id or not.
@@ -52,32 +64,60 @@ local function worker_of(s, worker_id)
   return text and cjson.decode(text) or nil
 end
 
--- worker, what it declares (JSON) → its profile once an engine has admitted it, else nothing yet
+local function tell_engines(s, what)
+  call('PUBLISH', s.p .. 'channel:hub:events', what)
+end
+
+-- Whatever a worker asks is a sign of life. Its own entry, as others write the record.
+local function seen(s, worker_id)
+  call('SET', s.p .. 'worker:' .. worker_id .. ':heartbeat', exact(now(s)), 'EX', HEARTBEAT_S)
+  call('HSET', s.p .. 'workers:seen', worker_id, exact(now(s)))
+end
+
+-- worker, what it declares (JSON) → its profile once an engine has admitted it with that, else nothing yet
 define('worker_register', function(s, args)
-  local worker = worker_of(s, args[4])
+  local worker_id, declared = args[4], args[5]
+  object(declared, 'CFDECLARED', 'what the worker declares')
+  local refused = read(s, s.p .. 'worker:' .. worker_id .. ':refused')
+  if refused and refused:sub(1, 40) == redis.sha1hex(declared) then
+    error({err = 'CFDECLARED ' .. refused:sub(42)})
+  end
+  local worker = worker_of(s, worker_id)
   if worker then
-    call('SET', s.p .. 'worker:' .. args[4] .. ':heartbeat', exact(now(s)), 'EX', HEARTBEAT_S)
-    call('HDEL', s.p .. 'workers:waiting', args[4])
+    seen(s, worker_id)
+  end
+  local admitted = call('HGET', s.p .. 'workers:declared', worker_id)
+  if worker and not worker.is_offline and admitted == redis.sha1hex(declared) then
+    call('HDEL', s.p .. 'workers:waiting', worker_id)
     return worker.profile
   end
-  call('HSET', s.p .. 'workers:waiting', args[4], args[5])
-  call('PUBLISH', s.p .. 'channel:hub:events', 'worker')
+  call('HSET', s.p .. 'workers:waiting', worker_id, declared)
+  tell_engines(s, 'worker')
   return false
+end)
+
+-- worker: it goes for good; what it still holds goes back when its lease is over
+define('worker_leave', function(s, args)
+  call('HSET', s.p .. 'workers:waiting', args[4], '')
+  tell_engines(s, 'worker')
+  return 1
 end)
 
 -- worker, poll, token, seconds within which the first heartbeat must come
 -- → job, round, number, epoch, token, seconds left, payload (JSON); nothing if nothing waits for it
 define('worker_lease_next', function(s, args)
   local worker = worker_of(s, args[4])
-  if not worker then
+  if not worker or worker.is_offline then
     error({err = 'CFWORKER no engine has admitted this worker: register first, and again until it answers a profile'})
   end
+  seen(s, args[4])
   local offer, job = s.offer, nil
   offer.profile = worker.profile
   local known = read(s, s.p .. 'poll:' .. offer.poll_id)
+  local is_kept_off = worker.quarantined_until and now(s) < worker.quarantined_until
   if known then
     job = load(s, known)
-  elseif worker.is_draining or worker.is_paused or worker.is_offline then
+  elseif worker.is_draining or worker.is_paused or is_kept_off then
     return false
   else
     local leased = lease_next(s, offer)
@@ -91,7 +131,9 @@ define('worker_lease_next', function(s, args)
   local payload = call('GET', job_key(s, job.job_id) .. ':payload')
   return {job.job_id, job.round, lease.number, lease.epoch, lease.token, left, payload}
 end, function(s, args, names)
-  s.offer = {worker_id = args[4], poll_id = args[5], token = args[6], acknowledge_s = tonumber(args[7])}
+  -- Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
+  local poll_id = args[4] .. '/' .. args[5]
+  s.offer = {worker_id = args[4], poll_id = poll_id, token = args[6], acknowledge_s = tonumber(args[7])}
   names[#names + 1] = s.p .. 'worker:' .. args[4]
   wants_worker(s, s.offer, names)
 end)
@@ -102,7 +144,7 @@ define('worker_heartbeat', function(s, args)
   if not job then
     return 0
   end
-  call('SET', s.p .. 'worker:' .. job.lease.worker_id .. ':heartbeat', exact(now(s)), 'EX', HEARTBEAT_S)
+  seen(s, job.lease.worker_id)
   return extend(s, job, now(s) + tonumber(args[9]))
 end, wants_ref)
 
@@ -112,6 +154,7 @@ define('worker_progress', function(s, args)
   if not job then
     return 0
   end
+  object(args[9], 'CFREPORT', 'the progress')
   local stream = s.p .. 'progress:' .. job.job_id
   call('SET', job_key(s, job.job_id) .. ':progress', args[9], 'EX', PROGRESS_S)
   call('XADD', stream, 'MAXLEN', '~', PROGRESS_KEPT, '*', 'progress', args[9])
@@ -119,14 +162,19 @@ define('worker_progress', function(s, args)
   return job.cancel_requested_at and 2 or 1
 end, wants_ref)
 
--- lease, result (JSON)
+-- lease, result (JSON). What there is to learn from the run is left to an engine.
 define('worker_complete', function(s, args)
   local job, ref = held(s, args)
   if not job then
     return ended_as(s, ref, 'completed')
   end
-  local worker_id = job.lease.worker_id
-  local data = string.format('{"worker_id":%s,"seconds":%.17g}', cjson.encode(worker_id), now(s) - job.lease.leased_at)
+  object(args[9], 'CFREPORT', 'the result')
+  local worker_id, seconds = job.lease.worker_id, now(s) - job.lease.leased_at
+  local data = string.format('{"worker_id":%s,"seconds":%.17g}', cjson.encode(worker_id), seconds)
+  local finished = s.p .. 'finished'
+  call('RPUSH', finished, string.format(
+    '{"job_id":%s,"worker_id":%s,"seconds":%.17g}', cjson.encode(ref.job_id), cjson.encode(worker_id), seconds))
+  call('LTRIM', finished, -REPORTS_KEPT, -1)
   return settle(s, ref, 'completed', {phase = 'completed'}, {'lease', 'wake_at'},
     {phase = 'completed', worker_id = worker_id, completed_at = now(s)}, {result = args[9]}, {'failure'},
     {{'completed', data}})
@@ -152,6 +200,7 @@ define('worker_fail', function(s, args)
   if not job then
     return ended_as(s, ref, 'failed')
   end
+  object(args[9], 'CFREPORT', 'the failure')
   if job.reported ~= ref.number then
     job.reported = ref.number
     save(s, job)
@@ -160,7 +209,67 @@ define('worker_fail', function(s, args)
       '{"ref":{"job_id":%s,"round":%d,"number":%d,"epoch":%d,"token":%s},"failure":%s}',
       cjson.encode(ref.job_id), ref.round, ref.number, ref.epoch, cjson.encode(ref.token), args[9]))
     call('LTRIM', reports, -REPORTS_KEPT, -1)
-    call('PUBLISH', s.p .. 'channel:hub:events', 'report')
+    tell_engines(s, 'report')
   end
   return 1
 end, wants_ref)
+
+-- what engines do for such workers
+
+-- limit → who waits to be admitted (worker, what it declares …), who was seen when, reports, how many runs finished
+define_reading('foreign', function(s, args)
+  return {
+    call('HGETALL', s.p .. 'workers:waiting'), call('HGETALL', s.p .. 'workers:seen'),
+    call('LRANGE', s.p .. 'reports', 0, tonumber(args[4]) - 1), call('LLEN', s.p .. 'finished'),
+  }
+end)
+
+-- worker, what it declared, or "" for one that left. What it has declared since then still waits.
+define('admitted', function(s, args)
+  local worker_id, declared = args[4], args[5]
+  if declared == '' then
+    call('HDEL', s.p .. 'workers:declared', worker_id)
+    call('HDEL', s.p .. 'workers:seen', worker_id)
+  else
+    call('HSET', s.p .. 'workers:declared', worker_id, redis.sha1hex(declared))
+    call('HSET', s.p .. 'workers:seen', worker_id, exact(now(s)))
+  end
+  if call('HGET', s.p .. 'workers:waiting', worker_id) == declared then
+    call('HDEL', s.p .. 'workers:waiting', worker_id)
+  end
+  return 1
+end)
+
+-- worker, what it declared, why that cannot be
+define('refuse_worker', function(s, args)
+  local worker_id, declared = args[4], args[5]
+  if call('HGET', s.p .. 'workers:waiting', worker_id) == declared then
+    call('HDEL', s.p .. 'workers:waiting', worker_id)
+    call('SET', s.p .. 'worker:' .. worker_id .. ':refused', redis.sha1hex(declared) .. ' ' .. args[6], 'EX', REFUSED_S)
+  end
+  return 1
+end)
+
+-- a report as it was read, once its verdict is written
+define('settle_report', function(s, args)
+  return call('LREM', s.p .. 'reports', 1, args[4])
+end)
+
+-- limit → runs that were completed, each once
+define('take_finished', function(s, args)
+  return call('LPOP', s.p .. 'finished', tonumber(args[4]))
+end)
+
+-- worker, action, job or "", lease number, reason, who says so
+define('tell', function(s, args)
+  local stream = s.p .. 'commands:' .. args[4]
+  call('XADD', stream, 'MAXLEN', '~', COMMANDS_KEPT, '*', 'action', args[5], 'job_id', args[6], 'lease', args[7],
+    'reason', args[8])
+  call('EXPIRE', stream, COMMANDS_S)
+  local told = cjson.encode({
+    worker_id = args[4], action = args[5], job_id = args[6], lease = tonumber(args[7]), reason = args[8], from = args[9],
+  })
+  call('PUBLISH', s.p .. 'channel:worker:' .. args[4], told)
+  call('PUBLISH', s.p .. 'channel:workers:all', told)
+  return 1
+end)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import (
     Attempt,
     Candidate,
@@ -67,6 +68,10 @@ class SqliteStore:
     def is_shared(self) -> bool:
         return False
 
+    @property
+    def foreign(self) -> None:
+        return None
+
     async def open(self) -> None:
         ownership = Ownership(self.path)
         try:
@@ -89,9 +94,16 @@ class SqliteStore:
             raise
         return database
 
-    def listen(self, wake: Callable[[], None]) -> None:
+    def listen(
+        self,
+        wake: Callable[[], None],
+        hear: Callable[[WorkerId, Command], None] | None = None,  # noqa: ARG002
+    ) -> None:
         """Nobody else writes here, but a job may wait again because its lease could not be written."""
         self._wake = wake
+
+    async def tell(self, worker_id: WorkerId, command: Command) -> None:
+        """Nobody else serves a worker."""
 
     async def now(self) -> float:
         return self._clock.now()

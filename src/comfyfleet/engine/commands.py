@@ -1,0 +1,75 @@
+"""What workers are told: kept until their agent asks, told at once to one that listens, and passed on to other engines.
+
+A command is a hint. What it is about stands in the store (a cancel with its job, a pause or a drain with its worker)
+and is told again with every heartbeat, so one that is lost on its way to another engine costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.rounds import Rounds
+from comfyfleet.model.calls import Command
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import WorkerId
+
+_LOG = logging.getLogger(__name__)
+
+
+class CommandDesk:
+    def __init__(self, context: Context, rounds: Rounds) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._told: dict[WorkerId, list[Command]] = defaultdict(list)
+        self._listening: dict[WorkerId, asyncio.Event] = {}
+        self._served: set[WorkerId] = set()
+
+    def serve(self, worker_id: WorkerId) -> None:
+        """Its agent talks to this engine, so what is told to it is kept here."""
+        self._served.add(worker_id)
+
+    def dismiss(self, worker_id: WorkerId) -> None:
+        self._served.discard(worker_id)
+        self._told.pop(worker_id, None)
+        if (listening := self._listening.pop(worker_id, None)) is not None:
+            listening.set()
+
+    async def tell(self, command: Command, worker_id: WorkerId) -> None:
+        self.hear(worker_id, command)
+        try:
+            await self._context.store.tell(worker_id, command)
+        except Fault as fault:
+            _LOG.info("worker %s may hear of a %s only later: %s", worker_id, command.action, fault)
+
+    async def tell_of_cancel(self, dispatch: Dispatch) -> None:
+        assert dispatch.lease is not None
+        command = Command("cancel", dispatch.job_id, dispatch.lease.number)
+        await self.tell(command, dispatch.lease.worker_id)
+
+    def hear(self, worker_id: WorkerId, command: Command) -> None:
+        """From here or from another engine. A pause is an engine's to keep: its agents are simply given nothing."""
+        if command.action in ("pause", "resume"):
+            self._rounds.look_again()
+        elif worker_id in self._served:
+            self._told[worker_id].append(command)
+            if (listening := self._listening.get(worker_id)) is not None:
+                listening.set()
+
+    def take(self, worker_id: WorkerId) -> list[Command]:
+        return self._told.pop(worker_id, [])
+
+    async def wait(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
+        self.serve(worker_id)
+        if not self._told.get(worker_id):
+            listening = self._listening.setdefault(worker_id, asyncio.Event())
+            listening.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await listening.wait()
+            except TimeoutError:
+                return ()
+        return tuple(self.take(worker_id))

@@ -1,0 +1,129 @@
+"""What an engine does for workers that have none: admits them, judges their failures, learns from their runs.
+
+Every engine on the store looks, woken by a hint and once a second without one; there is no leader. Each step may be
+taken twice: a record is written over with the same one, and a verdict is guarded by the lease it ends. A report is put
+away only after its verdict is written, so an engine that dies in between leaves it to the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.workers import WorkerDesk
+from comfyfleet.model.calls import Applicant, FinishedRun, ForeignReport
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.ports import ForeignWorkers, Timer
+
+_LOG = logging.getLogger(__name__)
+_BATCH = 256
+
+
+class ForeignDesk:
+    def __init__(self, context: Context, workers: WorkerDesk) -> None:
+        self._context = context
+        self._workers = workers
+        self._door: ForeignWorkers | None = context.store.foreign
+        self._timer: Timer | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._is_called_again = False
+        self._is_closed = False
+
+    def start(self) -> None:
+        if self._door is not None:
+            self._door.listen(self.wake)
+            self._arm()
+
+    def wake(self) -> None:
+        """There may be something to do: at once, or as soon as what is being done is done."""
+        if self._running is not None:
+            self._is_called_again = True
+        elif not self._is_closed:
+            self._running = asyncio.get_running_loop().create_task(self._run(), name="foreign workers")
+
+    def _arm(self) -> None:
+        if self._timer is None and not self._is_closed:
+            clock = self._context.clock
+            self._timer = clock.call_at(clock.now() + self._context.rules.round_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        self.wake()
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._is_called_again = False
+                await self.attend()
+                if not self._is_called_again:
+                    break
+        except Exception:
+            _LOG.exception("workers without an engine could not be attended to; the next look tries again")
+        finally:
+            self._running = None
+            self._arm()
+
+    async def attend(self) -> None:
+        """Everything they have left, now."""
+        door, context = self._door, self._context
+        if door is None:
+            return
+        while True:
+            left = await door.look(_BATCH)
+            if left.applicants or left.reports or left.finished:
+                # Judged by what the fleet is now: this engine may have had nothing to do for hours.
+                await context.fleet.sync(context.clock.now())
+            for worker_id, at in left.seen.items():
+                context.fleet.heard_of(worker_id, at)
+            done = 0
+            for applicant in left.applicants:
+                done += await self._admit(door, applicant)
+            for report in left.reports:
+                done += await self._judge(door, report)
+            for run in await door.take_finished(_BATCH) if left.finished else ():
+                done += await self._learn(run)
+            if not done or max(len(left.reports), left.finished) < _BATCH:
+                return
+
+    async def _admit(self, door: ForeignWorkers, applicant: Applicant) -> bool:
+        worker_id = applicant.worker_id
+        if applicant.problem:
+            _LOG.warning("worker %s was not admitted: %s", worker_id, applicant.problem)
+            await door.refuse(applicant, applicant.problem)
+        elif applicant.call is None:
+            await self._workers.unregister(worker_id, "it left")
+            await door.admitted(applicant)
+        else:
+            await self._workers.register(applicant.call)
+            await door.admitted(applicant)
+        return True
+
+    async def _judge(self, door: ForeignWorkers, report: ForeignReport) -> bool:
+        try:
+            await self._workers.fail(report.call)
+        except Refusal as refusal:
+            if refusal.code is not RefusalCode.LEASE_LOST:
+                raise
+            # Judged by another engine, or the lease ran out before anybody came to it.
+        except Exception:
+            # One that cannot be judged must not keep the others waiting; its lease ends by itself.
+            _LOG.exception("the failure of job %s could not be judged", report.call.ref.job_id)
+            return False
+        await door.settled(report)
+        return True
+
+    async def _learn(self, run: FinishedRun) -> bool:
+        try:
+            await self._workers.finished(run)
+        except Exception:
+            _LOG.exception("nothing was learned from the run of job %s", run.job_id)
+        return True
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)

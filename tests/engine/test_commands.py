@@ -1,0 +1,146 @@
+"""What a worker is told at one engine reaches it at another: at once over the store's hints, at a heartbeat without."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+from tests.engine._rig import graph, offers
+from tests.engine.test_several_engines import Engines, register, take
+from tests.servers.postgres_database import empty_database
+from tests.servers.redis_fixtures import some_server, with_prefix
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.model.calls import Command, Poll, RegisterWorker
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.job import Submission
+from comfyfleet.policy.rules import Rules
+from comfyfleet.stores.opening import open_store
+
+B = WorkerId("b")
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with some_server() as url:
+        yield url
+
+
+@pytest.fixture(params=["redis", "postgresql"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    if request.param == "redis":
+        return with_prefix(request.getfixturevalue("redis_url"))
+    parts = conninfo_to_dict(empty_database(request.config))
+    return f"postgresql://{parts['user']}@{parts['host']}:{parts['port']}/{parts['dbname']}"
+
+
+@asynccontextmanager
+async def two_engines(url: str) -> AsyncIterator[tuple[Engine, Engine]]:
+    """Rounds are rare, so whatever is quick came by a hint."""
+    first, second = (
+        Engine(open_store(url, SystemClock()), rules=Rules(round_s=30, sweep_s=30)) for _ in range(2)
+    )
+    async with first, second:
+        await second.register(RegisterWorker(B, offers("KSampler")))
+        await asyncio.wait_for(_hears(first, second), 10)
+        yield first, second
+
+
+async def _hears(first: Engine, second: Engine) -> None:
+    """Until the second engine listens: a hint given before is lost."""
+    while not await second.commands(B, 0.1):
+        await first.store.tell(B, Command("retry"))
+
+
+async def test_a_cancel_asked_of_one_engine_reaches_the_worker_of_the_other_at_once(store_url: str) -> None:
+    async with two_engines(store_url) as (first, second):
+        job_id = (await first.submit(Submission(graph()))).job_id
+        leased = await second.poll(Poll(B, PollId("p"), 0))
+        assert leased is not None
+        listening = asyncio.create_task(second.commands(B, 10))
+        await asyncio.sleep(0)
+        await first.cancel(job_id)
+        told = await asyncio.wait_for(listening, 5)
+        assert Command("cancel", job_id, leased.ref.number) in told
+
+
+async def test_a_drain_a_pause_and_its_end_are_heard_at_the_other_engine(store_url: str) -> None:
+    async with two_engines(store_url) as (first, second):
+        await first.submit(Submission(graph()))
+        await first.pause_worker(B)
+        assert await second.poll(Poll(B, PollId("p"), 0.2)) is None
+        parked = asyncio.create_task(second.poll(Poll(B, PollId("q"), 10)))
+        await asyncio.sleep(0)
+        await first.pause_worker(B, False)
+        leased = await asyncio.wait_for(parked, 5)
+        assert leased is not None
+        listening = asyncio.create_task(second.commands(B, 10))
+        await asyncio.sleep(0)
+        await first.drain_worker(B)
+        told = await asyncio.wait_for(listening, 5)
+        assert Command("drain") in told
+
+
+async def test_without_any_hint_a_heartbeat_tells_of_the_cancel_and_of_the_drain() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        job_id = (await it.first.submit(Submission(graph()))).job_id
+        leased = await it.second.poll(Poll(B, PollId("p"), 0))
+        assert leased is not None
+        await it.first.cancel(job_id)
+        await it.first.drain_worker(B)
+        await it.clock.advance(3)
+        beat = await it.second.heartbeat(B, [leased.ref])
+        assert beat.commands == (Command("cancel", job_id, leased.ref.number), Command("drain"))
+
+
+async def test_what_is_told_to_a_worker_of_another_engine_is_not_kept_for_ever() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        for number in range(3):
+            job_id = (await it.first.submit(Submission(graph(seed=number)))).job_id
+            assert await take(it.second, "b", f"poll-{number}") == job_id
+            await it.first.cancel(job_id)
+        assert it.first._commands._told == {}
+
+
+async def test_a_pause_at_one_engine_is_not_undone_by_what_the_other_notes_of_the_worker() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        await it.first.submit(Submission(graph()))
+        await it.first.pause_worker(B)
+        await it.clock.settle()
+        await it.second._context.fleet.note_failure(B)
+        stored = await it.store.get_worker(B)
+        assert stored is not None
+        assert (stored.is_paused, stored.failed) == (True, 1)
+
+
+async def test_an_idle_engine_does_not_take_another_engines_worker_for_lost() -> None:
+    async with Engines(worker_lost_s=60) as it:
+        await register(it.second, "b", "KSampler")
+        await it.first.submit(Submission(graph()))
+        for _ in range(10):
+            await it.clock.advance(12)
+            await it.second.heartbeat(B, [])
+        stored = await it.store.get_worker(B)
+        assert stored is not None
+        assert not stored.is_offline
+
+
+async def test_a_cancel_holds_though_nobody_could_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Engines() as it:
+
+        async def fail(*_: object) -> None:
+            raise Fault("the store is away")
+
+        monkeypatch.setattr(it.store, "tell", fail)
+        await register(it.second, "b", "KSampler")
+        job_id = (await it.first.submit(Submission(graph()))).job_id
+        assert await take(it.second, "b") == job_id
+        assert (await it.first.cancel(job_id)).cancel_requested
