@@ -122,6 +122,37 @@ async def test_a_cancelled_job_can_be_run_again_by_hand() -> None:
         assert (await it.pool.get_job(job_id)).status == "completed"
 
 
+async def test_whoever_is_being_cancelled_can_wait_for_a_limited_time_and_is_told_when_it_is_over() -> None:
+    async def wait_on(it: Fleet, job_id: str) -> str:
+        try:
+            await it.pool.wait(job_id)
+        except asyncio.CancelledError:
+            # Before Python 3.11.4 a timeout that was begun here ended as another cancellation.
+            try:
+                await it.pool.wait(job_id, timeout=0.05)
+            except TimeoutError as error:
+                return str(error)
+        return "nothing was cancelled"
+
+    async with fleet() as it:
+        await it.pool.pause_queue()
+        job_id = await it.pool.enqueue(text_to_image())
+        waiting = asyncio.create_task(wait_on(it, job_id))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        assert "has not ended after 0.05 s" in await waiting
+
+
+async def test_a_cancel_ends_a_wait_that_has_a_limit() -> None:
+    async with fleet() as it:
+        await it.pool.pause_queue()
+        waiting = asyncio.create_task(it.pool.wait(await it.pool.enqueue(text_to_image()), timeout=15))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
 async def test_somebody_elses_prompt_on_the_same_server_is_never_hit() -> None:
     async with fleet(quick(version="0.3.45"), quick()) as it:
         async with aiohttp.ClientSession() as session:

@@ -6,7 +6,6 @@ affinities, events. It decides nothing; the engine and its policy do.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -53,7 +52,7 @@ from comfyfleet.pool.records import (
 from comfyfleet.pool.saving import write_new
 from comfyfleet.pool.servers import Servers
 from comfyfleet.pool.telling import Teller
-from comfyfleet.pool.waiting import Waiting
+from comfyfleet.pool.waiting import Waiting, within
 from comfyfleet.stores.opening import open_store
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
@@ -277,7 +276,7 @@ class WorkflowPool:
         inner = await self._inner(job_id)
         with self._waiting.for_end_of(inner) as ended, self._engine.following(inner):
             try:
-                async with asyncio.timeout(seconds(timeout)):
+                async with within(seconds(timeout)):
                     while True:
                         ended.clear()
                         record = record_of(await self._engine.get(inner))
