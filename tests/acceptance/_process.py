@@ -54,7 +54,7 @@ def run_cli(
 def started(
     *command: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A program that runs; killed at the end should it still do so."""
+    """A program that runs; told to stop at the end should it still do so, and killed if it does not listen."""
     process = subprocess.Popen(
         [str(part) for part in command],
         cwd=cwd,
@@ -66,8 +66,13 @@ def started(
     try:
         yield process
     finally:
-        process.kill()
-        process.communicate()
+        # One that is killed cannot remove its temporary files.
+        process.terminate()
+        try:
+            process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
 
 
 def read_until(process: subprocess.Popen[str], wanted: Callable[[str], bool]) -> list[str]:

@@ -143,12 +143,15 @@ class FakeComfyUI:
     async def stop(self) -> None:
         """Stop for good: connections are cut as by a killed process, and the temporary disk is removed."""
         self._is_stopping.set()
-        await asyncio.gather(*self._actions, return_exceptions=True)
-        async with self._life_lock:
-            await self._end_life()
-        if self._disk is not None:
-            self._disk.remove()
-            self._disk = None
+        try:
+            await asyncio.gather(*self._actions, return_exceptions=True)
+            async with self._life_lock:
+                await self._end_life()
+        finally:
+            # Also where the stop itself is cut short.
+            if self._disk is not None:
+                self._disk.remove()
+                self._disk = None
 
     async def crash(self) -> None:
         """Die as by SIGKILL: connections drop, memory is lost, files stay."""
