@@ -39,6 +39,10 @@ class Terminated(Exception):
     """SIGTERM came, and everything was closed."""
 
 
+class _Interrupted(Exception):
+    """Ctrl-C came, and everything was closed."""
+
+
 def make_folder(folder: Path) -> None:
     """The place for `--out`, before anything is done that needs one."""
     try:
@@ -48,37 +52,50 @@ def make_folder(folder: Path) -> None:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, and SIGTERM closes everything as Ctrl-C does: it ends in `Terminated`."""
+    """Like `asyncio.run`: Ctrl-C cancels the work, and so does SIGTERM, which ends in `Terminated`.
+
+    The work may take its time to close. Another Ctrl-C cancels it once more, and it should leave then.
+    """
     import asyncio
 
-    return asyncio.run(_until_terminated(work))
+    try:
+        return asyncio.run(_until_stopped(work))
+    except _Interrupted:
+        raise KeyboardInterrupt from None
 
 
-async def _until_terminated(work: Coroutine[Any, Any, T]) -> T:
+async def _until_stopped(work: Coroutine[Any, Any, T]) -> T:
     import asyncio
     import contextlib
     import signal
 
     task = asyncio.current_task()
     assert task is not None, "a coroutine that runs has a task"
-    is_terminated = False
+    first: signal.Signals | None = None
 
-    def terminate() -> None:
-        nonlocal is_terminated
-        # A second signal must not cut the closing short that the first one began.
-        if not is_terminated:
-            is_terminated = True
+    def stop(number: signal.Signals) -> None:
+        nonlocal first
+        # Only a person cuts short what the first signal began; a supervisor has another signal for that.
+        if first is None or number is signal.SIGINT:
             task.cancel()
+        first = first or number
 
     loop = asyncio.get_running_loop()
-    with contextlib.suppress(NotImplementedError):  # loops of Windows know no signals
-        loop.add_signal_handler(signal.SIGTERM, terminate)
+    # What whoever started us chose to ignore stays so: a shell does that to Ctrl-C for what it runs in the background.
+    heard = [
+        number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    # Loops of Windows know no signals; there Ctrl-C is what `asyncio.run` makes of it.
+    with contextlib.suppress(NotImplementedError):
+        for number in heard:
+            loop.add_signal_handler(number, stop, number)
     try:
         return await work
     except asyncio.CancelledError:
-        if is_terminated:
-            raise Terminated from None
-        raise
+        if first is None:
+            raise
+        raise (_Interrupted if first is signal.SIGINT else Terminated) from None
     finally:
         with contextlib.suppress(NotImplementedError):
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in heard:
+                loop.remove_signal_handler(number)

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from comfyfleet.model.job import Attachment
     from comfyfleet.pool.pool import WorkflowPool
 
-_TAKE_BACK_S = 8.0
-"""How long an interrupted job is waited for; its agent gives up a little later."""
+_TAKE_BACK_S = 5.0
+"""How long a server gets to confirm that an interrupted job was stopped."""
+_LEAVE_S = 1.0
+"""Whatever has not ended by itself then is left so soon."""
 
 
 class _Address(StringParamType):
@@ -171,9 +173,10 @@ async def _run(
 
     from comfyfleet.cli.run_progress import RunProgress
     from comfyfleet.pool.pool import WorkflowPool
+    from comfyfleet.worker.settings import AgentSettings
 
     with RunProgress(is_quiet) as progress:
-        async with WorkflowPool(servers) as pool:
+        async with WorkflowPool(servers, agent=AgentSettings(stop_grace_s=_LEAVE_S)) as pool:
             leave = pool.on("*", progress.hear)
             await _must_reach_one(pool, progress)
             job_id = await pool.enqueue(graph, **options)
@@ -195,13 +198,19 @@ async def _run(
 
 
 async def _take_back(pool: WorkflowPool, job_id: str, progress: RunProgress) -> None:
-    progress.say("stopping…")
+    """Within `_TAKE_BACK_S`, or until a second Ctrl-C. Says where the job may still run."""
+    import asyncio
+
+    progress.answer("taking the job back… Ctrl-C again leaves at once")
     client_id = (await pool.get_job(job_id)).client_id
     try:
         await pool.cancel(job_id)
         await pool.wait_for_record(job_id, _TAKE_BACK_S)
     except TimeoutError:
         progress.warn(f"{client_id} did not confirm that the job was stopped: it may still run there")
+    except asyncio.CancelledError:
+        progress.warn(f"{client_id} was not waited for to stop the job: it may still run there")
+        raise
 
 
 async def _must_reach_one(pool: WorkflowPool, progress: RunProgress) -> None:

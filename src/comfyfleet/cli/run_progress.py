@@ -17,6 +17,7 @@ class RunProgress:
     """Hears the events of one job. Use it as a context manager: it leaves the terminal as it was."""
 
     def __init__(self, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
         self._console = Console(stderr=True, highlight=False, quiet=is_quiet)
         self._bar: Progress | None = None
         if self._console.is_terminal and not is_quiet:
@@ -44,8 +45,17 @@ class RunProgress:
     def say(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
 
+    def answer(self, line: str) -> None:
+        """What follows from a key that was pressed: whoever sits at the terminal sees it, quiet or not."""
+        if self._is_quiet and self._console.is_terminal:
+            click.echo(line, err=True)
+        else:
+            self.say(line)
+
     def warn(self, line: str) -> None:
         """What a quiet run must not keep to itself either."""
+        if self._bar is not None:
+            self._bar.stop()
         click.echo(f"Warning: {line}", err=True)
 
     def saved(self, path: Path) -> None:
