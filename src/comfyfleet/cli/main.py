@@ -20,6 +20,7 @@ _COMMANDS = {
     "fake-comfyui": "comfyfleet.cli.fake_comfyui",
     "hash": "comfyfleet.cli.hash",
     "run": "comfyfleet.cli.run",
+    "store": "comfyfleet.cli.store",
 }
 """Where each command is: a module with a click command named `command`."""
 

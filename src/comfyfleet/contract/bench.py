@@ -68,7 +68,7 @@ class Bench:
     async def enqueue(
         self, cls: RequirementClass = FOR_BOTH, *, reference: str | None = None, **fields: Any
     ) -> Dispatch:
-        job_id = JobId(f"job-{next(self._numbers):04d}")
+        job_id = JobId(f"job-{self.new_number():04d}")
         now = self.clock.now()
         fields = {"workflow_hash": HASH, "priority": 0, "queued_at": now, **fields}
         dispatch = Dispatch(job_id=job_id, class_key=cls.key, **fields)
@@ -85,8 +85,11 @@ class Bench:
         self.jobs.append(job_id)
         return written.dispatch
 
+    def new_number(self) -> int:
+        return next(self._numbers)
+
     def offer(self, worker: WorkerId = A, profile: ProfileKey = FAST, poll: str | None = None) -> LeaseOffer:
-        number = next(self._numbers)
+        number = self.new_number()
         poll_id = PollId(poll or f"poll-{number}")
         self.polls.append(poll_id)
         return LeaseOffer(worker, profile, poll_id, LeaseToken(f"token-{number}"), 60.0, 10.0)

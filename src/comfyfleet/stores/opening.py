@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -11,24 +12,27 @@ from comfyfleet.stores.memory import MemoryStore
 
 
 def open_store(url: str, clock: Clock) -> Store:
+    check_address(url)
+    return _OPENERS[urlsplit(url).scheme](url, clock)
+
+
+def check_address(url: str) -> None:
+    """Refuses a scheme nobody knows."""
     scheme = urlsplit(url).scheme
-    opener = _OPENERS.get(scheme)
-    if opener is None:
+    if scheme not in _OPENERS:
         # Not the whole URL: it may hold a password.
         known = ", ".join(f"{each}:" for each in _OPENERS)
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"there is no store for {scheme!r}: this version knows {known}"
         )
-    return opener(url, clock)
 
 
 def _memory(_url: str, clock: Clock) -> Store:
     return MemoryStore(clock)
 
 
-def _sqlite(url: str, clock: Clock) -> Store:
-    from comfyfleet.stores.sqlite.store import SqliteStore
-
+def sqlite_path(url: str) -> Path:
+    """The file a `sqlite:` URL names."""
     parts = urlsplit(url)
     path = unquote(parts.path.removeprefix("/"))
     if parts.netloc or parts.query or parts.fragment or not path:
@@ -36,7 +40,13 @@ def _sqlite(url: str, clock: Clock) -> Store:
             RefusalCode.INVALID_REQUEST,
             f"{url!r} names no file: write sqlite:///fleet.db (from here) or sqlite:////srv/fleet.db (from the root)",
         )
-    return SqliteStore(path, clock)
+    return Path(path)
+
+
+def _sqlite(url: str, clock: Clock) -> Store:
+    from comfyfleet.stores.sqlite.store import SqliteStore
+
+    return SqliteStore(sqlite_path(url), clock)
 
 
 def _postgres(url: str, _clock: Clock) -> Store:

@@ -70,6 +70,10 @@ async def migrate(connection: Connection, migrations: Sequence[Migration]) -> No
         ) from error
 
 
+async def missing_migrations(connection: Connection, migrations: Sequence[Migration]) -> list[Migration]:
+    return _missing(await _applied(connection), migrations)
+
+
 async def _applied(connection: Connection) -> dict[int, str]:
     # Asked of the catalogue itself: `to_regclass` may answer from what this connection remembers.
     cursor = await connection.execute(

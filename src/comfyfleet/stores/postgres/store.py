@@ -136,7 +136,7 @@ class PostgresStore:
         connection = await self._pool.connect()
         try:
             async with connection:
-                await _check_server(connection, self._pool.address)
+                await check_server(connection, self._pool.address)
                 await migrate(connection, known_migrations())
                 row = await (await connection.execute("SELECT epoch FROM comfyfleet.state")).fetchone()
                 assert row is not None, "the first migration puts it there"
@@ -440,7 +440,7 @@ class PostgresStore:
         await self._transact(shelf.put_lesson, lesson)
 
 
-async def _check_server(connection: Connection, address: str) -> None:
+async def check_server(connection: Connection, address: str) -> None:
     cursor = await connection.execute(
         "SELECT current_setting('server_version_num')::int, current_setting('server_encoding'),"
         " current_setting('synchronous_commit')"

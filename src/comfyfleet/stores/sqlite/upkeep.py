@@ -7,9 +7,11 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.migrating import connect, connect_to_read, migrations, refuse_strangers
@@ -34,6 +36,31 @@ def check(path: str | Path) -> list[str]:
         except sqlite3.DatabaseError as error:
             problems.append(f"the file cannot be read: {error}")
     return problems
+
+
+def describe(path: str | Path) -> tuple[dict[str, int], dict[str, Any]]:
+    """What the file holds, and how it is made; both empty where it cannot be read."""
+    path = Path(path)
+    with closing(connect_to_read(path)) as database:
+        try:
+            database.execute("BEGIN")
+            steps = refuse_strangers(database, path)
+            holds = {phase.value: 0 for phase in Phase}
+            if steps:
+                holds.update(database.execute("SELECT phase, count(*) FROM dispatches GROUP BY phase"))
+                for table in ("workers", "blocks", "lessons", "classes"):
+                    ((holds[table],),) = database.execute(f"SELECT count(*) FROM {table}").fetchall()
+            ((free,),) = database.execute("PRAGMA freelist_count").fetchall()
+            ((page_bytes,),) = database.execute("PRAGMA page_size").fetchall()
+        except sqlite3.DatabaseError:
+            return {}, {}
+    log = path.with_name(path.name + "-wal")
+    return holds, {
+        "schema": max(steps, default=0),
+        "bytes": path.stat().st_size,
+        "log_bytes": log.stat().st_size if log.exists() else 0,
+        "free_bytes": free * page_bytes,
+    }
 
 
 def vacuum(path: str | Path) -> None:

@@ -1,0 +1,255 @@
+"""`comfyfleet store`: what an operator does to a store: look whether it is sound, make it small, copy it, move it.
+
+Each is a short composition over `stores/` and `engine/moving.py`; here arguments are read and answers printed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from comfyfleet.cli.endings import CommandFailed, ExitCode, run
+
+if TYPE_CHECKING:
+    from comfyfleet.engine.moving import Moved
+    from comfyfleet.ports import Movable
+    from comfyfleet.stores.examining import Examination
+
+_AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+_SHOWN = 20
+
+
+@click.group("store")
+def command() -> None:
+    """Check, shrink, copy or move a store.
+
+    A store is named by its URL: sqlite:///fleet.db, redis://host:6379/0, postgresql://user@host/database.
+    """
+
+
+@command.command("check")
+@click.argument("url")
+@_AS_JSON
+def check(url: str, as_json: bool) -> None:
+    """Say whether the store at URL is sound, and what it holds.
+
+    Changes nothing and is safe while others work on it. The exit code is 1 if something is wrong.
+    """
+    from comfyfleet.stores.examining import examine
+
+    found = run(examine(url))
+    if as_json:
+        _print_json(found)
+    else:
+        _show(found)
+    if found.problems:
+        raise CommandFailed(f"{_number(len(found.problems), 'problem')} found in {found.store}")
+
+
+@command.command("vacuum")
+@click.argument("url")
+@_AS_JSON
+def vacuum(url: str, as_json: bool) -> None:
+    """Give the room of what was purged back to the disk (SQLite).
+
+    Nobody may have the store open meanwhile. Needs up to the size of the file beside it.
+    """
+    from comfyfleet.stores.examining import kind_of
+    from comfyfleet.stores.opening import sqlite_path
+    from comfyfleet.stores.sqlite import upkeep
+
+    match kind_of(url):
+        case "redis":
+            _refuse(
+                "a Redis store needs no vacuum: what is purged is gone. `redis-cli MEMORY PURGE` returns pages"
+            )
+        case "postgresql":
+            _refuse(
+                "PostgreSQL does this by itself (autovacuum); by hand: psql -c 'VACUUM (ANALYZE)', or pg_repack"
+            )
+    path = sqlite_path(url)
+    before = path.stat().st_size if path.is_file() else 0
+    upkeep.vacuum(path)
+    after = path.stat().st_size
+    if as_json:
+        _print_json({"store": str(path), "bytes_before": before, "bytes_after": after})
+    else:
+        click.echo(f"{path}: {_size(before)} before, {_size(after)} now")
+
+
+@command.command("backup")
+@click.argument("url")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@_AS_JSON
+def backup(url: str, file: Path, as_json: bool) -> None:
+    """Copy the store at URL to FILE while it is in use (SQLite).
+
+    The copy is of one moment, and complete or not there at all. It is a store itself. No file is overwritten.
+    """
+    from comfyfleet.stores.examining import kind_of
+    from comfyfleet.stores.opening import sqlite_path
+    from comfyfleet.stores.sqlite import upkeep
+
+    match kind_of(url):
+        case "redis":
+            _refuse(
+                "Redis copies itself: `redis-cli --rdb FILE` takes a snapshot of one moment; keep the folder of its "
+                "append-only file (appenddirname) for everything up to the last write"
+            )
+        case "postgresql":
+            _refuse(
+                "PostgreSQL has tools for this: `pg_dump --schema=comfyfleet --file=FILE` copies the fleet as of one "
+                "moment, `pg_basebackup` the whole server"
+            )
+    path = sqlite_path(url)
+    upkeep.backup(path, file)
+    size = file.stat().st_size
+    if as_json:
+        _print_json({"store": str(path), "file": str(file), "bytes": size})
+    else:
+        click.echo(f"{path} copied to {file} ({_size(size)})")
+
+
+@command.command("move")
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="SECONDS",
+    help="Wait so long for running jobs to end or their leases to run out; without it, they make the move refuse.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would move, and change nothing.")
+@_AS_JSON
+def move(source: str, target: str, wait_s: float, dry_run: bool, as_json: bool) -> None:
+    """Move everything from the store SOURCE to the store TARGET.
+
+    Jobs go with payload, result, facts and attempts, in their order, behind what is at the target; blocks and lessons
+    too. The source is paused first and stays paused. A job is removed there once the target has it, so a move that was
+    interrupted is begun again with the same command. A job whose reference the target knows already stays, and is told.
+    """
+    from comfyfleet.stores.examining import kind_of
+
+    for url in (source, target):
+        kind_of(url)
+    moved = run(_move(source, target, wait_s, dry_run, is_quiet=as_json))
+    if as_json:
+        _print_json({"is_dry_run": dry_run, **_plain(moved)})
+    else:
+        _tell(moved, dry_run)
+    if moved.stayed:
+        verb = "would stay" if dry_run else "stayed"
+        raise CommandFailed(f"{_number(len(moved.stayed), 'job')} {verb} at the source")
+
+
+async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_quiet: bool) -> Moved:
+    from contextlib import AsyncExitStack
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from comfyfleet.engine.moving import Move
+    from comfyfleet.engine.shell import SystemChance, SystemClock
+    from comfyfleet.stores.examining import is_there
+    from comfyfleet.stores.memory import MemoryStore
+
+    if not await is_there(source):
+        _refuse("there is no store at SOURCE: nobody has opened one there yet. Look at its URL")
+    async with AsyncExitStack() as stack:
+        from_store = await _opened(stack, source)
+        # To rehearse, a target that is not there is as good as an empty one.
+        is_rehearsed_alone = dry_run and not await is_there(target)
+        to_store = MemoryStore(SystemClock()) if is_rehearsed_alone else await _opened(stack, target)
+        total = sum((await from_store.counts()).by_phase.values())
+        console = Console(stderr=True, highlight=False, quiet=is_quiet)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+            task = bar.add_task("looking" if dry_run else "moving", total=total)
+
+            def tell(moved: Moved) -> None:
+                bar.update(task, completed=moved.jobs + len(moved.stayed))
+
+            work = Move(from_store, to_store, token=SystemChance().token(), tell=tell)
+            return await (work.rehearse() if dry_run else work.run(wait_s))
+
+
+async def _opened(stack: Any, url: str) -> Movable:
+    from typing import cast
+
+    from comfyfleet.engine.shell import SystemClock
+    from comfyfleet.stores.opening import open_store
+
+    store = cast("Movable", open_store(url, SystemClock()))
+    stack.push_async_callback(store.close)
+    await store.open()
+    return store
+
+
+def _refuse(message: str) -> NoReturn:
+    raise CommandFailed(message, ExitCode.REFUSED)
+
+
+def _plain(moved: Moved) -> dict[str, Any]:
+    import msgspec
+
+    plain: dict[str, Any] = msgspec.to_builtins(moved)
+    return plain
+
+
+def _print_json(value: object) -> None:
+    import msgspec
+
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def _show(found: Examination) -> None:
+    click.echo(f"store          {found.store}")
+    for name, value in found.settings.items():
+        shown = (
+            ", ".join(f"{kind} {number}" for kind, number in value.items())
+            if isinstance(value, dict)
+            else value
+        )
+        click.echo(f"{name.replace('_', ' '):<15}{_size(value) if name.endswith('bytes') else shown}")
+    for name, number in found.holds.items():
+        click.echo(f"{name:<15}{number}")
+    for problem in found.problems:
+        click.echo(f"problem        {problem}")
+    if not found.problems:
+        click.echo("sound")
+
+
+def _tell(moved: Moved, is_dry_run: bool) -> None:
+    for stayed in moved.stayed[:_SHOWN]:
+        match stayed.why:
+            case "reference":
+                reason = (
+                    f"the target has a job under its reference {stayed.reference!r}: {stayed.other_job_id}"
+                )
+            case "changed":
+                reason = "both stores have gone on with it: an engine still works on the source"
+            case _:
+                reason = "it runs"
+        click.echo(f"stays  {stayed.job_id}  {reason}")
+    if len(moved.stayed) > _SHOWN:
+        click.echo(f"stay   {len(moved.stayed) - _SHOWN} more; --json names them all")
+    phases = ", ".join(f"{number} {phase}" for phase, number in moved.by_phase.items())
+    verb = "would move" if is_dry_run else "moved"
+    rest = f"{_number(moved.blocks, 'block')}, {_number(moved.lessons, 'lesson')}"
+    click.echo(f"{_number(moved.jobs, 'job')} {verb}{f' ({phases})' if phases else ''}, {rest}")
+    if not is_dry_run:
+        click.echo("the source is paused; let hubs and workers open the target now")
+
+
+def _size(size: int) -> str:
+    if size < 1024:
+        return f"{size} bytes"
+    return f"{size / 1024:.0f} KiB" if size < 2**20 else f"{size / 2**20:.1f} MiB"
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

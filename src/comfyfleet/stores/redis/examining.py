@@ -1,0 +1,178 @@
+"""Looks at a fleet on Redis from outside: server, library, counts, and whether every key is one that is promised."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+from comfyfleet.model.errors import Fault
+from comfyfleet.stores.redis.address import parse_address
+from comfyfleet.stores.redis.client import Argument, Client
+from comfyfleet.stores.redis.codec import Head, as_bytes, as_list, decode_head
+from comfyfleet.stores.redis.library import LIBRARY, installed_revision, library_text, revision_of
+from comfyfleet.stores.redis.server import check_server
+
+_PAGE = 1000
+_TRIES = 5
+_SHOWN = 10
+
+
+def layout(text: str | None = None) -> list[re.Pattern[str]]:
+    """The names of keys, read from the head of the library: there they are promised."""
+    text = library_text() if text is None else text
+    patterns = []
+    for names in re.findall(
+        r"^--   (\S.*?) +(?:string|zset|hash|set|list|stream)\b",
+        text[: text.index("local REVISION")],
+        re.MULTILINE,
+    ):
+        first, *others = names.split(", ")
+        stem = first.rpartition(":")[0]
+        for name in (first, *(stem + each if each.startswith(":") else each for each in others)):
+            parts = re.split(r"<[^>]+>", name)
+            patterns.append(re.compile(".+".join(re.escape(part) for part in parts), re.DOTALL))
+    return patterns
+
+
+async def examine_redis(url: str) -> dict[str, Any]:
+    address = parse_address(url)
+    client = Client(address, secrets.token_hex(8), patience_s=5.0)
+    try:
+        await client.connect()
+        problems: list[str] = []
+        settings: dict[str, Any] = {}
+        await _look_at_the_server(client, address.name, problems, settings)
+        holds = await _look_at_the_fleet(client, address.prefix, problems, settings)
+        return {
+            "store": f"{address.name} {address.prefix}",
+            "problems": problems,
+            "holds": holds,
+            "settings": settings,
+        }
+    finally:
+        await client.close()
+
+
+async def has_fleet(url: str) -> bool:
+    address = parse_address(url)
+    client = Client(address, secrets.token_hex(8), patience_s=5.0)
+    try:
+        await client.connect()
+        return await client.call("EXISTS", f"{address.prefix}meta") == 1
+    finally:
+        await client.close()
+
+
+async def _look_at_the_server(
+    client: Client, name: str, problems: list[str], settings: dict[str, Any]
+) -> None:
+    try:
+        server = await check_server(client.call, name)
+        settings["durability"] = server.durability
+        if server.durability != "durable":
+            lost = (
+                "about the last second"
+                if server.durability == "everysec"
+                else "everything since its last snapshot"
+            )
+            settings["can_lose"] = f"{lost}, if the server dies (durable: appendonly yes, appendfsync always)"
+    except Fault as fault:
+        problems.append(str(fault))
+    ours, found = revision_of(library_text()), await installed_revision(client.call)
+    settings["library_revision"] = found
+    if found is None:
+        problems.append(f"the function library {LIBRARY} is missing: an engine that opens the fleet loads it")
+    elif found < ours:
+        problems.append(
+            f"the function library is of revision {found}, this version brings {ours}: open the fleet with it"
+        )
+
+
+async def _look_at_the_fleet(
+    client: Client, prefix: str, problems: list[str], settings: dict[str, Any]
+) -> dict[str, int]:
+    text = await client.call("GET", f"{prefix}meta")
+    if text is None:
+        problems.append(
+            f"there is no fleet under the prefix {prefix}: look at the URL, or open it with an engine first"
+        )
+        return {}
+    head = decode_head(text)
+    settings["epoch"], settings["is_paused"] = head.epoch, head.is_paused
+    await _compare_counts(client, prefix, problems, settings)
+    patterns, kinds, strangers = layout(), Counter[str](), []
+    async for key in _keys(client, prefix):
+        kinds[key.partition(":")[0]] += 1
+        if not any(pattern.fullmatch(key) for pattern in patterns):
+            strangers.append(key)
+    if strangers:
+        shown = ", ".join(sorted(strangers)[:_SHOWN])
+        problems.append(f"{len(strangers)} keys under {prefix} are not ComfyFleet's: {shown}")
+    settings["keys"] = sum(kinds.values())
+    settings["keys_by_kind"] = dict(sorted(kinds.items()))
+    return {
+        **{name: getattr(head, name) for name in ("queued", "leased", "completed", "failed", "cancelled")},
+        "workers": await _size(client, "ZCARD", f"{prefix}workers:active"),
+        "blocks": await _size(client, "ZCARD", f"{prefix}blocks:ends"),
+        "lessons": await _size(client, "HLEN", f"{prefix}lessons"),
+        "classes": await _size(client, "HLEN", f"{prefix}classes"),
+    }
+
+
+async def _compare_counts(client: Client, prefix: str, problems: list[str], settings: dict[str, Any]) -> None:
+    """What the head says against what is listed; on a busy fleet as often as it takes to see one moment."""
+    for _ in range(_TRIES):
+        before = await client.call("GET", f"{prefix}meta")
+        head = decode_head(before)
+        found = await _listed(client, prefix)
+        if await client.call("GET", f"{prefix}meta") == before:
+            for name, expected in _promised(head).items():
+                if found[name] != expected:
+                    problems.append(f"{name}: the head counts {expected}, {found[name]} are listed")
+            return
+    settings["counts"] = "not compared: the fleet is busy"
+
+
+def _promised(head: Head) -> dict[str, int]:
+    ended = {f"jobs:{name}": getattr(head, name) for name in ("completed", "failed", "cancelled")}
+    total = head.queued + head.leased + sum(ended.values())
+    return {"jobs": total, **ended, "jobs:dead": head.failed, "waiting in lanes": head.in_lane}
+
+
+async def _listed(client: Client, prefix: str) -> dict[str, int]:
+    names = ("jobs", "jobs:completed", "jobs:failed", "jobs:cancelled", "jobs:dead")
+    found = {name: await _size(client, "ZCARD", prefix + name) for name in names}
+    lanes = as_list(await client.call("ZRANGE", f"{prefix}jobs:pending", 0, -1))
+    found["waiting in lanes"] = 0
+    for first in range(0, len(lanes), _PAGE):
+        sizes = [
+            _size(client, "ZCARD", prefix.encode() + b"lane:" + as_bytes(lane))
+            for lane in lanes[first : first + _PAGE]
+        ]
+        found["waiting in lanes"] += sum(await asyncio.gather(*sizes))
+    return found
+
+
+async def _size(client: Client, command: str, key: Argument) -> int:
+    answer = await client.call(command, key)
+    assert isinstance(answer, int), "the size of a key is a number"
+    return answer
+
+
+async def _keys(client: Client, prefix: str) -> AsyncIterator[str]:
+    pattern = re.sub(r"([*?\[\]\\])", r"\\\1", prefix) + "*"
+    cursor, seen = b"0", set[bytes]()
+    while True:
+        answer = as_list(await client.call("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE))
+        cursor = as_bytes(answer[0])
+        for key in map(as_bytes, as_list(answer[1])):
+            # A scan may tell of a key twice.
+            if key not in seen:
+                seen.add(key)
+                yield key.decode(errors="replace").removeprefix(prefix)
+        if cursor == b"0":
+            return
