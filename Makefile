@@ -6,6 +6,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # Tests run in two processes: they wait for sockets and timers more than they compute.
 JOBS ?= 2
+# More for pytest, such as OPTIONS=--no-new-skips.
+OPTIONS ?=
 
 .PHONY: demo test check format bench clean requirements help
 
@@ -24,7 +26,7 @@ demo: $(STAMP) ## a fleet of fake servers at work, in the terminal
 	@$(BIN)/comfyfleet demo
 
 test: $(STAMP) ## everything that must hold
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(OPTIONS)
 
 check: $(STAMP) ## format, lint, strict types, layers
 	$(BIN)/ruff format --check .
