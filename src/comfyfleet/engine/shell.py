@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import secrets
 import time
+from base64 import urlsafe_b64encode
 from collections.abc import Callable
 
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Timer
+
+_BLOCK_BYTES = 4096
+# The variant of a UUID leaves two of its digit's four bits to chance.
+_VARIANTS = {f"{digit:x}": "89ab"[digit % 4] for digit in range(16)}
 
 
 class SystemClock:
@@ -28,17 +34,27 @@ class SystemClock:
 class SystemChance:
     def __init__(self) -> None:
         self._random = random.Random(secrets.randbits(128))
+        self._unused = b""
+        self._used = 0
+        self._owner = 0
 
     def job_id(self, now: float) -> JobId:
         """A version 7 UUID: ids grow with time, to the millisecond, and nobody can guess one."""
-        value = (
-            int(now * 1000) << 80 | 0x7 << 76 | secrets.randbits(12) << 64 | 0x2 << 62 | secrets.randbits(62)
-        )
-        text = f"{value:032x}"
-        return JobId(f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}")
+        time_part, chance = f"{int(now * 1000):012x}", self._draw(10).hex()
+        variant = _VARIANTS[chance[3]]
+        return JobId(f"{time_part[:8]}-{time_part[8:]}-7{chance[:3]}-{variant}{chance[4:7]}-{chance[7:19]}")
 
     def token(self) -> str:
-        return secrets.token_urlsafe(18)
+        return urlsafe_b64encode(self._draw(18)).decode()
+
+    def _draw(self, count: int) -> bytes:
+        """Of the system's own randomness, fetched by the block: each fetch is a call into the kernel."""
+        end = self._used + count
+        # A process that was forked off must not give out the same secrets as its parent.
+        if end > len(self._unused) or self._owner != os.getpid():
+            self._unused, self._owner, end = os.urandom(_BLOCK_BYTES), os.getpid(), count
+        self._used = end
+        return self._unused[end - count : end]
 
     def fraction(self) -> float:
         return self._random.random()
