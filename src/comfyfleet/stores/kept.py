@@ -7,17 +7,15 @@ what has ended are kept by the store itself: in memory or on disk.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
 from comfyfleet.model.block import Pair
 from comfyfleet.model.dispatch import (
-    AtRevision,
     Attempt,
     AttemptEnd,
     AttemptOutcome,
@@ -32,11 +30,12 @@ from comfyfleet.model.dispatch import (
     Write,
     Written,
 )
-from comfyfleet.model.fact import Fact, FactDraft, FactKind
+from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.guards import extended, granted, holds, is_held
 from comfyfleet.stores.index import LaneIndex
 from comfyfleet.stores.shelf import BlockShelf, LessonShelf
 
@@ -186,7 +185,7 @@ class Kept(Generic[E]):
     def write(self, write: Write) -> Written | None:
         """All but the job's record, which is the store's own."""
         entry = self.entries.get(write.job_id)
-        if entry is None or not _holds(entry.dispatch, write):
+        if entry is None or not holds(entry.dispatch, write):
             return None
         before = entry.dispatch
         after = write.change.apply(before)
@@ -213,17 +212,10 @@ class Kept(Generic[E]):
 
     def heartbeat(self, ref: LeaseRef, ttl_s: float) -> LeaseState:
         entry = self.entries.get(ref.job_id)
-        if entry is None or not _is_held(entry.dispatch, ref):
+        if entry is None or not is_held(entry.dispatch, ref):
             return LeaseState(ref, is_alive=False)
         dispatch = entry.dispatch
-        assert dispatch.lease is not None
-        # A heartbeat never shortens a lease: two of them can arrive in the wrong order.
-        lease = msgspec.structs.replace(
-            dispatch.lease,
-            expires_at=max(dispatch.lease.expires_at, self._clock.now() + ttl_s),
-            is_acknowledged=True,
-        )
-        entry.dispatch = msgspec.structs.replace(dispatch, lease=lease, revision=dispatch.revision + 1)
+        entry.dispatch = extended(dispatch, self._clock.now(), ttl_s)
         return LeaseState(ref, True, dispatch.cancel_requested_at is not None)
 
     def mark_late(self, ref: LeaseRef) -> bool:
@@ -359,19 +351,9 @@ class Kept(Generic[E]):
         return tuple(facts)
 
     def _grant(self, entry: E, lane: LaneKey, offer: LeaseOffer) -> Written:
-        now, before = self._clock.now(), entry.dispatch
-        number = before.lease_number + 1
-        lease = Lease(
-            offer.worker_id, number, self.epoch, offer.token, offer.poll_id, now, now + offer.acknowledge_s
-        )
-        after = entry.dispatch = msgspec.structs.replace(
-            before,
-            phase=_LEASED,
-            lease=lease,
-            lease_number=number,
-            attempts=before.attempts + 1,
-            revision=before.revision + 1,
-        )
+        before = entry.dispatch
+        after, lease, attempt, fact = granted(before, offer, self.epoch, self._clock.now(), entry.fact_count)
+        entry.dispatch = after
         # From its lane to a worker: it stays open, so its classes stay pinned.
         self.by_phase[_QUEUED] -= 1
         self.by_phase[_LEASED] += 1
@@ -380,11 +362,8 @@ class Kept(Generic[E]):
         del self._by_sequence[before.sequence]
         self._watch(after)
         self._begin_lease(after.job_id, lease)
-        attempt_id = after.lease_ref().attempt_id
-        entry.attempts += (Attempt(attempt_id, offer.worker_id, number, after.round, now),)
-        data: dict[str, Any] = {"worker_id": offer.worker_id, "lease": number, "attempt": after.attempts}
+        entry.attempts += (attempt,)
         entry.fact_count += 1
-        fact = Fact(after.job_id, entry.fact_count, FactKind.LEASED, now, after.round, data)
         return Written(after, (fact,))
 
     def _begin_lease(self, job_id: JobId, lease: Lease) -> None:
@@ -419,24 +398,3 @@ class Kept(Generic[E]):
             for target in blocked
             if (entry := self.entries.get(JobId(target))) is not None and entry.dispatch.stands_in_lane
         )
-
-
-def _holds(dispatch: Dispatch, write: Write) -> bool:
-    guard = write.guard
-    return (
-        dispatch.revision == guard.revision
-        if isinstance(guard, AtRevision)
-        else _is_held(dispatch, guard.ref)
-    )
-
-
-def _is_held(dispatch: Dispatch, ref: LeaseRef) -> bool:
-    lease = dispatch.lease
-    return (
-        lease is not None
-        and dispatch.round == ref.round
-        and lease.number == ref.number
-        and lease.epoch == ref.epoch
-        # As bytes: the comparison takes no text beyond ASCII, and what a stranger sends may be anything.
-        and hmac.compare_digest(lease.token.encode(), ref.token.encode(errors="replace"))
-    )

@@ -15,8 +15,8 @@ from comfyfleet.stores.postgres import lanes, rows
 from comfyfleet.stores.postgres.lanes import Look, Seen
 from comfyfleet.stores.postgres.pool import Step
 
-# How many of the first jobs a lease looks at; more only when others are taking all of those.
-FIRST_LOOK = 8
+# How many jobs a lease looks at beyond those it wants; more only when others are taking all of those.
+SPARE = 7
 MAX_LOOK = 2048
 
 _TAKE = (
@@ -31,14 +31,55 @@ FOR UPDATE OF d SKIP LOCKED
 """
 )
 
-# A job may have moved to another class since it was seen; its workflow never changes.
-_TAKE_FIRST = """
+# The look at the lanes and the locks in one statement. What stands behind the bound of the last lane looked at is
+# not certain to be next, so it is left. A job that has left its lane since the statement began is found out when its
+# row is locked: what is asked of the row is asked again then.
+_TAKE_FIRST = (
+    lanes.GATE
+    + """
+, top AS MATERIALIZED (
+    SELECT lane_id, priority, head, coalesce(t.virtual_time, 0) AS virtual_time, workflow_hash
+    FROM gate, comfyfleet.profile_classes p
+    JOIN comfyfleet.lanes l ON l.class_key = p.class_key
+    LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
+    WHERE p.profile = %(profile)s AND workflow_hash <> ALL (gate.blocked)
+    ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
+), horizon AS MATERIALIZED (
+    SELECT priority, virtual_time, head FROM top ORDER BY priority, virtual_time DESC, head DESC
+    LIMIT CASE WHEN (SELECT count(*) FROM top) < %(lanes)s THEN 0 ELSE 1 END
+), first AS MATERIALIZED (
+    SELECT top.lane_id, top.head, items.job_id, items.sequence,
+        row_number() OVER (ORDER BY top.priority DESC, top.virtual_time, items.sequence) AS place
+    FROM gate, top CROSS JOIN LATERAL (
+        SELECT d.sequence, d.job_id FROM comfyfleet.dispatches d
+        WHERE d.lane_id = top.lane_id AND d.sequence >= top.head AND d.job_id <> ALL (gate.blocked)
+        ORDER BY d.sequence LIMIT %(slots)s
+    ) AS items
+    LEFT JOIN horizon ON true
+    WHERE horizon.head IS NULL OR (-top.priority, top.virtual_time, items.sequence)
+        <= (-horizon.priority, horizon.virtual_time, horizon.head)
+    ORDER BY place LIMIT %(slots)s
+)
+SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now, first.sequence - first.head
+FROM gate, first JOIN comfyfleet.dispatches d ON d.job_id = first.job_id AND d.lane_id = first.lane_id
+ORDER BY first.place LIMIT %(count)s FOR UPDATE OF d SKIP LOCKED
+"""
+)
+
+# Where others hold all of the first: those that are still in their lanes, however far behind.
+_TAKE_ANY = """
 SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id
 FROM unnest(%(jobs)s::text[]) WITH ORDINALITY AS c (job_id, place)
 JOIN comfyfleet.dispatches d ON d.job_id = c.job_id
 JOIN comfyfleet.lanes l ON l.lane_id = d.lane_id
 JOIN comfyfleet.profile_classes p ON p.class_key = l.class_key AND p.profile = %(profile)s
 ORDER BY c.place LIMIT 1 FOR UPDATE OF d SKIP LOCKED
+"""
+
+# Who of these has something that must be kept from it now.
+_BLOCKED = """
+SELECT DISTINCT worker_id FROM comfyfleet.blocks WHERE worker_id = ANY (%(workers)s)
+AND blocked_until > coalesce(%(test_now)s::float8, extract(epoch FROM clock_timestamp())::float8)
 """
 
 
@@ -68,21 +109,77 @@ async def lease(
     if row is None:
         return None
     *found, now = row
-    return await rows.grant(step, rows.held(found), offer, epoch, now)
+    return rows.grant(step, [(rows.held(found), offer)], epoch, now)[0]
 
 
 async def lease_next(
+    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None
+) -> tuple[list[Written | None], Sequence[int]]:
+    """A lease for each offer, if any, and the lanes that want tidying. All offers are of one profile."""
+    taken: list[Written | None] = []
+    untidy: set[int] = set()
+    for alike in await _alike(step, offers, test_now):
+        written, lagging = await _take(step, alike, epoch, test_now)
+        untidy.update(lagging)
+        for offer in alike[len(written) :]:
+            # Nothing is left, or others hold it, or empty lanes and old bounds stand in the way.
+            one, found_untidy = await _search(step, offer, epoch, test_now)
+            untidy.update(found_untidy)
+            if one is None:
+                break
+            written.append(one)
+        taken += [*written, *[None] * (len(alike) - len(written))]
+    return taken, sorted(untidy)
+
+
+async def _alike(
+    step: Step, offers: Sequence[LeaseOffer], test_now: float | None
+) -> list[Sequence[LeaseOffer]]:
+    """Parts, in order, whose workers may all take the same jobs."""
+    workers = sorted({offer.worker_id for offer in offers})
+    if len(workers) == 1:
+        return [offers]
+    found = await step.rows(_BLOCKED, {"workers": workers, "test_now": test_now})
+    blocked = {worker_id for (worker_id,) in found}
+    parts: list[list[LeaseOffer]] = []
+    for offer in offers:
+        is_alone = offer.worker_id in blocked
+        if not parts or is_alone or parts[-1][0].worker_id in blocked:
+            parts.append([])
+        parts[-1].append(offer)
+    return list(parts)
+
+
+async def _take(
+    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None
+) -> tuple[list[Written | None], list[int]]:
+    slots = len(offers) + SPARE
+    values = {
+        "worker_id": offers[0].worker_id,
+        "test_now": test_now,
+        "profile": offers[0].profile,
+        "lanes": slots + lanes.MAX_EMPTY,
+        "slots": slots,
+        "count": len(offers),
+    }
+    found = await step.rows(_TAKE_FIRST, values)
+    held = [(rows.held(row[:4]), offer) for row, offer in zip(found, offers, strict=False)]
+    written: list[Written | None] = []
+    written += rows.grant(step, held, epoch, found[0][4] if found else 0.0)
+    return written, [row[3] for row in found if row[5] > lanes.MAX_LAG]
+
+
+async def _search(
     step: Step, offer: LeaseOffer, epoch: int, test_now: float | None
 ) -> tuple[Written | None, Sequence[int]]:
-    """The lease, if any, and the lanes that want tidying."""
-    slots = FIRST_LOOK
+    slots = SPARE
     while True:
         seen = await lanes.window(step, Look(offer.worker_id, offer.profile, test_now, slots))
         if not seen.candidates:
             return None, seen.untidy
         jobs = [candidate.job_id for candidate in seen.candidates]
-        row = await step.row(_TAKE_FIRST, {"jobs": jobs, "profile": offer.profile})
+        row = await step.row(_TAKE_ANY, {"jobs": jobs, "profile": offer.profile})
         if row is not None:
-            return await rows.grant(step, rows.held(row), offer, epoch, seen.now), seen.untidy
+            return rows.grant(step, [(rows.held(row), offer)], epoch, seen.now)[0], seen.untidy
         # Others hold all of those. They will be gone from the lanes in a moment, or free again.
         slots = min(slots * 4, MAX_LOOK)

@@ -64,6 +64,11 @@ class Step:
         """A statement whose answer nobody waits for."""
         self._unsent.append(self._cursor.mogrify(query.encode(), values))
 
+    def add_rows(self, head: str, rows: Sequence[Row], tail: str = "") -> None:
+        """A statement of many rows, to stand where VALUES takes them."""
+        row = f"({', '.join(['%s'] * len(rows[0]))})"
+        self.add(f"{head} {', '.join([row] * len(rows))}{tail}", [value for each in rows for value in each])
+
     async def ask(self, *questions: tuple[str, Values]) -> list[list[Row]]:
         """The rows of each, in one round trip. Each sees what was committed before it began."""
         for query, values in questions:

@@ -11,20 +11,19 @@ from typing import Any
 import msgspec
 
 from comfyfleet.model.dispatch import (
-    Attempt,
     AttemptEnd,
     AttemptOutcome,
     Dispatch,
-    Lease,
     LeaseOffer,
     LeaseRef,
     Phase,
     Written,
 )
-from comfyfleet.model.fact import Fact, FactDraft, FactKind
+from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId
 from comfyfleet.model.job import Job
 from comfyfleet.model.whole import WholeJob
+from comfyfleet.stores.guards import granted
 from comfyfleet.stores.postgres import codec, lanes
 from comfyfleet.stores.postgres.pool import Step, Values
 
@@ -71,13 +70,17 @@ WHERE shard = pg_backend_pid() %% 32
 
 _COUNTERS = ("in_lane", "delayed", "paused", "queued", "leased", "completed", "failed", "cancelled")
 
-_INSERT_FACT = """
-INSERT INTO comfyfleet.facts (job_id, number, kind, at, round, data) VALUES (%s, %s, %s, %s, %s, %s)
-"""
+_INSERT_FACTS = "INSERT INTO comfyfleet.facts (job_id, number, kind, at, round, data) VALUES"
 
-_INSERT_ATTEMPT = """
-INSERT INTO comfyfleet.attempts (job_id, lease_number, attempt_id, outcome, body) VALUES (%s, %s, %s, %s, %s)
+_INSERT_ATTEMPTS = "INSERT INTO comfyfleet.attempts (job_id, lease_number, attempt_id, outcome, body) VALUES"
+
+_LEASE = """
+UPDATE comfyfleet.dispatches d SET lane_id = NULL, phase = 'leased', job_phase = 'leased', due_at = l.due_at::float8,
+    worker_id = l.worker_id, poll_id = l.poll_id, fact_count = l.fact_count, envelope = l.envelope::json,
+    lease_order = nextval('comfyfleet.lease_order')
+FROM (VALUES
 """
+_LEASE_FROM = "AS l (job_id, due_at, worker_id, poll_id, fact_count, envelope) WHERE d.job_id = l.job_id"
 
 _RECORD = "SELECT record FROM comfyfleet.jobs WHERE job_id = %s"
 
@@ -170,37 +173,24 @@ async def change(
     return Written(after, drafted)
 
 
-async def grant(step: Step, before: Held, offer: LeaseOffer, epoch: int, now: float) -> Written:
-    waiting = before.dispatch
-    lease = Lease(
-        worker_id=offer.worker_id,
-        number=waiting.lease_number + 1,
-        epoch=epoch,
-        token=offer.token,
-        poll_id=offer.poll_id,
-        leased_at=now,
-        expires_at=now + offer.acknowledge_s,
-    )
-    after = msgspec.structs.replace(
-        waiting,
-        phase=Phase.LEASED,
-        lease=lease,
-        lease_number=lease.number,
-        attempts=waiting.attempts + 1,
-        revision=waiting.revision + 1,
-    )
-    attempt_id = after.lease_ref().attempt_id
-    attempt = Attempt(attempt_id, offer.worker_id, lease.number, after.round, started_at=now)
-    step.add(
-        _INSERT_ATTEMPT,
-        (after.job_id, lease.number, attempt_id, attempt.outcome.value, codec.encode(attempt)),
-    )
-    data: dict[str, Any] = {
-        "worker_id": offer.worker_id,
-        "lease": lease.number,
-        "attempt": after.attempts,
-    }
-    return await change(step, before, after, (FactDraft(FactKind.LEASED, data),), now, Phase.LEASED)
+def grant(step: Step, taken: Sequence[tuple[Held, LeaseOffer]], epoch: int, now: float) -> list[Written]:
+    """Leases, however many, in three statements and the counters: jobs that stood in their lanes leave them."""
+    written, attempts, facts, leases = [], [], [], []
+    for before, offer in taken:
+        after, lease, attempt, fact = granted(before.dispatch, offer, epoch, now, before.fact_count)
+        written.append(Written(after, (fact,)))
+        body = codec.encode(attempt)
+        attempts.append((after.job_id, lease.number, attempt.attempt_id, attempt.outcome.value, body))
+        facts.append(codec.fact_row(fact))
+        envelope = codec.encode(after)
+        leases.append((after.job_id, after.due_at, lease.worker_id, lease.poll_id, fact.number, envelope))
+    if written:
+        step.add_rows(_INSERT_ATTEMPTS, attempts)
+        step.add_rows(_LEASE, leases, ") " + _LEASE_FROM)
+        step.add_rows(_INSERT_FACTS, facts)
+        count = len(written)
+        tally(step, {"in_lane": -count, "queued": -count, "leased": count})
+    return written
 
 
 def extend(step: Step, dispatch: Dispatch) -> None:
@@ -284,9 +274,20 @@ async def adopt(step: Step, whole: WholeJob, sequence: int, now: float) -> Dispa
     placed = msgspec.structs.replace(whole.dispatch, sequence=sequence)
     await _save(step, None, placed, len(whole.facts), whole.job.phase, now)
     _insert_facts(step, whole.facts)
-    for attempt in whole.attempts:
-        values = (attempt.attempt_id, attempt.outcome.value, codec.encode(attempt))
-        step.add(_INSERT_ATTEMPT, (placed.job_id, attempt.lease_number, *values))
+    if whole.attempts:
+        step.add_rows(
+            _INSERT_ATTEMPTS,
+            [
+                (
+                    placed.job_id,
+                    each.lease_number,
+                    each.attempt_id,
+                    each.outcome.value,
+                    codec.encode(each),
+                )
+                for each in whole.attempts
+            ],
+        )
     return placed
 
 
@@ -374,5 +375,5 @@ def number_facts(dispatch: Dispatch, count: int, drafts: Sequence[FactDraft], no
 
 
 def _insert_facts(step: Step, facts: Sequence[Fact]) -> None:
-    for fact in facts:
-        step.add(_INSERT_FACT, codec.fact_row(fact))
+    if facts:
+        step.add_rows(_INSERT_FACTS, [codec.fact_row(fact) for fact in facts])

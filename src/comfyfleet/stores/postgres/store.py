@@ -6,7 +6,6 @@ together `rows.py`'s. Time is the server's, unless a test lends its own clock.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, TypeVar
 
@@ -16,11 +15,9 @@ import psycopg
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import (
-    AtRevision,
     Attempt,
     Candidate,
     Dispatch,
-    HeldBy,
     LeaseOffer,
     LeaseRef,
     Phase,
@@ -35,7 +32,9 @@ from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.guards import extended, holds, is_held
 from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shelf, table
+from comfyfleet.stores.postgres.grouping import Groups
 from comfyfleet.stores.postgres.hints import Hints
 from comfyfleet.stores.postgres.migrate import known_migrations, migrate
 from comfyfleet.stores.postgres.moving import PostgresMoving
@@ -117,6 +116,7 @@ class PostgresStore:
         self._hints = Hints(self._pool)
         self._test_clock = clock_for_tests
         self._epoch = 1
+        self._leases = Groups(self._lease_group)
         self.records = PostgresRecords(self._pool)
         self.moving = PostgresMoving(self._pool, lambda: self._test_now, self._hints.tell)
 
@@ -157,6 +157,7 @@ class PostgresStore:
         await self._hints.tell_worker(worker_id, command)
 
     async def close(self) -> None:
+        await self._leases.close()
         await self._hints.close()
         await self._pool.close()
 
@@ -270,7 +271,11 @@ class PostgresStore:
         return await self._transact(leasing.lease, job_id, offer, self._epoch, self._test_now)
 
     async def lease_next(self, offer: LeaseOffer) -> Written | None:
-        taken, untidy = await self._transact(leasing.lease_next, offer, self._epoch, self._test_now)
+        """Whoever asks while others of the same profile are being answered is answered together with the next."""
+        return await self._leases.ask(offer.profile, offer)
+
+    async def _lease_group(self, offers: Sequence[LeaseOffer]) -> list[Written | None]:
+        taken, untidy = await self._transact(leasing.lease_next, offers, self._epoch, self._test_now)
         await self._tidy(untidy)
         return taken
 
@@ -293,7 +298,7 @@ class PostgresStore:
 
     async def _write(self, step: Step, write: Write) -> Written | None:
         opened = await rows.open_for_write(step, write.job_id, self._test_now)
-        if opened is None or not _holds(opened.held.dispatch, write):
+        if opened is None or not holds(opened.held.dispatch, write):
             return None
         before = opened.held.dispatch
         after = write.change.apply(before)
@@ -319,7 +324,7 @@ class PostgresStore:
             finished = await self._write(step, write)
             if finished is None:
                 return None, None, ()
-            taken, untidy = await leasing.lease_next(step, offer, self._epoch, self._test_now)
+            (taken,), untidy = await leasing.lease_next(step, [offer], self._epoch, self._test_now)
             return finished, taken, untidy
 
         finished, taken, untidy = await self._transact(both)
@@ -336,20 +341,13 @@ class PostgresStore:
         )
         found = [codec.decode_dispatch(row[0]) for row in envelopes]
         known = {dispatch.job_id: dispatch for dispatch in found}
-        expires_at = now + ttl_s
         answers = []
         for ref in refs:
             dispatch = known.get(ref.job_id)
-            if dispatch is None or dispatch.lease is None or not _is_held(dispatch, ref):
+            if dispatch is None or not is_held(dispatch, ref):
                 answers.append(LeaseState(ref, is_alive=False))
                 continue
-            # A heartbeat never shortens a lease: two of them can arrive in the wrong order.
-            lease = msgspec.structs.replace(
-                dispatch.lease,
-                expires_at=max(dispatch.lease.expires_at, expires_at),
-                is_acknowledged=True,
-            )
-            known[ref.job_id] = msgspec.structs.replace(dispatch, lease=lease, revision=dispatch.revision + 1)
+            known[ref.job_id] = extended(dispatch, now, ttl_s)
             answers.append(LeaseState(ref, True, dispatch.cancel_requested_at is not None))
         for dispatch in found:
             if (after := known[dispatch.job_id]) is not dispatch:
@@ -462,23 +460,3 @@ async def check_server(connection: Connection, address: str) -> None:
             f"PostgreSQL at {address} answers before it has written (synchronous_commit = off), so acknowledged jobs "
             "could be lost; set it to on for this user or database (ALTER DATABASE … SET synchronous_commit = on)"
         )
-
-
-def _holds(dispatch: Dispatch, write: Write) -> bool:
-    match write.guard:
-        case HeldBy(ref):
-            return _is_held(dispatch, ref)
-        case AtRevision(revision):
-            return dispatch.revision == revision
-
-
-def _is_held(dispatch: Dispatch, ref: LeaseRef) -> bool:
-    lease = dispatch.lease
-    return (
-        lease is not None
-        and dispatch.round == ref.round
-        and lease.number == ref.number
-        and lease.epoch == ref.epoch
-        # As bytes: the comparison takes no text beyond ASCII, and what a stranger sends may be anything.
-        and hmac.compare_digest(lease.token.encode(), ref.token.encode(errors="replace"))
-    )
