@@ -262,7 +262,7 @@ def blocked_run(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
         fake_servers() as urls,
         started(*CLI, "run", path, *options, "-s", urls[0], "-o", folder) as process,
     ):
-        assert eventually(lambda: "LabBlock" in ask(f"{urls[0]}/fake/stats")["nodes_by_class"], within_s=30)
+        assert eventually(lambda: "LabBlock" in ask(f"{urls[0]}/fake/stats")["nodes_by_class"])
         yield process
 
 
