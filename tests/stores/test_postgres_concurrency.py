@@ -194,6 +194,8 @@ async def test_a_deadlock_is_repeated_and_not_felt(url: str, stores: Stores) -> 
     job = await jobs.enqueue(stores[0])
     cancel = Write(job.job_id, AtRevision(job.revision), Change(phase=Phase.CANCELLED))
     with psycopg.connect(url) as other, psycopg.connect(url, autocommit=True) as looking:
+        # So that it is never the other that is ended, however late it comes to wait.
+        other.execute("SET deadlock_timeout = '30s'")
         other.execute("SELECT FROM comfyfleet.tallies FOR UPDATE")
         writing = asyncio.create_task(stores[0].write(cancel))
 
@@ -203,7 +205,7 @@ async def test_a_deadlock_is_repeated_and_not_felt(url: str, stores: Stores) -> 
             return found != (0,)
 
         await until(is_waiting)
-        # Now the other waits for the job. The server ends the transaction that has waited longer: the store's.
+        # Now the other waits for the job, and the server ends the store's transaction.
         locking = "SELECT FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE"
         await asyncio.to_thread(other.execute, locking, (job.job_id,))
         other.rollback()

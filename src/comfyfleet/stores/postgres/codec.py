@@ -10,7 +10,7 @@ import msgspec
 from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Attempt, Dispatch, Phase
 from comfyfleet.model.fact import Fact, FactKind
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
@@ -18,6 +18,17 @@ from comfyfleet.model.worker import WorkerRecord
 
 _ENCODER = msgspec.json.Encoder()
 _NO_PAYLOAD = Submission({})
+_COLUMNS = ("job_id", "tenant", "reference", "payload", "result", "phase")
+_RECORD_FIELDS = tuple(name for name in Job.__struct_fields__ if name not in _COLUMNS)
+_Record = msgspec.defstruct(
+    "Record",
+    [
+        (each.name, each.type) if each.required else (each.name, each.type, each.default)
+        for each in msgspec.structs.fields(Job)
+        if each.name in _RECORD_FIELDS
+    ],
+    omit_defaults=True,
+)
 
 decode_dispatch = msgspec.json.Decoder(Dispatch).decode
 decode_attempt = msgspec.json.Decoder(Attempt).decode
@@ -25,7 +36,7 @@ decode_block = msgspec.json.Decoder(Block).decode
 decode_lesson = msgspec.json.Decoder(Lesson).decode
 decode_class = msgspec.json.Decoder(RequirementClass).decode
 decode_worker = msgspec.json.Decoder(WorkerRecord).decode
-_decode_record = msgspec.json.Decoder(Job).decode
+_decode_record = msgspec.json.Decoder(_Record).decode
 _decode_payload = msgspec.json.Decoder(Submission).decode
 _decode_result = msgspec.json.Decoder(JobResult).decode
 _decode_data = msgspec.json.Decoder(dict[str, Any]).decode
@@ -40,20 +51,32 @@ def encode_or_none(value: Any) -> str | None:
 
 
 def encode_record(job: Job) -> str:
-    """A job without what may be large: payload and result have columns of their own."""
-    return encode(msgspec.structs.replace(job, payload=_NO_PAYLOAD, result=None, phase=Phase.QUEUED))
+    """A job without what has a column of its own: its names, and what may be large."""
+    return encode(_Record(**{name: getattr(job, name) for name in _RECORD_FIELDS}))
 
 
-def decode_record(record: str, phase: str) -> Job:
-    return msgspec.structs.replace(_decode_record(record), phase=Phase(phase))
+def decode_record(dispatch: Dispatch, record: str, phase: str) -> Job:
+    """As far as the record tells of it: without payload, result and reference."""
+    return decode_job(dispatch.job_id, dispatch.tenant, None, record, None, None, phase)
 
 
-def decode_job(record: str, payload: str, result: str | None, phase: str) -> Job:
-    return msgspec.structs.replace(
-        _decode_record(record),
-        payload=_decode_payload(payload),
+def decode_job(
+    job_id: str,
+    tenant: str,
+    reference: str | None,
+    record: str,
+    payload: str | None,
+    result: str | None,
+    phase: str,
+) -> Job:
+    return Job(
+        job_id=JobId(job_id),
+        tenant=TenantId(tenant),
+        reference=reference,
+        payload=_NO_PAYLOAD if payload is None else _decode_payload(payload),
         result=None if result is None else _decode_result(result),
         phase=Phase(phase),
+        **msgspec.structs.asdict(_decode_record(record)),
     )
 
 

@@ -9,7 +9,8 @@ from comfyfleet.stores.postgres import codec
 from comfyfleet.stores.postgres.pool import Pool, Step
 
 _GET = """
-SELECT j.record, j.payload, j.result, coalesce(d.job_phase, e.job_phase) FROM comfyfleet.jobs j
+SELECT j.job_id, j.tenant, j.reference, j.record, j.payload, j.result, coalesce(d.job_phase, e.job_phase)
+FROM comfyfleet.jobs j
 LEFT JOIN comfyfleet.dispatches d ON d.job_id = j.job_id
 LEFT JOIN comfyfleet.ended e ON e.job_id = j.job_id
 """
@@ -17,11 +18,11 @@ LEFT JOIN comfyfleet.ended e ON e.job_id = j.job_id
 # Each walks along an index in the order of submission, or over the open jobs only.
 _ALL = _GET + "WHERE true"
 _OPEN = """
-SELECT j.record, j.payload, j.result, s.job_phase FROM comfyfleet.dispatches s
+SELECT j.job_id, j.tenant, j.reference, j.record, j.payload, j.result, s.job_phase FROM comfyfleet.dispatches s
 JOIN comfyfleet.jobs j ON j.job_id = s.job_id WHERE s.phase = %(phase)s
 """
 _ENDED = """
-SELECT j.record, j.payload, j.result, s.job_phase FROM comfyfleet.ended s
+SELECT j.job_id, j.tenant, j.reference, j.record, j.payload, j.result, s.job_phase FROM comfyfleet.ended s
 JOIN comfyfleet.jobs j ON j.job_id = s.job_id WHERE s.phase = %(phase)s
 """
 

@@ -218,18 +218,20 @@ def end_attempt(step: Step, opened: Opened, end: AttemptEnd) -> None:
 
 def change_record(step: Step, opened: Opened, values: dict[str, Any]) -> Phase:
     """Writes the new values of a job's record and answers its phase, which is kept with the dispatch."""
-    job_id, phase = opened.held.dispatch.job_id, opened.held.job_phase
-    before = codec.decode_record(opened.record, phase)
-    job = msgspec.structs.replace(before, **values)
+    held = opened.held
+    job = msgspec.structs.replace(codec.decode_record(held.dispatch, opened.record, held.job_phase), **values)
+    columns: dict[str, str | None] = {}
     if (record := codec.encode_record(job)) != opened.record:
-        step.add("UPDATE comfyfleet.jobs SET record = %s WHERE job_id = %s", (record, job_id))
+        columns["record"] = record
     # What may be large is written only when it is new.
     for name in ("payload", "result"):
         if name in values:
-            step.add(
-                f"UPDATE comfyfleet.jobs SET {name} = %s WHERE job_id = %s",
-                (codec.encode_or_none(values[name]), job_id),
-            )
+            columns[name] = codec.encode_or_none(values[name])
+    if columns:
+        sets = ", ".join(f"{name} = %s" for name in columns)
+        step.add(
+            f"UPDATE comfyfleet.jobs SET {sets} WHERE job_id = %s", (*columns.values(), held.dispatch.job_id)
+        )
     return job.phase
 
 

@@ -93,6 +93,7 @@ class SqliteMoving:
                 store._kept.by_phase[found.phase] -= 1
             rows.purge(batch, found.job_id, found.sequence, is_open=entry is not None)
         if any(answers):
+            rows.keep_place(batch, store._kept.sequence)
             await store._writer.written(batch)
         return answers
 
