@@ -114,7 +114,7 @@ def _moved_so_far(target: str) -> int:
         return 0
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         try:
-            ((count,),) = database.execute("SELECT count(*) FROM dispatches").fetchall()
+            ((count,),) = database.execute("SELECT count(*) FROM jobs").fetchall()
         except sqlite3.OperationalError:
             return 0
     return int(count)

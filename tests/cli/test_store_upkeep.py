@@ -54,8 +54,8 @@ async def test_what_is_wrong_with_a_file_is_said_and_fails(path: Path) -> None:
         database.execute("DELETE FROM jobs WHERE sequence = 1")
     ended = run_cli("store", "check", f"sqlite:///{path}")
     assert ended.returncode == 1
-    assert "problem        dispatches has a row for sequence 1, jobs has none" in ended.stdout
-    assert ended.stderr == f"Error: 1 problem found in {path}\n"
+    assert "problem        ended_jobs has a row for sequence 1, jobs has none" in ended.stdout
+    assert ended.stderr == f"Error: 2 problems found in {path}\n"
 
 
 async def test_a_file_of_a_newer_version_or_of_something_else_is_refused(path: Path, tmp_path: Path) -> None:

@@ -18,6 +18,9 @@ from comfyfleet.stores.sqlite.migrating import connect, connect_to_read, migrati
 from comfyfleet.stores.sqlite.owner import Ownership
 
 _MAX_PROBLEMS = 100
+_PHASES = """
+SELECT phase, count(*) FROM (SELECT phase FROM open_jobs UNION ALL SELECT phase FROM ended_jobs) GROUP BY phase
+"""
 
 
 def check(path: str | Path) -> list[str]:
@@ -47,7 +50,7 @@ def describe(path: str | Path) -> tuple[dict[str, int], dict[str, Any]]:
             steps = refuse_strangers(database, path)
             holds = {phase.value: 0 for phase in Phase}
             if steps:
-                holds.update(database.execute("SELECT phase, count(*) FROM dispatches GROUP BY phase"))
+                holds.update(database.execute(_PHASES))
                 for table in ("workers", "blocks", "lessons", "classes"):
                     ((holds[table],),) = database.execute(f"SELECT count(*) FROM {table}").fetchall()
             ((free,),) = database.execute("PRAGMA freelist_count").fetchall()
