@@ -9,7 +9,7 @@ JOBS ?= 2
 # More for pytest, such as OPTIONS=--no-new-skips.
 OPTIONS ?=
 
-.PHONY: demo test check format bench clean requirements help
+.PHONY: demo test check format bench chaos clean requirements help
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ format: $(STAMP) ## put the code in form
 
 bench: $(STAMP) ## measure, and write bench/results.json
 	$(BIN)/python -m bench
+
+chaos: $(STAMP) ## kill everything at random, for half an hour, and write chaos/results.json
+	$(BIN)/python -m chaos
 
 requirements: ## pin anew (needs uv)
 	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header --extra all pyproject.toml requirements/dev.in -o requirements/dev.txt

@@ -45,9 +45,16 @@ def free_port() -> int:
 class RedisServer:
     """Durable unless told otherwise: every write is on the disk before it is answered."""
 
-    def __init__(self, *settings: str, is_durable: bool = True, port: int | None = None) -> None:
+    def __init__(
+        self,
+        *settings: str,
+        is_durable: bool = True,
+        port: int | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        """`folder`: one that another server has left, with whatever is in it."""
         self.port = port or free_port()
-        self.folder = Path(tempfile.mkdtemp(prefix="comfyfleet-redis-"))
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="comfyfleet-redis-"))
         self._settings = settings
         self._is_durable = is_durable
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,0 +1,108 @@
+"""`python -m chaos`: plays every part that has no result yet, writes chaos/results.json, and prints what was found.
+
+A part that ends writes its entry at once, so an interrupted run goes on where it was. `--part NAME` plays one,
+`--fresh` plays again what was played, `--quick` shows in a minute or two that everything runs, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from chaos.plan import PARTS, QUICK, SEED, Entry, plan_of, play
+
+RESULTS = Path(__file__).with_name("results.json")
+
+
+@click.command()
+@click.option(
+    "--part", "parts", multiple=True, type=click.Choice(list(PARTS)), help="Only this one; may be repeated."
+)
+@click.option("--fresh", is_flag=True, help="Play again what has a result.")
+@click.option("--quick", is_flag=True, help="Tiny sizes, nothing written.")
+@click.option("--seed", default=SEED, show_default=True, help="What the random moments are drawn from.")
+def main(parts: tuple[str, ...], fresh: bool, quick: bool, seed: int) -> None:
+    """Kills engines, workers and servers, and checks that nothing was lost, doubled or stale."""
+    console = Console()
+    known = {} if quick else read_results()
+    sizes = QUICK if quick else PARTS
+    found: list[Entry] = []
+    for part in parts or tuple(PARTS):
+        entry = known.get(part)
+        if entry is not None and entry.plan == plan_of(sizes[part], seed) and entry.is_clean and not fresh:
+            console.print(f"{part}: has its result; --fresh plays it again", style="dim")
+        else:
+            entry = _play(console, part, seed, quick)
+            if not quick:
+                known[part] = entry
+                write_results(known)
+        found.append(entry)
+    console.print(_table(found))
+    for entry in found:
+        causes = [f"{count} by {cause}" for cause, count in entry.explained.items()]
+        if entry.unexplained:
+            causes.append(f"{entry.unexplained} by nothing")
+        if causes:
+            console.print(f"{entry.part}: executed again {', '.join(causes)}", style="dim", highlight=False)
+        for line in entry.wrong:
+            console.print(f"{entry.part}: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(0 if all(entry.is_clean for entry in found) else 1)
+
+
+def _play(console: Console, part: str, seed: int, quick: bool) -> Entry:
+    size = (QUICK if quick else PARTS)[part]
+    began = time.monotonic()
+    with console.status(part) as status:
+        entry = play(part, size, seed, lambda words: status.update(f"{part}: {words}"))
+    entry = msgspec.structs.replace(entry, seconds=round(time.monotonic() - began, 1))
+    verdict = "clean" if entry.is_clean else "NOT clean"
+    console.print(f"{part}: {verdict}, {entry.seconds:.0f} s", style="dim" if entry.is_clean else "red")
+    return entry
+
+
+def read_results() -> dict[str, Entry]:
+    if not RESULTS.exists():
+        return {}
+    return {entry.part: entry for entry in msgspec.json.decode(RESULTS.read_bytes(), type=list[Entry])}
+
+
+def write_results(entries: dict[str, Entry]) -> None:
+    ordered = [entries[part] for part in PARTS if part in entries]
+    text = msgspec.json.format(msgspec.json.encode(ordered), indent=2)
+    RESULTS.write_bytes(text + b"\n")
+
+
+def _table(entries: list[Entry]) -> Table:
+    table = Table(box=None, header_style="bold")
+    table.add_column("part")
+    for name in (
+        "jobs",
+        "engine",
+        "worker",
+        "server",
+        "zombies",
+        "cuts",
+        "lost",
+        "twice",
+        "stale",
+        "doubled",
+    ):
+        table.add_column(name, justify="right")
+    table.add_column("seconds", justify="right")
+    for entry in entries:
+        kills = [str(entry.kills.get(role, 0) or "") for role in ("engine", "worker", "server")]
+        sizes = [str(entry.zombies or ""), str(entry.cuts or "")]
+        zeros = [str(entry.lost), str(entry.completed_twice), str(entry.stale_accepted)]
+        doubled = str(entry.duplicate_executions)
+        table.add_row(entry.part, str(entry.jobs), *kills, *sizes, *zeros, doubled, f"{entry.seconds:.0f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""What `make chaos` plays, part by part, and how a part that was played is told from one that is still to come."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from chaos import kill_loop, power, zombies
+from chaos.checker import Finding
+from chaos.kill_loop import Teller
+from chaos.logs import Role
+
+PlaySize = kill_loop.Size | zombies.Size | power.Size
+
+SEED = 20_000
+
+# A SQLite store has one owner, so its workers all speak to the one engine process.
+_ONE_OWNER: dict[str, Any] = {"engines": 1, "bridged_workers": 6, "direct_workers": 0}
+
+PARTS: dict[str, PlaySize] = {
+    "sqlite": kill_loop.Size("sqlite", 6000, engine_kills=40, worker_kills=60, **_ONE_OWNER),
+    "redis": kill_loop.Size("redis", 7000, engine_kills=30, worker_kills=70, server_kills=25),
+    "postgres": kill_loop.Size("postgres", 7000, engine_kills=30, worker_kills=70, server_kills=25),
+    "direct-redis": kill_loop.Size(
+        "redis",
+        10_000,
+        worker_kills=50,
+        server_kills=5,
+        engines=0,
+        bridged_workers=0,
+        direct_workers=50,
+        slots=2,
+        window=150,
+    ),
+    "zombies-sqlite": zombies.Size("sqlite", 160, direct=0, engines=1),
+    "zombies-redis": zombies.Size("redis", 170),
+    "zombies-postgres": zombies.Size("postgres", 170),
+    "power-sqlite": power.Size("sqlite"),
+    "power-redis": power.Size("redis"),
+}
+
+QUICK: dict[str, PlaySize] = {
+    "sqlite": kill_loop.Size("sqlite", 100, engine_kills=2, worker_kills=3, longest_s=1.0, **_ONE_OWNER),
+    "redis": kill_loop.Size("redis", 100, 1, 3, 2, direct_workers=2, longest_s=1.0),
+    "postgres": kill_loop.Size("postgres", 100, 1, 3, 2, direct_workers=2, longest_s=1.0),
+    "direct-redis": kill_loop.Size("redis", 100, 0, 3, 1, 0, 0, 6, slots=2, longest_s=1.0),
+    "zombies-sqlite": zombies.Size("sqlite", 4, at_once=4, direct=0, engines=1),
+    "zombies-redis": zombies.Size("redis", 4, at_once=4, direct=2),
+    "zombies-postgres": zombies.Size("postgres", 4, at_once=4, direct=2),
+    "power-sqlite": power.Size("sqlite", 1, 20, 30),
+    "power-redis": power.Size("redis", 1, 20, 30),
+}
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What became of one part."""
+
+    part: str
+    plan: str
+    """Of the sizes and the seed; another plan is another entry."""
+    seed: int
+    seconds: float
+    jobs: int
+    """Acknowledged to callers."""
+    lost: int
+    completed_twice: int = 0
+    stale_accepted: int = 0
+    duplicate_executions: int = 0
+    explained: dict[str, int] = {}
+    unexplained: int = 0
+    kills: dict[Role, int] = {}
+    stops: int = 0
+    """Workers stopped beyond their lease and continued …"""
+    zombies: int = 0
+    """… that then reported on it."""
+    stale_refused: int = 0
+    cuts: int = 0
+    """Copies cut and opened again."""
+    executions: int = 0
+    wrong: tuple[str, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        return not (
+            self.lost or self.completed_twice or self.stale_accepted or self.unexplained or self.wrong
+        )
+
+
+def plan_of(size: PlaySize, seed: int) -> str:
+    text = msgspec.json.encode([type(size).__module__, size, seed])
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
+    match size:
+        case kill_loop.Size():
+            killed = kill_loop.run(size, seed, tell)
+            return _entry(
+                part, size, seed, killed.finding, kills=killed.kills, wrong=_short(size, killed.kills)
+            )
+        case zombies.Size():
+            haunted = zombies.run(size, seed, tell)
+            return _entry(part, size, seed, haunted.finding, stops=haunted.stops, zombies=haunted.zombies)
+        case power.Size():
+            outage = power.run(size, seed, tell)
+            finding = Finding(acknowledged=outage.acknowledged, lost=outage.lost, wrong=outage.wrong)
+            return _entry(part, size, seed, finding, cuts=outage.cuts)
+
+
+def _short(size: kill_loop.Size, kills: dict[Role, int]) -> tuple[str, ...]:
+    """A run with fewer kills than were planned proves less than it says."""
+    planned: dict[Role, int] = {
+        "engine": size.engine_kills,
+        "worker": size.worker_kills,
+        "server": size.server_kills,
+    }
+    return tuple(
+        f"only {kills.get(role, 0)} of {count} kills: {role}"
+        for role, count in planned.items()
+        if kills.get(role, 0) < count
+    )
+
+
+def _entry(
+    part: str, size: PlaySize, seed: int, finding: Finding, wrong: tuple[str, ...] = (), **values: Any
+) -> Entry:
+    return Entry(
+        part,
+        plan_of(size, seed),
+        seed,
+        0.0,
+        finding.acknowledged,
+        finding.lost,
+        finding.completed_twice,
+        finding.stale_accepted,
+        finding.duplicate_executions,
+        finding.explained,
+        finding.unexplained,
+        stale_refused=finding.stale_refused,
+        executions=finding.executions,
+        wrong=finding.wrong + wrong,
+        **values,
+    )
