@@ -33,7 +33,6 @@ from comfyfleet.model.ids import DEFAULT_TENANT
 from comfyfleet.ports import Store
 from comfyfleet.stores.sqlite.upkeep import check as check_file
 
-
 _BYTES_TO_CUT = 50_000
 _GROWS_WITHIN_S = 5.0
 
