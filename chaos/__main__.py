@@ -30,6 +30,8 @@ RESULTS = Path(__file__).with_name("results.json")
 def main(parts: tuple[str, ...], fresh: bool, quick: bool, seed: int) -> None:
     """Kills engines, workers and servers, and checks that nothing was lost, doubled or stale."""
     console = Console()
+    if not console.is_terminal:
+        console.width = 140
     known = {} if quick else read_results()
     sizes = QUICK if quick else PARTS
     found: list[Entry] = []
@@ -50,6 +52,10 @@ def main(parts: tuple[str, ...], fresh: bool, quick: bool, seed: int) -> None:
             causes.append(f"{entry.unexplained} by nothing")
         if causes:
             console.print(f"{entry.part}: executed again {', '.join(causes)}", style="dim", highlight=False)
+        if entry.node_executions:
+            console.print(f"{entry.part}: {entry.node_executions} executions in Node.js", style="dim")
+        if entry.without_node:
+            console.print(f"{entry.part}: without Node.js: {entry.without_node}", style="yellow")
         for line in entry.wrong:
             console.print(f"{entry.part}: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
     sys.exit(0 if all(entry.is_clean for entry in found) else 1)

@@ -101,12 +101,12 @@ def _acknowledged(lines: Iterable[Line]) -> dict[str, set[str]]:
 
 def _lost(lines: Iterable[Line], acknowledged: dict[str, set[str]], wrong: list[str]) -> int:
     """Acknowledged, and its caller did not get a result that some worker made: each time it looked."""
-    executed = {line.execution for line in lines if line.what == "began"}
+    executed = {(line.job, line.execution) for line in lines if line.what == "began"}
     good: set[str] = set()
     bad: dict[str, str] = {}
     for line in lines:
         if line.what in ("seen", "read_again") and line.job and line.value:
-            if line.value in executed:
+            if (line.job, line.value) in executed:
                 good.add(line.job)
             else:
                 bad[line.job] = line.value

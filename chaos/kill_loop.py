@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from chaos import foreign
 from chaos.callers import caller_process, reader_process
 from chaos.checker import Finding, check
 from chaos.engines import engine_process
@@ -27,7 +28,7 @@ _LOOK_S = 0.02
 Teller = Callable[[str], None]
 
 
-class Size(msgspec.Struct, frozen=True):
+class Size(msgspec.Struct, frozen=True, omit_defaults=True):
     """How many of what. A worker that is not bridged has an engine of its own on the store."""
 
     store: Kind
@@ -38,6 +39,8 @@ class Size(msgspec.Struct, frozen=True):
     engines: int = 2
     bridged_workers: int = 2
     direct_workers: int = 4
+    node_workers: int = 0
+    """Workers in Node.js, without an engine; on Redis alone."""
     slots: int = 4
     window: int = 64
     longest_s: float = 3.0
@@ -46,25 +49,40 @@ class Size(msgspec.Struct, frozen=True):
 class Killed(msgspec.Struct, frozen=True):
     finding: Finding
     kills: dict[Role, int]
+    node_executions: int
+    without_node: str
+    """Why nobody in Node.js took part, though some should have."""
 
 
 def run(size: Size, seed: int, tell: Teller) -> Killed:
     chance = random.Random(seed)
     with Stage(size.store, size.engines) as stage:
-        _set_up(stage, size)
+        without_node = _set_up(stage, size)
         caller = stage.add("caller", "caller", caller_process, seed, size.jobs, size.window, size.longest_s)
         loop = _Loop(stage, caller, size, chance, tell)
         loop.run()
         read_again(stage)
-        return Killed(check(read_logs(stage.setting.logs)), stage.kills)
+        lines = read_logs(stage.setting.logs)
+        by_node = sum(line.what == "began" and line.who.startswith("node-") for line in lines)
+        return Killed(check(lines), stage.kills, by_node, without_node)
 
 
-def _set_up(stage: Stage, size: Size) -> None:
+def _set_up(stage: Stage, size: Size) -> str:
     for number in range(size.engines):
         stage.add(f"engine-{number}", "engine", engine_process, number)
     for number in range(size.bridged_workers + size.direct_workers):
         name = f"worker-{number}"
         stage.add(name, "worker", worker_process, name, size.slots, number < size.bridged_workers)
+    if not size.node_workers:
+        return ""
+    try:
+        command = foreign.prepare(stage.setting.folder)
+    except foreign.CannotTakePart as reason:
+        return str(reason)
+    for number in range(size.node_workers):
+        name = f"node-{number}"
+        stage.add(name, "worker", foreign.node_process, name, size.slots, command)
+    return ""
 
 
 class _Loop:

@@ -30,7 +30,8 @@ PARTS: dict[str, PlaySize] = {
         server_kills=5,
         engines=0,
         bridged_workers=0,
-        direct_workers=50,
+        direct_workers=46,
+        node_workers=4,
         slots=2,
         window=150,
     ),
@@ -45,7 +46,7 @@ QUICK: dict[str, PlaySize] = {
     "sqlite": kill_loop.Size("sqlite", 100, engine_kills=2, worker_kills=3, longest_s=1.0, **_ONE_OWNER),
     "redis": kill_loop.Size("redis", 100, 1, 3, 2, direct_workers=2, longest_s=1.0),
     "postgres": kill_loop.Size("postgres", 100, 1, 3, 2, direct_workers=2, longest_s=1.0),
-    "direct-redis": kill_loop.Size("redis", 100, 0, 3, 1, 0, 0, 6, slots=2, longest_s=1.0),
+    "direct-redis": kill_loop.Size("redis", 100, 0, 3, 1, 0, 0, 5, 1, slots=2, longest_s=1.0),
     "zombies-sqlite": zombies.Size("sqlite", 4, at_once=4, direct=0, engines=1),
     "zombies-redis": zombies.Size("redis", 4, at_once=4, direct=2),
     "zombies-postgres": zombies.Size("postgres", 4, at_once=4, direct=2),
@@ -79,6 +80,9 @@ class Entry(msgspec.Struct, frozen=True):
     cuts: int = 0
     """Copies cut and opened again."""
     executions: int = 0
+    node_executions: int = 0
+    """Those of workers in Node.js, which have no engine."""
+    without_node: str = ""
     wrong: tuple[str, ...] = ()
 
     @property
@@ -98,7 +102,14 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
         case kill_loop.Size():
             killed = kill_loop.run(size, seed, tell)
             return _entry(
-                part, size, seed, killed.finding, kills=killed.kills, wrong=_short(size, killed.kills)
+                part,
+                size,
+                seed,
+                killed.finding,
+                _short(size, killed.kills),
+                kills=killed.kills,
+                node_executions=killed.node_executions,
+                without_node=killed.without_node,
             )
         case zombies.Size():
             haunted = zombies.run(size, seed, tell)

@@ -37,7 +37,7 @@ _BYTES_TO_CUT = 50_000
 _GROWS_WITHIN_S = 5.0
 
 
-class Size(msgspec.Struct, frozen=True):
+class Size(msgspec.Struct, frozen=True, omit_defaults=True):
     store: Kind
     moments: int = 3
     """So often the power goes."""

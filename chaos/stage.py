@@ -26,7 +26,7 @@ from chaos.setting import Setting
 
 Kind = Literal["sqlite", "redis", "postgres"]
 
-_ACTORS = ["chaos.engines", "chaos.callers", "chaos.workers", "chaos.zombies"]
+_ACTORS = ["chaos.engines", "chaos.callers", "chaos.workers", "chaos.zombies", "chaos.foreign"]
 _READY_WITHIN_S = 60.0
 
 
