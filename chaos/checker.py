@@ -186,9 +186,12 @@ def _duplicates(lines: Sequence[Line], wrong: list[str]) -> tuple[int, Counter[s
             if cause is not None:
                 explained[cause] += 1
             else:
+                late = [line for line in lines if line.what == "late_beat" and line.who == before.who]
+                late = [line for line in late if before.at <= line.at <= after.at]
                 wrong.append(
                     f"unexplained: {before.job} began at {before.at:.3f} on {before.who} (lease {before.lease}) and at "
-                    f"{after.at:.3f} on {after.who} (lease {after.lease}), and nobody was killed"
+                    f"{after.at:.3f} on {after.who} (lease {after.lease}), and nobody was killed; "
+                    f"{len(late)} late heartbeats meanwhile"
                 )
     return duplicates, explained
 

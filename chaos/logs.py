@@ -32,6 +32,7 @@ What = Literal[
     "refused",
     "unanswered",
     "stalled",
+    "late_beat",
     # the conductor
     "killing",
     "up",

@@ -168,3 +168,9 @@ class Stage:
         assert self.server is not None
         self.server.start()
         self._log.write("up", role="server", value="server")
+
+    def keep_logs(self) -> Path:
+        """For whoever must find out why."""
+        return Path(
+            shutil.copytree(self.setting.logs, tempfile.mkdtemp(prefix="chaos-logs-"), dirs_exist_ok=True)
+        )

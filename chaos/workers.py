@@ -43,6 +43,7 @@ CAPABILITIES = Capabilities((Service("comfyui"),))
 
 _TICK_S = 0.1
 _STALLED_S = 0.5
+_LATE_S = 0.3
 
 
 def worker_process(setting: Setting, who: str, name: str, slots: int, is_bridged: bool) -> None:
@@ -145,7 +146,15 @@ class LoggedApi:
         return await self._api.register(call)
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
-        return await self._api.heartbeat(worker_id, refs)
+        sent = time.monotonic()
+        try:
+            beat = await self._api.heartbeat(worker_id, refs)
+        except BaseException as error:
+            self._log.write("late_beat", since=sent, value=repr(error)[:200])
+            raise
+        if time.monotonic() - sent > _LATE_S:
+            self._log.write("late_beat", since=sent)
+        return beat
 
     async def progress(self, reports: Sequence[Report]) -> Beat:
         return await self._api.progress(reports)
