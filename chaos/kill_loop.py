@@ -29,7 +29,7 @@ _LOOK_S = 0.02
 Teller = Callable[[str], None]
 
 
-class Size(msgspec.Struct, frozen=True, omit_defaults=True):
+class Size(msgspec.Struct, frozen=True):
     """How many of what. A worker that is not bridged has an engine of its own on the store."""
 
     store: Kind

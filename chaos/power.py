@@ -33,17 +33,17 @@ from comfyfleet.model.ids import DEFAULT_TENANT
 from comfyfleet.ports import Store
 from comfyfleet.stores.sqlite.upkeep import check as check_file
 
-_BYTES_TO_CUT = 50_000
+_BYTES_TO_CUT = 30_000
 _GROWS_WITHIN_S = 5.0
 
 
-class Size(msgspec.Struct, frozen=True, omit_defaults=True):
+class Size(msgspec.Struct, frozen=True):
     store: Kind
     moments: int = 3
     """So often the power goes."""
-    cuts: int = 400
+    cuts: int = 200
     """At most so many cuts of one copy; where there are more points than that, they are spread evenly."""
-    acknowledged: int = 300
+    acknowledged: int = 200
     """The first moment is not before so many jobs were acknowledged."""
 
 
@@ -111,7 +111,7 @@ def _copy(stage: Stage, target: Path, wanted: int, chance: random.Random) -> tup
         log = _log_of(source, _kind(stage))
         start, identity = _end_of(log, _kind(stage)), _identity(stage, log)
         _await_growth(stage, log, start)
-        time.sleep(chance.uniform(0.0, 0.03))
+        time.sleep(chance.uniform(0.0, 0.01))
         writer = stage.actors["engine-0"].pid if stage.server is None else _server(stage).pid
         os.kill(writer, signal.SIGSTOP)
         try:

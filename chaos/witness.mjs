@@ -30,6 +30,17 @@ function settled(job, report, answer) {
   write(Number(answer) ? 'accepted' : 'refused', { ...leases.get(job), report })
 }
 
+// A process that the machine did not let run is as good as stopped; its log says so, as that of every worker here.
+const TICK_S = 0.1
+const STALLED_S = 0.5
+const now = () => Number(process.hrtime.bigint()) / 1e9
+let before = now()
+setInterval(() => {
+  const at = now()
+  if (at - before > TICK_S + STALLED_S) write('stalled', { since: before })
+  before = at
+}, TICK_S * 1000).unref()
+
 const say = console.log
 console.log = (word, ...others) => {
   heard[word]?.(...others)

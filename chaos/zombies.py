@@ -45,7 +45,7 @@ _REPORTED_WITHIN_S = 3.0
 _INSISTING = '"report":"heartbeat"'
 
 
-class Size(msgspec.Struct, frozen=True, omit_defaults=True):
+class Size(msgspec.Struct, frozen=True):
     store: Kind
     stops: int
     at_once: int = 20
