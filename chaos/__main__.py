@@ -42,8 +42,8 @@ def main(parts: tuple[str, ...], fresh: bool, quick: bool, seed: int) -> None:
         else:
             entry = _play(console, part, seed, quick)
             if not quick:
-                known[part] = entry
-                write_results(known)
+                # Read anew: another part may have been played beside this one.
+                write_results(read_results() | {part: entry})
         found.append(entry)
     console.print(_table(found))
     for entry in found:
