@@ -131,7 +131,8 @@ class Heart:
     def _is_late(self) -> bool:
         """Whether the next beat was set when leases were longer, or nothing was held."""
         if self._beat_timer is None:
-            return True
+            # It rang during the last beat: the next one is on its way, and for all leases.
+            return False
         shortest = self._shortest_s()
         if shortest is None:
             return False
