@@ -21,6 +21,7 @@ _COMMANDS = {
     "hash": "comfyfleet.cli.hash",
     "run": "comfyfleet.cli.run",
     "store": "comfyfleet.cli.store",
+    "worker": "comfyfleet.cli.worker",
 }
 """Where each command is: a module with a click command named `command`."""
 

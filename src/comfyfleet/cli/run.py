@@ -24,7 +24,7 @@ _LEAVE_S = 1.0
 """Whatever has not ended by itself then is left so soon."""
 
 
-class _Address(StringParamType):
+class Address(StringParamType):
     """An address; of several in an environment variable, commas or spaces lie between them."""
 
     name = "url"
@@ -39,13 +39,17 @@ class _Address(StringParamType):
     "-s",
     "--server",
     "servers",
-    type=_Address(),
+    type=Address(),
     multiple=True,
-    required=True,
     envvar="COMFYFLEET_SERVERS",
     show_envvar=True,
     metavar="URL",
     help="A ComfyUI server, such as http://gpu-a:8188. Repeatable.",
+)
+@click.option(
+    "--store",
+    metavar="URL",
+    help="Leave the job to the workers on this store instead: redis://… or postgresql://…",
 )
 @click.option(
     "--set",
@@ -84,6 +88,7 @@ class _Address(StringParamType):
 def command(
     workflow: BinaryIO,
     servers: tuple[str, ...],
+    store: str | None,
     changes: tuple[str, ...],
     attachments: tuple[str, ...],
     priority: int,
@@ -100,8 +105,11 @@ def command(
     from comfyfleet.model.workflow import parse_workflow
     from comfyfleet.worker.connectors.comfyui.settings import parse_address
 
+    if not servers and store is None:
+        raise click.UsageError("Missing option '-s' / '--server' (env var: 'COMFYFLEET_SERVERS'), or --store")
     addresses: dict[str, str] = {}
-    for server in servers:
+    # With a store the workers there are meant, whatever servers the environment knows.
+    for server in servers if store is None else ():
         try:
             addresses.setdefault(parse_address(server).server_id, server)
         except ValueError as error:
@@ -119,7 +127,7 @@ def command(
     }
     # Better to know now that there is no place for the outputs than after an hour of work.
     make_folder(out)
-    run(_run(graph, list(addresses.values()), options, out, quiet))
+    run(_run(graph, list(addresses.values()), store, options, out, quiet))
 
 
 def _change(graph: dict[str, dict[str, Any]], text: str) -> None:
@@ -167,7 +175,12 @@ def _target(graph: dict[str, dict[str, Any]], text: str, option: str) -> tuple[s
 
 
 async def _run(
-    graph: dict[str, Any], servers: list[str], options: dict[str, Any], out: Path, is_quiet: bool
+    graph: dict[str, Any],
+    servers: list[str],
+    store: str | None,
+    options: dict[str, Any],
+    out: Path,
+    is_quiet: bool,
 ) -> None:
     import asyncio
 
@@ -176,9 +189,11 @@ async def _run(
     from comfyfleet.worker.settings import AgentSettings
 
     with RunProgress(is_quiet) as progress:
-        async with WorkflowPool(servers, agent=AgentSettings(stop_grace_s=_LEAVE_S)) as pool:
+        agent = AgentSettings(stop_grace_s=_LEAVE_S)
+        async with WorkflowPool(servers, store=store or "memory:", agent=agent) as pool:
             leave = pool.on("*", progress.hear)
-            await _must_reach_one(pool, progress)
+            if store is None:
+                await _must_reach_one(pool, progress)
             job_id = await pool.enqueue(graph, **options)
             try:
                 result = await pool.wait(job_id)

@@ -128,10 +128,17 @@ class Servers:
     async def drain(self) -> None:
         await asyncio.gather(*(member.agent.drain() for member in self._members.values()))
 
+    async def drained(self) -> None:
+        """Until each of them was told to drain and has done so."""
+        await asyncio.gather(*(member.agent.drained() for member in self._members.values()))
+
     async def close(self) -> None:
         await asyncio.gather(*(member.agent.stop() for member in self._members.values()))
 
     async def fetch(self, file: OutputFile, name: str | None) -> bytes:
+        is_elsewhere = self._engine.store.is_shared and file.url is not None
+        if name is not None and name not in self._members and is_elsewhere:
+            return await self._fetch_elsewhere(file)
         for member in self._members.values() if name is None else (self._member(name),):
             is_its = name is not None or (
                 isinstance(member.connector, ComfyUI)
@@ -140,9 +147,23 @@ class Servers:
             )
             if is_its and isinstance(member.connector, Fetches):
                 return await member.connector.fetch(file)
+        if is_elsewhere:
+            return await self._fetch_elsewhere(file)
         raise Refusal(
             RefusalCode.NOT_FOUND, f"no server of the pool has {file.filename!r}; say which with client_id"
         )
+
+    async def _fetch_elsewhere(self, file: OutputFile) -> bytes:
+        """From a server that another process on the store drives, by the address the file was reported with."""
+        base, separator, _ = (file.url or "").rpartition("/view?")
+        if not separator:
+            raise Refusal(
+                RefusalCode.NOT_FOUND, f"{file.filename!r} lies at {file.url}, which is no ComfyUI's"
+            )
+        # Our own credentials are for our own servers.
+        settings = msgspec.structs.replace(self._comfyui_settings, headers={})
+        async with ComfyUI(base, settings) as server:
+            return await server.fetch(file)
 
     async def stats(self) -> tuple[ServerStats, ...]:
         records = {worker.worker_id: worker for worker in await self._engine.workers()}

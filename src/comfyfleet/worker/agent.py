@@ -136,6 +136,10 @@ class Agent:
             self._own(self._drain())
         await self._drained.wait()
 
+    async def drained(self) -> None:
+        """Returns when it has left after a drain, whoever asked for that."""
+        await self._drained.wait()
+
     async def _drain(self) -> None:
         try:
             async with asyncio.timeout(self._settings.drain_grace_s):
