@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -15,6 +16,7 @@ from tests.engine._rig import graph
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.foreign import ForeignDesk
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import AttemptOutcome, Phase
 from comfyfleet.model.failure import FailureKind
@@ -234,6 +236,26 @@ async def test_a_worker_that_calls_stays_one_that_is_silent_is_lost_and_comes_ba
         await guest.register()
         await engine.submit(Submission(graph()))
         await guest.take()
+
+
+async def test_an_engine_that_starts_does_not_take_a_worker_for_lost_that_has_just_called(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Guest(url) as guest:
+        async with engine_on(url) as engine:
+            await guest.register()
+            record = await engine.store.get_worker(NODE)
+            assert record is not None
+            # It was admitted long ago, and what it has called since then is not in its record.
+            await engine.store.put_worker(msgspec.structs.replace(record, last_seen_at=1.0))
+        assert await guest.call("lease_next", NODE, "poll", "token", 10) is None
+        # Its first sweep comes before its first look at what such workers have left.
+        monkeypatch.setattr(ForeignDesk, "wake", lambda _: None)
+        async with engine_on(url) as heir:
+            await heir.sweep()
+            record = await heir.store.get_worker(NODE)
+            assert record is not None
+            assert not record.is_offline
 
 
 async def test_a_worker_that_leaves_is_offline_and_forgotten_when_it_is_removed(url: str) -> None:

@@ -86,8 +86,8 @@ class Engine:
             await self._context.compare_clocks()
         await self._context.fleet.load(self._context.clock.now())
         self.store.listen(self._rounds.everything_changed, self._commands.hear)
+        await self._foreign.start()
         self._sweeper.start()
-        self._foreign.start()
         return self
 
     async def __aexit__(

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.workers import WorkerDesk
 from comfyfleet.model.calls import Applicant, FinishedRun, ForeignReport
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.ports import ForeignWorkers, Timer
 
 _LOG = logging.getLogger(__name__)
@@ -30,10 +32,13 @@ class ForeignDesk:
         self._is_called_again = False
         self._is_closed = False
 
-    def start(self) -> None:
-        if self._door is not None:
-            self._door.listen(self.wake)
-            self._arm()
+    async def start(self) -> None:
+        if self._door is None:
+            return
+        # Before anybody is judged by when he was last seen: their records do not say.
+        self._hear_of((await self._door.look(1)).seen)
+        self._door.listen(self.wake)
+        self.wake()
 
     def wake(self) -> None:
         """There may be something to do: at once, or as soon as what is being done is done."""
@@ -74,8 +79,7 @@ class ForeignDesk:
             if left.applicants or left.reports or left.finished:
                 # Judged by what the fleet is now: this engine may have had nothing to do for hours.
                 await context.fleet.sync(context.clock.now())
-            for worker_id, at in left.seen.items():
-                context.fleet.heard_of(worker_id, at)
+            self._hear_of(left.seen)
             done = 0
             for applicant in left.applicants:
                 done += await self._admit(door, applicant)
@@ -85,6 +89,10 @@ class ForeignDesk:
                 done += await self._learn(run)
             if not done or max(len(left.reports), left.finished) < _BATCH:
                 return
+
+    def _hear_of(self, seen: Mapping[WorkerId, float]) -> None:
+        for worker_id, at in seen.items():
+            self._context.fleet.heard_of(worker_id, at)
 
     async def _admit(self, door: ForeignWorkers, applicant: Applicant) -> bool:
         worker_id = applicant.worker_id
