@@ -255,6 +255,28 @@ class ForeignWorkers(Protocol):
         """Each is answered once, to whoever asks first."""
 
 
+class Document(msgspec.Struct, frozen=True, gc=False):
+    """One small document of a cabinet, with the number of times it was written."""
+
+    name: str
+    body: bytes
+    version: int
+
+
+class Cabinet(Protocol):
+    """Small documents beside the queue, in the same store: keys, enrolments, deliveries, the audit log.
+
+    Names are ordered; those that must be ordered in time are version 7 UUIDs.
+    """
+
+    async def get(self, drawer: str, name: str) -> Document | None: ...
+    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+        """False: it is not at that version. 0 means that it must be new, None that anything will do."""
+
+    async def remove(self, drawer: str, name: str) -> bool: ...
+    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]: ...
+
+
 class Subscription(Protocol):
     """A bounded view of the bus. Facts are never dropped from it; news is, newest wins."""
 

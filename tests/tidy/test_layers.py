@@ -19,7 +19,10 @@ ALLOWED: dict[str, set[str]] = {
     "bus": {"model", "ports"},
     "stores": {"model", "ports"},
     "engine": {"model", "policy", "ports", "bus"},
-    "worker": {"model", "ports"},
+    "worker": {"model", "ports", "wire"},
+    "wire": {"model"},
+    "tenancy": {"model", "ports"},
+    "hub": {"model", "policy", "ports", "engine", "wire", "tenancy"},
     "sim": {"model", "ports"},
     "pool": {"model", "policy", "ports", "bus", "stores", "engine", "worker"},
     # For tests: it plays the engine's part against a store.

@@ -13,6 +13,7 @@ from comfyfleet.engine.explain import explain
 from comfyfleet.engine.following import Follower
 from comfyfleet.engine.foreign import ForeignDesk
 from comfyfleet.engine.jobs import JobDesk
+from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.engine.sweeper import Sweeper
@@ -26,6 +27,8 @@ from comfyfleet.model.calls import (
     Completion,
     Explanation,
     FailureReport,
+    JobFilter,
+    JobPage,
     JobView,
     LeasedJob,
     Poll,
@@ -113,6 +116,9 @@ class Engine:
 
     async def by_reference(self, reference: str, tenant: TenantId = DEFAULT_TENANT) -> JobId | None:
         return await self._jobs.by_reference(reference, tenant)
+
+    async def listing(self, filter_: JobFilter, limit: int = 100, after: JobId | None = None) -> JobPage:
+        return await list_jobs(self.store.records, filter_, limit, after)
 
     async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | News, None]:
         """The facts after that number, then what happens, to the end of the job. No gap and no repeat."""
@@ -211,7 +217,14 @@ class Engine:
     # operators
 
     async def workers(self) -> list[WorkerRecord]:
+        if self.store.is_shared:
+            # Those of other engines too, also where no slot is parked here that would look for them.
+            await self._context.fleet.sync(self._context.clock.now())
         return list(self._context.fleet.workers.values())
+
+    def known_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
+        """As this engine knows it, without a look into the store."""
+        return self._context.fleet.workers.get(worker_id)
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         await self._workers.remove(worker_id)
@@ -241,6 +254,11 @@ class Engine:
 
     async def dead_letter(self, limit: int = 100, after: JobId | None = None) -> list[Dispatch]:
         return await self.store.dead_letter(limit, after)
+
+    async def purge_dead_letter(self, before: float | None = None, limit: int = 1_000) -> int:
+        """Forgets jobs that failed before that time, oldest first."""
+        until = await self.store.now() if before is None else before
+        return await self.store.purge(Phase.FAILED, until, limit)
 
     async def sweep(self) -> None:
         """What the timers do by themselves, now."""

@@ -12,7 +12,7 @@ import msgspec
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
-from comfyfleet.model.ids import JobId, PollId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Attachment, Job, JobResult, Timeouts
 from comfyfleet.model.worker import Capabilities, LiveState
 
@@ -33,6 +33,24 @@ class JobView(msgspec.Struct, frozen=True):
     job: Job
     dispatch: Dispatch
     attempts: tuple[Attempt, ...] = ()
+
+
+class JobFilter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Which jobs a list shows. What is None or empty lets every job through."""
+
+    tenant: TenantId | None = None
+    phase: Phase | None = None
+    workflow_hash: WorkflowHash | None = None
+    metadata: dict[str, str] = {}
+    submitted_after: float | None = None
+    submitted_before: float | None = None
+
+
+class JobPage(msgspec.Struct, frozen=True):
+    """`after` is where the next page begins. None: this was the last."""
+
+    jobs: tuple[Job, ...]
+    after: JobId | None = None
 
 
 class CancelAnswer(msgspec.Struct, frozen=True):

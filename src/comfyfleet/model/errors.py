@@ -16,6 +16,7 @@ class RefusalCode(StrEnum):
     """The closed list. A code never changes its meaning."""
 
     NOT_FOUND = "not_found"
+    UNAUTHENTICATED = "unauthenticated"
     NOT_ALLOWED = "not_allowed"
     INVALID_REQUEST = "invalid_request"
     INVALID_WORKFLOW = "invalid_workflow"

@@ -37,7 +37,7 @@ def check_submission(submission: Submission, rules: Rules) -> None:
     if submission.metadata:
         try:
             size = len(msgspec.json.encode(submission.metadata))
-        except (TypeError, msgspec.MsgspecError) as error:
+        except (TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
             raise Refusal(RefusalCode.INVALID_REQUEST, f"metadata must be plain JSON: {error}") from error
         if size > rules.max_metadata_bytes:
             raise Refusal(

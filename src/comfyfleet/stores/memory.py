@@ -30,6 +30,7 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.adopting import MemoryMoving
+from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.stores.entries import MemoryEntry, MemoryRecords
 from comfyfleet.stores.kept import Kept
 
@@ -40,6 +41,7 @@ class MemoryStore:
         self._clock = clock
         self._kept: Kept[MemoryEntry] = Kept(clock, epoch)
         self.records = MemoryRecords(self._kept.entries, self._kept.references)
+        self.cabinet = MemoryCabinet()
         self._ended: dict[Phase, deque[tuple[int, float, JobId]]] = {
             phase: deque() for phase in Phase if phase.is_final
         }

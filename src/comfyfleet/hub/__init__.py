@@ -1,0 +1,1 @@
+"""The hub: both doors of an engine, published over HTTP. No policy, no SQL."""

@@ -1,0 +1,74 @@
+"""The composition: an engine and its parts behind one ASGI application.
+
+The engine belongs to whoever made it and is open before the hub and after. `serving.py` puts the application on a port.
+"""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope, Send
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.credentials import Credentials
+from comfyfleet.hub.door import Door, Handler
+from comfyfleet.hub.fleet import FleetHandlers
+from comfyfleet.hub.health import HealthHandlers
+from comfyfleet.hub.jobs import JobHandlers
+from comfyfleet.hub.keys import KeyHandlers
+from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.workers import WorkerHandlers
+from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.tenancy.keys import Keys
+from comfyfleet.wire.routes import ROUTES
+
+
+class Hub:
+    """`is_open`: whoever asks from this machine without a key is an administrator."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        cabinet: Cabinet,
+        clock: Clock,
+        *,
+        limits: Limits | None = None,
+        is_open: bool = False,
+    ) -> None:
+        self.engine = engine
+        self.is_open = is_open
+        self.keys = Keys(cabinet, clock)
+        self.limits = limits or Limits()
+        self._is_stopping = False
+        credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
+        handlers: dict[str, Handler] = {
+            **JobHandlers(engine).bound(),
+            **FleetHandlers(engine).bound(),
+            **WorkerHandlers(engine).bound(),
+            **KeyHandlers(self.keys, credentials).bound(),
+            **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
+        }
+        self._door = Door(ROUTES, handlers, credentials, self.limits)
+
+    def stop(self) -> None:
+        """Answers whoever is parked, so that nobody keeps the server from ending. Can be called twice."""
+        self._is_stopping = True
+        self._door.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        match scope["type"]:
+            case "http":
+                await self._door(scope, receive, send)
+            case "websocket":
+                await receive()
+                await send({"type": "websocket.close", "code": 1008, "reason": "nothing is served here"})
+            case "lifespan":
+                await self._live(receive, send)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                self.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return

@@ -1,0 +1,94 @@
+"""Who stands at the door: a bearer key, a token in the query where a browser can do no better, or an open loopback.
+
+What a key is, and whether it is good, is `tenancy/keys.py`'s. A good key is remembered for a few seconds, so that a
+request costs no look into the store; revoked here it is forgotten at once, at another hub within those seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from comfyfleet.hub.limits import Limits, Rate
+from comfyfleet.model.access import Caller, Role
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.ports import Clock
+from comfyfleet.tenancy.keys import Keys
+
+_REMEMBER_S = 5.0
+_MAX_REMEMBERED = 10_000
+
+_OPEN = Caller(Role.ADMIN, "open")
+
+
+class Credentials:
+    def __init__(self, keys: Keys, clock: Clock, limits: Limits, *, is_open: bool = False) -> None:
+        self._keys = keys
+        self._clock = clock
+        self._is_open = is_open
+        self._refusals = Rate(limits.refusals_per_s, limits.refusals_burst, clock.now)
+        self._known: dict[bytes, tuple[Caller, float]] = {}
+
+    async def caller(self, headers: Mapping[str, str], address: str, token: str | None = None) -> Caller:
+        """Raises `unauthenticated` for no key or a wrong one; a wrong one costs patience."""
+        scheme, _, text = headers.get("authorization", "").partition(" ")
+        text = text.strip() if scheme.lower() == "bearer" else ""
+        text = text or token or ""
+        if not text and "authorization" not in headers:
+            if self._is_open:
+                _check_is_local(headers, address)
+                return _OPEN
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "no key: send one as 'Authorization: Bearer cfk_…'")
+        digest, now = hashlib.sha256(text.encode("utf-8", "replace")).digest(), self._clock.now()
+        known = self._known.get(digest)
+        if known is not None and now < known[1]:
+            return known[0]
+        self._refusals.check(address)
+        key = await self._keys.check(text)
+        if key is None:
+            self._known.pop(digest, None)
+            self._refusals.spend(address)
+            raise Refusal(
+                RefusalCode.UNAUTHENTICATED,
+                "the key is not good: it is unknown, revoked, expired or misspelled",
+            )
+        caller = Caller(key.role, key.key_id, key.tenant, key.worker_id)
+        good_until = now + _REMEMBER_S
+        for end in (key.expires_at, key.old_until):
+            good_until = good_until if end is None else min(good_until, end)
+        self._known[digest] = (caller, good_until)
+        if len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return caller
+
+    def forget(self, key_id: str) -> None:
+        """The key was changed: what is remembered of it is not good any more."""
+        for digest in [digest for digest, (caller, _) in self._known.items() if caller.key_id == key_id]:
+            del self._known[digest]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_is_local(headers: Mapping[str, str], address: str) -> None:
+    """An open hub believes this machine alone, and no page of another site that this machine's browser shows."""
+    host = headers.get("host", "")
+    name = urlsplit(f"//{host}").hostname or ""
+    origin = headers.get("origin")
+    if not is_loopback(address) or not is_loopback(name):
+        raise Refusal(
+            RefusalCode.UNAUTHENTICATED, "without a key this hub answers to its own machine alone: send a key"
+        )
+    if origin is not None and urlsplit(origin).netloc != host:
+        raise Refusal(
+            RefusalCode.UNAUTHENTICATED, f"without a key this hub does not answer to pages of {origin}"
+        )

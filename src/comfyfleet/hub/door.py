@@ -1,0 +1,306 @@
+"""The thin layer between HTTP and the handlers: credential, role, bounds, decode, handle, encode; every no a problem.
+
+It knows the table of routes and nothing of what the handlers do. A handler takes a `Call` and gives a `Reply`, or an
+ASGI response of its own (a stream, a file), which is sent as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Generic, TypeVar, get_type_hints
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from comfyfleet.hub.credentials import Credentials
+from comfyfleet.hub.limits import HungUp, Limits, Rate, check_json, read_body
+from comfyfleet.hub.paths import Found, Paths
+from comfyfleet.hub.queries import read_query
+from comfyfleet.model.access import Caller, Role
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.wire.problems import CONTENT_TYPE, Answered, answer_to
+from comfyfleet.wire.routes import Route
+
+_LOG = logging.getLogger(__name__)
+_ACCESS = logging.getLogger("comfyfleet.access")
+
+_HUNG_UP = 499
+"""In the access log: nobody was there to read an answer."""
+
+_PACK_FROM_BYTES = 16 * 1024
+_REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}")
+_NOBODY = Caller(Role.VIEWER, "nobody")
+_ENCODER = msgspec.json.Encoder()
+
+G = TypeVar("G")
+
+
+class Call(Generic[G]):
+    """One request on its way to a handler. `given` is its body, or its query where it has no body."""
+
+    __slots__ = ("caller", "given", "headers", "parameters", "receive", "request_id", "route", "scope")
+
+    def __init__(self, route: Route, scope: Scope, receive: Receive, parameters: dict[str, str]) -> None:
+        self.route = route
+        self.scope = scope
+        self.receive = receive
+        self.parameters = parameters
+        self.headers: Mapping[str, str] = Headers(scope=scope)
+        self.request_id = _request_id(self.headers)
+        self.caller = _NOBODY
+        self.given: G
+
+    @property
+    def address(self) -> str:
+        client = self.scope.get("client")
+        return client[0] if client else ""
+
+
+class Reply(msgspec.Struct, frozen=True, gc=False):
+    status: int = 200
+    body: Any = None
+    headers: dict[str, str] | None = None
+
+
+Handler = Callable[[Call[Any]], Awaitable["Reply | Response"]]
+
+
+class Door:
+    def __init__(
+        self,
+        routes: tuple[Route, ...],
+        handlers: Mapping[str, Handler],
+        credentials: Credentials,
+        limits: Limits,
+    ) -> None:
+        _check_bound(routes, handlers)
+        self._paths = Paths(routes)
+        self._handlers = handlers
+        self._credentials = credentials
+        self._limits = limits
+        self._rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
+        self._decoders: dict[str, msgspec.json.Decoder[Any]] = {
+            route.name: msgspec.json.Decoder(route.decodes) for route in routes if route.decodes is not None
+        }
+        self._in_flight = 0
+        self._parked: set[asyncio.Task[Any]] = set()
+        self._is_closing = False
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    def close(self) -> None:
+        """Whatever is parked is answered with "not now"; what comes after is refused alike."""
+        self._is_closing = True
+        for task in self._parked:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._paths.find(scope["method"], _raw_path(scope))
+        if not isinstance(found, Found):
+            await _respond_nowhere(scope, found, send)
+            return
+        started = time.perf_counter()
+        call: Call[Any] = Call(found.route, scope, receive, found.parameters)
+        self._in_flight += 1
+        try:
+            status = await self._answer(call, send)
+        except HungUp:
+            status = _HUNG_UP
+        finally:
+            self._in_flight -= 1
+        if _ACCESS.isEnabledFor(logging.INFO):
+            milliseconds = (time.perf_counter() - started) * 1000
+            _ACCESS.info(
+                "%s %s %d %.1f ms request=%s key=%s",
+                scope["method"],
+                scope["path"],
+                status,
+                milliseconds,
+                call.request_id,
+                call.caller.key_id,
+            )
+
+    async def _answer(self, call: Call[Any], send: Send) -> int:
+        try:
+            reply = await self._handled(call)
+        except (Refusal, Fault) as error:
+            if isinstance(error, Fault):
+                _LOG.warning("request %s met a fault: %s", call.request_id, error)
+            answered = answer_to(error, call.request_id)
+        except HungUp:
+            raise
+        except Exception as error:
+            incident = secrets.token_hex(8)
+            _LOG.exception(
+                "incident %s: %s %s failed (request %s)",
+                incident,
+                call.route.method,
+                call.scope["path"],
+                call.request_id,
+            )
+            answered = answer_to(error, call.request_id, incident)
+        else:
+            if isinstance(reply, Response):
+                reply.headers["x-request-id"] = call.request_id
+                await reply(call.scope, call.receive, send)
+                return reply.status_code
+            await _send_reply(call, reply, send)
+            return reply.status
+        await _send_problem(answered, call.request_id, send)
+        return answered.status
+
+    async def _handled(self, call: Call[Any]) -> Reply | Response:
+        route, limits = call.route, self._limits
+        if self._in_flight > limits.max_in_flight:
+            raise Refusal(RefusalCode.UNAVAILABLE, "the hub answers as many requests as it can; try again")
+        if route.roles:
+            token = _token(call.scope) if route.takes_token else None
+            caller = call.caller = await self._credentials.caller(call.headers, call.address, token)
+            self._rate.take(caller.key_id)
+            if caller.role not in route.roles:
+                allowed = ", ".join(sorted(role.value for role in route.roles))
+                raise Refusal(
+                    RefusalCode.NOT_ALLOWED,
+                    f"a key of role {caller.role.value!r} may not do this: {allowed} may",
+                )
+        else:
+            self._rate.take(call.address)
+        if route.body is not None:
+            call.given = await self._body(call)
+        elif route.query is not None:
+            call.given = read_query(call.scope["query_string"], route.query)
+        handler = self._handlers[route.name]
+        if not route.parks:
+            return await handler(call)
+        if self._is_closing:
+            raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
+        return await self._attend(call, _coroutine(handler(call)))
+
+    async def _body(self, call: Call[Any]) -> Any:
+        encoding = call.headers.get("content-encoding", "").strip().lower()
+        body = await read_body(call.receive, encoding, self._limits)
+        if not body.strip() and call.route.is_body_optional:
+            body = b"{}"
+        return decode(self._decoders[call.route.name], body, self._limits.max_depth)
+
+    async def _attend(self, call: Call[Any], work: Coroutine[Any, Any, Reply | Response]) -> Reply | Response:
+        """Whoever hangs up is not waited for: a parked poll ends with its connection."""
+        task = asyncio.ensure_future(work)
+        watch = asyncio.ensure_future(_until_hung_up(call.receive))
+        self._parked.add(task)
+        try:
+            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not task.cancelled():
+                return task.result()
+            if self._is_closing and not watch.done():
+                raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
+            raise HungUp
+        finally:
+            self._parked.discard(task)
+            for each in (task, watch):
+                each.cancel()
+            await asyncio.wait({task, watch})
+            if not task.cancelled():
+                task.exception()
+
+
+def decode(decoder: msgspec.json.Decoder[Any], body: bytes, max_depth: int) -> Any:
+    """Whatever is wrong with a body is the sender's to put right."""
+    check_json(body, max_depth)
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not what is expected: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not JSON: {error}") from error
+
+
+def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> None:
+    """Every route has a handler, every handler a route, and both mean the same body."""
+    names = {route.name for route in routes}
+    assert names == handlers.keys(), f"routes and handlers differ in {sorted(names ^ handlers.keys())}"
+    for route in routes:
+        takes = get_type_hints(handlers[route.name])["call"].__args__[0]
+        given = next((kind for kind in (route.decodes, route.query) if kind is not None), type(None))
+        assert takes is given, f"the handler of {route.name} takes {takes}, the table says {given}"
+
+
+async def _until_hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _coroutine(work: Awaitable[Reply | Response]) -> Reply | Response:
+    return await work
+
+
+def _raw_path(scope: Scope) -> str:
+    raw: bytes | None = scope.get("raw_path")
+    # Without what a server in front may have left in: the query is not part of it.
+    return scope["path"] if raw is None else raw.partition(b"?")[0].decode("latin-1")
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+
+
+def _token(scope: Scope) -> str | None:
+    for part in scope["query_string"].decode("latin-1").split("&"):
+        name, _, value = part.partition("=")
+        if name == "token":
+            return str(value)
+    return None
+
+
+async def _send_reply(call: Call[Any], reply: Reply, send: Send) -> None:
+    headers = [(b"x-request-id", call.request_id.encode("latin-1"))]
+    body = b""
+    if reply.body is not None:
+        body = reply.body if isinstance(reply.body, bytes) else _ENCODER.encode(reply.body)
+        headers.append((b"content-type", b"application/json"))
+    if len(body) >= _PACK_FROM_BYTES and "gzip" in call.headers.get("accept-encoding", ""):
+        body = gzip.compress(body, 1)
+        headers += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]
+    for name, value in (reply.headers or {}).items():
+        headers.append((name.encode("latin-1"), value.encode("latin-1")))
+    await _send(send, reply.status, headers, body)
+
+
+async def _send_problem(answered: Answered, request_id: str, send: Send) -> None:
+    headers = [(b"content-type", CONTENT_TYPE.encode())]
+    if request_id:
+        headers.append((b"x-request-id", request_id.encode("latin-1")))
+    headers += [(name.encode(), value.encode()) for name, value in answered.headers().items()]
+    await _send(send, answered.status, headers, _ENCODER.encode(answered.body))
+
+
+async def _respond_nowhere(scope: Scope, methods: tuple[str, ...], send: Send) -> None:
+    """Neither a route nor a caller: a path that is not, or a method it does not have."""
+    path = scope["path"]
+    if not methods:
+        answered = answer_to(Refusal(RefusalCode.NOT_FOUND, f"there is nothing at {path!r}"))
+        await _send_problem(answered, "", send)
+        return
+    allow = ", ".join(methods)
+    message = f"{path!r} has no {scope['method']}: it has {allow}"
+    body = answer_to(Refusal(RefusalCode.INVALID_REQUEST, message)).body | {"status": 405}
+    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"allow", allow.encode())]
+    await _send(send, 405, headers, b"" if scope["method"] == "HEAD" else _ENCODER.encode(body))
+
+
+async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    if status != 204:
+        headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

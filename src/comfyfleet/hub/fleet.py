@@ -1,0 +1,115 @@
+"""The operators' handlers: the queue, the dead letter, the workers, the blocks."""
+
+from __future__ import annotations
+
+import asyncio
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, WorkerId
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.wire import answers, bodies
+
+
+class FleetHandlers:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "stats": self.stats,
+            "pause_queue": self.pause_queue,
+            "resume_queue": self.resume_queue,
+            "list_dead": self.list_dead,
+            "retry_dead": self.retry_dead,
+            "purge_dead": self.purge_dead,
+            "list_workers": self.list_workers,
+            "get_worker": self.get_worker,
+            "drain_worker": self.drain,
+            "pause_worker": self.pause,
+            "resume_worker": self.resume,
+            "remove_worker": self.remove,
+            "list_blocks": self.list_blocks,
+            "lift_block": self.lift_block,
+        }
+
+    # the queue
+
+    async def stats(self, call: Call[None]) -> Reply:
+        stats = await self._engine.stats()
+        is_paused = await self._engine.store.is_queue_paused()
+        fields = {name: getattr(stats, name) for name in stats.__struct_fields__}
+        return Reply(200, answers.StatsBody(**fields, is_paused=is_paused))
+
+    async def pause_queue(self, call: Call[None]) -> Reply:
+        await self._engine.pause_queue(True)
+        return Reply(200, answers.QueueBody(True))
+
+    async def resume_queue(self, call: Call[None]) -> Reply:
+        await self._engine.pause_queue(False)
+        return Reply(200, answers.QueueBody(False))
+
+    # the dead letter
+
+    async def list_dead(self, call: Call[bodies.PageQuery]) -> Reply:
+        limit, after = call.given.limit, call.given.cursor
+        dead = await self._engine.dead_letter(limit, None if after is None else JobId(after))
+        records = [await self._engine.store.records.get(dispatch.job_id) for dispatch in dead]
+        jobs = [answers.job(record) for record in records if record and call.caller.sees(record.tenant)]
+        return Reply(200, answers.JobList(tuple(jobs), dead[-1].job_id if len(dead) == limit else None))
+
+    async def retry_dead(self, call: Call[None]) -> Reply:
+        return Reply(200, answers.submitted(await self._engine.retry(JobId(call.parameters["job_id"]))))
+
+    async def purge_dead(self, call: Call[bodies.PurgeBody]) -> Reply:
+        before = bodies.seconds_of(call.given.before)
+        return Reply(200, answers.PurgeAnswer(await self._engine.purge_dead_letter(before, call.given.limit)))
+
+    # workers
+
+    async def list_workers(self, call: Call[None]) -> Reply:
+        found = await asyncio.gather(*(self._details(worker) for worker in await self._engine.workers()))
+        return Reply(200, answers.WorkerList(tuple(map(answers.summary, found))))
+
+    async def get_worker(self, call: Call[None]) -> Reply:
+        return Reply(200, await self._details(await self._known(call)))
+
+    async def drain(self, call: Call[None]) -> Reply:
+        await self._engine.drain_worker((await self._known(call)).worker_id)
+        return await self.get_worker(call)
+
+    async def pause(self, call: Call[None]) -> Reply:
+        await self._engine.pause_worker((await self._known(call)).worker_id, True)
+        return await self.get_worker(call)
+
+    async def resume(self, call: Call[None]) -> Reply:
+        await self._engine.pause_worker((await self._known(call)).worker_id, False)
+        return await self.get_worker(call)
+
+    async def remove(self, call: Call[None]) -> Reply:
+        await self._engine.remove_worker((await self._known(call)).worker_id)
+        return Reply(204)
+
+    # blocks
+
+    async def list_blocks(self, call: Call[None]) -> Reply:
+        now = await self._engine.store.now()
+        found = [block for block in await self._engine.blocks() if block.is_in_force(now)]
+        return Reply(200, answers.BlockList(tuple(map(answers.block, found))))
+
+    async def lift_block(self, call: Call[None]) -> Reply:
+        worker_id, target = call.parameters["worker_id"], call.parameters["target"]
+        if not await self._engine.unblock(WorkerId(worker_id), target):
+            raise Refusal(RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not kept from {target!r}")
+        return Reply(204)
+
+    async def _known(self, call: Call[None]) -> WorkerRecord:
+        worker_id = call.parameters["worker_id"]
+        for worker in await self._engine.workers():
+            if worker.worker_id == worker_id:
+                return worker
+        raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
+
+    async def _details(self, worker: WorkerRecord) -> answers.WorkerDetails:
+        return answers.worker(worker, await self._engine.store.leases_of(worker.worker_id))

@@ -1,0 +1,179 @@
+"""The callers' handlers: submit, look, list, cancel, retry, pause, priority, explain.
+
+A job of another tenant is not there at all. What a body means is `wire/`'s; what happens to a job is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.model.access import Caller
+from comfyfleet.model.calls import JobFilter, JobView
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
+from comfyfleet.wire import answers, bodies
+from comfyfleet.wire.problems import answer_to
+from comfyfleet.wire.spelling import spell, understood
+
+_AT_A_TIME = 50
+"""Jobs of a batch that are submitted together: a store writes them in one group, and others get their turn between."""
+
+_KEY = re.compile(r"[\x21-\x7e]{1,200}")
+_ITEM = msgspec.json.Decoder(bodies.SpelledSubmit)
+
+
+class JobHandlers:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "submit": self.submit,
+            "submit_batch": self.submit_batch,
+            "list_jobs": self.list_jobs,
+            "get_job": self.get_job,
+            "get_result": self.get_result,
+            "explain_job": self.explain,
+            "cancel_job": self.cancel,
+            "retry_job": self.retry,
+            "pause_job": self.pause,
+            "resume_job": self.resume,
+            "change_job": self.change,
+        }
+
+    # submit
+
+    async def submit(self, call: Call[bodies.SpelledSubmit]) -> Reply:
+        key = _idempotency_key(call.headers)
+        answer = await self._submit(call.given, call.caller, key)
+        location = {"location": f"/api/jobs/{answer.id}"}
+        return Reply(200 if answer.is_repeat else 201, answer, location)
+
+    async def _submit(
+        self, body: bodies.SubmitBody, caller: Caller, key: str | None
+    ) -> answers.SubmittedBody:
+        submission = bodies.submission(body, caller.owner, key)
+        return answers.submitted(await self._engine.submit(submission))
+
+    async def submit_batch(self, call: Call[bodies.BatchBody]) -> Reply:
+        key, jobs = _idempotency_key(call.headers), call.given.jobs
+        items: list[answers.BatchItem] = []
+        for start in range(0, len(jobs), _AT_A_TIME):
+            items += await asyncio.gather(
+                *(
+                    # Each has a key of its own, so that a batch that was half done is finished by its repeat.
+                    self._submit_one(raw, call.caller, None if key is None else f"{key}/{number}")
+                    for number, raw in enumerate(jobs[start : start + _AT_A_TIME], start)
+                )
+            )
+            await asyncio.sleep(0)
+        accepted = sum(item.job is not None for item in items)
+        return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted))
+
+    async def _submit_one(self, raw: msgspec.Raw, caller: Caller, key: str | None) -> answers.BatchItem:
+        try:
+            try:
+                body = _ITEM.decode(raw)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST, f"the job is not what is expected: {error}"
+                ) from error
+            answer = await self._submit(body, caller, key)
+        except (Refusal, Fault) as error:
+            answered = answer_to(error)
+            return answers.BatchItem(answered.status, problem=answered.body)
+        return answers.BatchItem(200 if answer.is_repeat else 201, answer)
+
+    # look
+
+    async def list_jobs(self, call: Call[bodies.ListQuery]) -> Reply:
+        query = call.given
+        tenant = call.caller.scope
+        if query.tenant is not None:
+            if not call.caller.sees(TenantId(query.tenant)):
+                return Reply(200, answers.JobList(()))
+            tenant = TenantId(query.tenant)
+        wanted = JobFilter(
+            tenant,
+            None if query.status is None else understood(query.status),
+            None if query.workflow_hash is None else WorkflowHash(query.workflow_hash),
+            query.metadata,
+            bodies.seconds_of(query.submitted_after),
+            bodies.seconds_of(query.submitted_before),
+        )
+        after = None if query.cursor is None else JobId(query.cursor)
+        page = await self._engine.listing(wanted, query.limit, after)
+        return Reply(200, answers.JobList(tuple(map(answers.job, page.jobs)), page.after))
+
+    async def get_job(self, call: Call[None]) -> Reply:
+        return Reply(200, answers.details(await self._view(call)))
+
+    async def get_result(self, call: Call[None]) -> Reply:
+        view = await self._view(call)
+        phase, job = view.dispatch.phase, view.job
+        body = answers.ResultBody(job.job_id, spell(phase), job.result, job.failure)
+        return Reply(200 if phase.is_final else 202, body)
+
+    async def explain(self, call: Call[None]) -> Reply:
+        return Reply(200, await self._engine.explain(await self._mine(call)))
+
+    # change
+
+    async def cancel(self, call: Call[None]) -> Reply:
+        job_id = await self._mine(call)
+        answer = await self._engine.cancel(job_id)
+        return Reply(200, answers.CancelBody(job_id, spell(answer.phase), answer.cancel_requested))
+
+    async def retry(self, call: Call[None]) -> Reply:
+        return Reply(200, answers.submitted(await self._engine.retry(await self._mine(call))))
+
+    async def pause(self, call: Call[None]) -> Reply:
+        await self._engine.pause(await self._mine(call))
+        return await self.get_job(call)
+
+    async def resume(self, call: Call[None]) -> Reply:
+        await self._engine.resume(await self._mine(call))
+        return await self.get_job(call)
+
+    async def change(self, call: Call[bodies.ChangeBody]) -> Reply:
+        job_id = await self._mine(call)
+        await self._engine.set_priority(job_id, call.given.priority)
+        return Reply(200, answers.details(await self._engine.get(job_id)))
+
+    # whose
+
+    async def _mine(self, call: Call[None] | Call[bodies.ChangeBody]) -> JobId:
+        job_id = JobId(call.parameters["job_id"])
+        if call.caller.scope is not None:
+            dispatch = await self._engine.store.load(job_id)
+            if dispatch is not None and not call.caller.sees(dispatch.tenant):
+                raise _no_job(job_id)
+        return job_id
+
+    async def _view(self, call: Call[None]) -> JobView:
+        job_id = JobId(call.parameters["job_id"])
+        view = await self._engine.get(job_id)
+        if not call.caller.sees(view.job.tenant):
+            raise _no_job(job_id)
+        return view
+
+
+def _no_job(job_id: JobId) -> Refusal:
+    """In the words of the engine: nobody learns from them that somebody else has such a job."""
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+
+
+def _idempotency_key(headers: Mapping[str, str]) -> str | None:
+    key = headers.get("idempotency-key")
+    if key is not None and not _KEY.fullmatch(key):
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            "an Idempotency-Key has 1 to 200 visible ASCII characters and no space",
+        )
+    return key

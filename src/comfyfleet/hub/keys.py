@@ -1,0 +1,63 @@
+"""The administrators' handlers: keys made, listed, rotated, revoked; tokens with which workers enrol."""
+
+from __future__ import annotations
+
+from comfyfleet.hub.credentials import Credentials
+from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.model.ids import TenantId, WorkerId
+from comfyfleet.tenancy.keys import Keys
+from comfyfleet.wire import bodies, worker
+from comfyfleet.wire import keys as wire
+
+
+class KeyHandlers:
+    def __init__(self, keys: Keys, credentials: Credentials) -> None:
+        self._keys = keys
+        self._credentials = credentials
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "list_keys": self.list_keys,
+            "create_key": self.create,
+            "revoke_key": self.revoke,
+            "rotate_key": self.rotate,
+            "create_enrolment": self.invite,
+            "worker_enrol": self.enrol,
+        }
+
+    async def list_keys(self, call: Call[bodies.PageQuery]) -> Reply:
+        found = await self._keys.listing(call.given.cursor or "", call.given.limit)
+        cursor = found[-1].key_id if len(found) == call.given.limit else None
+        return Reply(200, wire.KeyList(tuple(map(wire.view, found)), cursor))
+
+    async def create(self, call: Call[wire.KeyBody]) -> Reply:
+        body = call.given
+        key, secret = await self._keys.create(
+            body.role,
+            name=body.name,
+            tenant=None if body.tenant is None else TenantId(body.tenant),
+            worker_id=None if body.worker_id is None else WorkerId(body.worker_id),
+            expires_in_s=body.expires_in_s,
+        )
+        return Reply(201, wire.made(key, secret))
+
+    async def revoke(self, call: Call[None]) -> Reply:
+        key = await self._keys.revoke(call.parameters["key_id"])
+        self._credentials.forget(key.key_id)
+        return Reply(200, wire.view(key))
+
+    async def rotate(self, call: Call[wire.RotateBody]) -> Reply:
+        key, secret = await self._keys.rotate(call.parameters["key_id"], call.given.overlap_s)
+        self._credentials.forget(key.key_id)
+        return Reply(200, wire.made(key, secret))
+
+    async def invite(self, call: Call[wire.EnrolmentBody]) -> Reply:
+        body = call.given
+        enrolment, token = await self._keys.invite(
+            uses=body.uses, expires_in_s=body.expires_in_s, worker_prefix=body.worker_prefix
+        )
+        return Reply(201, wire.EnrolmentMade(token, enrolment.expires_at, enrolment.uses_left))
+
+    async def enrol(self, call: Call[worker.EnrolBody]) -> Reply:
+        key, secret = await self._keys.enrol(call.given.token, WorkerId(call.given.worker_id))
+        return Reply(201, wire.made(key, secret))

@@ -1,0 +1,170 @@
+"""The bounds at the door: how large a body may be, packed and unpacked, how deep, how big its numbers, how often.
+
+What a job may ask for is policy's to bound; here is what anybody may make the hub read.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.errors import Refusal, RefusalCode
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+_MAX_BUCKETS = 10_000
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_body_bytes: int = 32 * 1024 * 1024
+    """As received."""
+    max_unpacked_bytes: int = 128 * 1024 * 1024
+    max_depth: int = 80
+    requests_per_s: float = 2_000.0
+    """For one key, or one address where there is no key …"""
+    burst: int = 4_000
+    """… after so many at once."""
+    refusals_per_s: float = 5.0
+    """Wrong keys from one address …"""
+    refusals_burst: int = 50
+    max_in_flight: int = 20_000
+    """Requests that are being answered, parked polls among them."""
+
+
+async def read_body(receive: Receive, encoding: str, limits: Limits) -> bytes:
+    """The whole body, unpacked. Reading ends at the first byte too many."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise HungUp
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limits.max_body_bytes:
+            raise Refusal(
+                RefusalCode.TOO_LARGE,
+                f"a body has at most {limits.max_body_bytes} bytes: send less at a time",
+                max_bytes=limits.max_body_bytes,
+            )
+        parts.append(part)
+        if not message.get("more_body", False):
+            break
+    body = parts[0] if len(parts) == 1 else b"".join(parts)
+    return body if encoding in ("", "identity") else _unpack(body, encoding, limits.max_unpacked_bytes)
+
+
+class HungUp(Exception):
+    """Whoever asked is gone; nobody reads an answer."""
+
+
+def _unpack(body: bytes, encoding: str, max_bytes: int) -> bytes:
+    window = {"gzip": 31, "x-gzip": 31, "deflate": 15}.get(encoding)
+    if window is None:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"the encoding {encoding!r} is not known: use gzip, deflate or none"
+        )
+    if encoding == "deflate" and body[:1] and body[0] & 0x0F != 8:
+        # Some leave out the header that the name promises.
+        window = -15
+    unpacker = zlib.decompressobj(window)
+    try:
+        unpacked = unpacker.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not valid {encoding}: {error}") from error
+    if len(unpacked) > max_bytes:
+        raise Refusal(
+            RefusalCode.TOO_LARGE,
+            f"a body unpacks to at most {max_bytes} bytes: send less at a time",
+            max_bytes=max_bytes,
+        )
+    if not unpacker.eof or unpacker.unused_data:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not one whole {encoding} stream")
+    return unpacked
+
+
+_ESCAPES = re.compile(rb"\\.", re.DOTALL)
+_STRINGS = re.compile(rb'"[^"]*"')
+_LONG_DIGITS = re.compile(rb"[0-9]{19}")
+_INTEGERS = re.compile(rb"(?<![0-9.eE+])-?[0-9]{19,}(?![0-9.eE])")
+_ONE_BRACKET = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(each for each in range(256) if each not in b"[]{}")
+
+
+def check_json(body: bytes, max_depth: int) -> None:
+    """Depth and size of numbers, seen from the bytes alone and at the speed of a search; the rest is the decoder's."""
+    is_flat = body.count(b"{") + body.count(b"[") <= max_depth
+    if is_flat and _LONG_DIGITS.search(body) is None:
+        return
+    bare = _STRINGS.sub(b'""', _ESCAPES.sub(b"", body) if b"\\" in body else body)
+    if not is_flat:
+        brackets = bare.translate(_ONE_BRACKET, _NO_BRACKETS)
+        depth = 0
+        while brackets:
+            # Each turn takes away the innermost level. What is left when none is innermost is not JSON.
+            inner = brackets.replace(b"[]", b"")
+            if len(inner) == len(brackets):
+                break
+            depth += 1
+            if depth > max_depth:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"the body is nested deeper than {max_depth} levels: flatten it",
+                )
+            brackets = inner
+    for digits in _INTEGERS.findall(bare):
+        if len(digits) > 20 or not -(1 << 63) <= int(digits) < (1 << 64):
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, "an integer has more than 64 bits: send it as a string"
+            )
+
+
+class Rate:
+    """A bucket of tokens for each name, filled at one rate. Names that have been quiet are forgotten."""
+
+    def __init__(self, per_s: float, burst: int, now: Callable[[], float]) -> None:
+        self._per_s = per_s
+        self._burst = float(burst)
+        self._now = now
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    def take(self, name: str) -> None:
+        """Refuses when the bucket is empty, and says when it will not be."""
+        now = self._now()
+        left = self._left(name, now)
+        self._check(left)
+        self._keep(name, left - 1.0, now)
+
+    def check(self, name: str) -> None:
+        """Refuses as `take` does, and takes nothing."""
+        if name in self._buckets:
+            self._check(self._left(name, self._now()))
+
+    def spend(self, name: str) -> None:
+        """Takes one without asking: for what has happened already."""
+        now = self._now()
+        self._keep(name, max(0.0, self._left(name, now) - 1.0), now)
+
+    def _check(self, left: float) -> None:
+        if left < 1.0:
+            wait_s = (1.0 - left) / self._per_s
+            raise Refusal(
+                RefusalCode.RATE_LIMITED,
+                f"more than {self._per_s:g} requests a second; try again in {wait_s:.1f} s",
+                retry_after_s=round(wait_s, 3),
+            )
+
+    def _left(self, name: str, now: float) -> float:
+        left, at = self._buckets.get(name, (self._burst, now))
+        return min(self._burst, left + (now - at) * self._per_s)
+
+    def _keep(self, name: str, left: float, now: float) -> None:
+        self._buckets.pop(name, None)
+        self._buckets[name] = (left, now)
+        if len(self._buckets) > _MAX_BUCKETS:
+            # The longest quiet one is the fullest.
+            del self._buckets[next(iter(self._buckets))]

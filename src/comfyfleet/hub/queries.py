@@ -1,0 +1,51 @@
+"""The query of a request as a typed value. A name that is not known is refused: a filter that nobody reads must not
+look applied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from comfyfleet.model.errors import Refusal, RefusalCode
+
+_MAX_FIELDS = 100
+_ELSEWHERE = frozenset({"token"})
+"""Read by others."""
+
+
+def read_query(raw: bytes, kind: type[Any]) -> Any:
+    """`name[key]=value` and `name.key=value` make a mapping; every other name stands once."""
+    try:
+        pairs = parse_qsl(
+            raw.decode("ascii"), keep_blank_values=True, max_num_fields=_MAX_FIELDS, errors="strict"
+        )
+    except ValueError as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the query cannot be read: {error}") from error
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in _ELSEWHERE:
+            continue
+        head, key = _key(name)
+        if key is not None and head in kind.__struct_fields__:
+            within = found.setdefault(head, {})
+            if isinstance(within, dict):
+                within[key] = value
+                continue
+        if name in found:
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"{name!r} stands in the query twice")
+        found[name] = value
+    try:
+        return msgspec.convert(found, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the query is not what is expected: {error}") from error
+
+
+def _key(name: str) -> tuple[str, str | None]:
+    if name.endswith("]") and "[" in name:
+        head, _, key = name[:-1].partition("[")
+        return head, key
+    head, dot, key = name.partition(".")
+    return head, key if dot else None

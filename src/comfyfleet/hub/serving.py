@@ -1,0 +1,125 @@
+"""A hub on a port: uvicorn with our settings, TLS by certificate files, an end that waits for nobody for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import uvicorn
+
+from comfyfleet.hub.app import Hub
+from comfyfleet.hub.credentials import is_loopback
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+
+
+class ServingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 3001
+    """0: any that is free."""
+    certificate_file: str | None = None
+    key_file: str | None = None
+    graceful_s: float = 5.0
+    keep_alive_s: int = 75
+    backlog: int = 2_048
+
+
+class _Server(uvicorn.Server):
+    """Signals are for whoever started the process: a hub is also a part of something else, or of a test."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Serving:
+    """An async context manager: inside it the hub answers at `url`."""
+
+    def __init__(self, hub: Hub, settings: ServingSettings | None = None) -> None:
+        self._hub = hub
+        self._settings = settings or ServingSettings()
+        self._socket: socket.socket | None = None
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        scheme = "http" if self._settings.certificate_file is None else "https"
+        host = self._settings.host
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        settings = self._settings
+        if self._hub.is_open and not is_loopback(settings.host):
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"a hub that asks for no key may not listen on {settings.host}: bind to 127.0.0.1, or use keys",
+            )
+        self._socket = _bind(settings)
+        self.port = self._socket.getsockname()[1]
+        self._server = _Server(_config(self._hub, settings))
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="hub")
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise Fault("the hub's server ended before it began; its log says why")
+            await asyncio.sleep(0.005)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Takes no more connections, answers what is parked, and ends within the grace. Can be called twice."""
+        self._hub.stop()
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        if self._socket is not None:
+            self._socket.close()
+
+    async def serve(self) -> None:
+        """Until somebody closes it."""
+        assert self._task is not None, "a server is waited for inside its context"
+        await asyncio.shield(self._task)
+
+
+def _bind(settings: ServingSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((settings.host, settings.port))
+    except OSError as error:
+        bound.close()
+        raise Fault(
+            f"the hub cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another port, or "
+            "end what uses this one"
+        ) from error
+    return bound
+
+
+def _config(hub: Hub, settings: ServingSettings) -> uvicorn.Config:
+    return uvicorn.Config(
+        hub,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        ws="websockets-sansio",
+        backlog=settings.backlog,
+        timeout_keep_alive=settings.keep_alive_s,
+        timeout_graceful_shutdown=int(settings.graceful_s),
+        ssl_certfile=settings.certificate_file,
+        ssl_keyfile=settings.key_file,
+    )

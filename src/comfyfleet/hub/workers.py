@@ -1,0 +1,167 @@
+"""The workers' handlers: what `wire/worker.py` says, handed to the engine's `WorkerApi`.
+
+A key that names a worker is good for that worker alone. What a lease allows is proven by the lease.
+"""
+
+from __future__ import annotations
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.model.access import Caller
+from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, Release
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.worker import Capabilities, WorkerRecord
+from comfyfleet.wire import worker as wire
+
+_MAX_HASHES = 10_000
+
+
+class WorkerHandlers:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._hashes: dict[WorkerId, tuple[Capabilities, str]] = {}
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "worker_register": self.register,
+            "worker_poll": self.poll,
+            "worker_heartbeat": self.heartbeat,
+            "worker_progress": self.progress,
+            "worker_complete": self.complete,
+            "worker_fail": self.fail,
+            "worker_release": self.release,
+            "worker_commands": self.commands,
+            "worker_unregister": self.unregister,
+        }
+
+    # coming and going
+
+    async def register(self, call: Call[wire.RegisterBody]) -> Reply:
+        _as(call.caller, call.given.worker_id)
+        record = await self._engine.register(wire.registration(call.given))
+        rules = self._engine.rules
+        answer = wire.RegisteredBody(
+            record.worker_id,
+            record.capabilities,
+            self._hash(record),
+            record.slots,
+            rules.lease_ttl_s / 4,
+            rules.worker_lost_s,
+            record.connected_at,
+            record.last_seen_at,
+            record.profile,
+        )
+        return Reply(200, answer)
+
+    async def unregister(self, call: Call[wire.UnregisterBody]) -> Reply:
+        await self._engine.unregister(_as(call.caller, call.given.worker_id), call.given.reason)
+        return Reply(204)
+
+    # work
+
+    async def poll(self, call: Call[wire.PollBody]) -> Reply:
+        body = call.given
+        worker_id = _as(call.caller, body.worker_id)
+        known = self._engine.known_worker(worker_id)
+        if body.capabilities is not None:
+            wanted = wire.registration(body)
+            if (
+                known is None
+                or known.is_offline
+                or known.capabilities != wanted.capabilities
+                or known.slots != wanted.slots
+            ):
+                known = await self._engine.register(wanted)
+        elif body.capabilities_hash is not None and (
+            known is None or self._hash(known) != body.capabilities_hash
+        ):
+            raise Refusal(
+                RefusalCode.NOT_FOUND,
+                f"worker {worker_id!r} is not known by these capabilities: register, or poll with all of them",
+            )
+        slots = known.slots if known is not None else body.slots or body.max_concurrency
+        if slots is not None and body.current_load is not None and body.current_load >= slots:
+            return Reply(204)
+        job = await self._engine.poll(Poll(worker_id, PollId(body.poll_id), body.wait_s))
+        return Reply(204) if job is None else Reply(200, wire.lease_answer(job))
+
+    async def heartbeat(self, call: Call[wire.HeartbeatBody]) -> Reply:
+        body = call.given
+        worker_id = _as(call.caller, body.worker_id)
+        known = self._engine.known_worker(worker_id)
+        if known is None and not body.leases:
+            raise Refusal(
+                RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"
+            )
+        beat = await self._engine.heartbeat(worker_id, [wire.lease_ref(lease) for lease in body.leases])
+        return Reply(200, wire.beat_answer(beat))
+
+    async def progress(self, call: Call[wire.ProgressBatch]) -> Reply:
+        beat = await self._engine.progress([wire.report(report) for report in call.given.reports])
+        return Reply(200, wire.beat_answer(beat))
+
+    async def commands(self, call: Call[wire.CommandsBody]) -> Reply:
+        worker_id = _as(call.caller, call.given.worker_id)
+        commands = await self._engine.commands(worker_id, call.given.wait_s)
+        return Reply(200, wire.CommandsAnswer(commands))
+
+    # how it ends
+
+    async def complete(self, call: Call[wire.CompleteBody]) -> Reply:
+        body = call.given
+        ref = wire.lease_ref(body.lease)
+        holder = await self._holder(body)
+        settled = await self._engine.complete(Completion(ref, body.result, body.seconds))
+        return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
+
+    async def fail(self, call: Call[wire.FailBody]) -> Reply:
+        body = call.given
+        ref = wire.lease_ref(body.lease)
+        holder = await self._holder(body)
+        settled = await self._engine.fail(FailureReport(ref, body.failure, body.seconds))
+        return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
+
+    async def release(self, call: Call[wire.ReleaseBody]) -> Reply:
+        settled = await self._engine.release(Release(wire.lease_ref(call.given.lease), call.given.reason))
+        return Reply(200, wire.settled_answer(settled))
+
+    async def _holder(self, body: wire.CompleteBody | wire.FailBody) -> WorkerId | None:
+        """Whose lease it is, asked before it ends: only then does the store still know."""
+        if body.next is None:
+            return None
+        ref = wire.lease_ref(body.lease)
+        for attempt in await self._engine.store.attempts(ref.job_id):
+            if attempt.attempt_id == ref.attempt_id:
+                return attempt.worker_id
+        return None
+
+    async def _following(
+        self, caller: Caller, asked: wire.NextPoll | None, holder: WorkerId | None
+    ) -> LeasedJob | None:
+        if asked is None or holder is None:
+            return None
+        try:
+            return await self._engine.poll(Poll(_as(caller, holder), PollId(asked.poll_id), asked.wait_s))
+        except Refusal:
+            # The report stands; a worker that is told of no next lease polls, and hears why.
+            return None
+
+    def _hash(self, record: WorkerRecord) -> str:
+        known = self._hashes.get(record.worker_id)
+        # Compared by identity first: what a worker offers is replaced, never changed.
+        if known is None or (known[0] is not record.capabilities and known[0] != record.capabilities):
+            if len(self._hashes) > _MAX_HASHES:
+                self._hashes.clear()
+            known = (record.capabilities, wire.capabilities_hash(record.capabilities))
+            self._hashes[record.worker_id] = known
+        return known[1]
+
+
+def _as(caller: Caller, worker_id: str) -> WorkerId:
+    if caller.worker_id is not None and caller.worker_id != worker_id:
+        raise Refusal(
+            RefusalCode.NOT_ALLOWED,
+            f"this key is good for worker {caller.worker_id!r}, not for {worker_id!r}",
+        )
+    return WorkerId(worker_id)

@@ -1,0 +1,1 @@
+"""Tenants and the keys that name them."""

@@ -1,0 +1,172 @@
+"""API keys and enrolment tokens: made, shown once, hashed at rest, checked, rotated, revoked.
+
+They lie in the store's cabinet, so that every hub on a store knows the same ones. A secret has 256 bits of chance, so
+one round of SHA-256 keeps it; which route a role opens is not decided here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+
+import msgspec
+
+from comfyfleet.model.access import ApiKey, Enrolment, Role
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId, WorkerId
+from comfyfleet.ports import Cabinet, Clock, Document
+
+KEY_PREFIX = "cfk_"
+ENROLMENT_PREFIX = "cfe_"
+
+_KEYS = "keys"
+_ENROLMENTS = "enrolments"
+_TRIES = 20
+
+
+class Keys:
+    def __init__(self, cabinet: Cabinet, clock: Clock) -> None:
+        self._cabinet = cabinet
+        self._clock = clock
+
+    # keys
+
+    async def create(
+        self,
+        role: Role,
+        *,
+        name: str = "",
+        tenant: TenantId | None = None,
+        worker_id: WorkerId | None = None,
+        expires_in_s: float | None = None,
+    ) -> tuple[ApiKey, str]:
+        """The key as it is kept, and the whole of it to hand over: it cannot be shown again."""
+        if role is Role.TENANT and tenant is None:
+            raise Refusal(RefusalCode.INVALID_REQUEST, "a tenant's key names its tenant")
+        if role is Role.WORKER and tenant is not None:
+            raise Refusal(RefusalCode.INVALID_REQUEST, "a worker's key names no tenant")
+        if role is not Role.WORKER and worker_id is not None:
+            raise Refusal(RefusalCode.INVALID_REQUEST, "only a worker's key names a worker")
+        now = self._clock.now()
+        key_id, secret = _new_id(now), secrets.token_hex(32)
+        key = ApiKey(
+            key_id,
+            role,
+            _digest(secret),
+            now,
+            name,
+            tenant,
+            worker_id,
+            None if expires_in_s is None else now + expires_in_s,
+        )
+        if not await self._cabinet.put(_KEYS, key_id, msgspec.json.encode(key), version=0):
+            raise Fault("a new key's id is taken already; try again")
+        return key, f"{KEY_PREFIX}{key_id}_{secret}"
+
+    async def check(self, text: str) -> ApiKey | None:
+        """The key that this text proves, if it is good now."""
+        key_id, _, secret = text.removeprefix(KEY_PREFIX).partition("_")
+        if not text.startswith(KEY_PREFIX) or not secret or not key_id.isalnum():
+            return None
+        document = await self._cabinet.get(_KEYS, key_id)
+        if document is None:
+            return None
+        key, now, digest = _key(document), self._clock.now(), _digest(secret)
+        is_good = hmac.compare_digest(key.digest, digest)
+        if key.old_digest is not None and key.old_until is not None and now < key.old_until:
+            is_good |= hmac.compare_digest(key.old_digest, digest)
+        is_over = key.revoked_at is not None or (key.expires_at is not None and now >= key.expires_at)
+        return key if is_good and not is_over else None
+
+    async def rotate(self, key_id: str, overlap_s: float = 0.0) -> tuple[ApiKey, str]:
+        secret = secrets.token_hex(32)
+
+        def renew(key: ApiKey) -> ApiKey:
+            if key.revoked_at is not None:
+                raise Refusal(RefusalCode.WRONG_PHASE, f"key {key_id!r} is revoked: make a new one")
+            return msgspec.structs.replace(
+                key,
+                digest=_digest(secret),
+                old_digest=key.digest if overlap_s > 0 else None,
+                old_until=self._clock.now() + overlap_s if overlap_s > 0 else None,
+            )
+
+        return await self._change(key_id, renew), f"{KEY_PREFIX}{key_id}_{secret}"
+
+    async def revoke(self, key_id: str) -> ApiKey:
+        now = self._clock.now()
+        return await self._change(
+            key_id,
+            lambda key: key if key.revoked_at is not None else msgspec.structs.replace(key, revoked_at=now),
+        )
+
+    async def listing(self, after: str = "", limit: int = 100) -> list[ApiKey]:
+        return [_key(document) for document in await self._cabinet.listing(_KEYS, after, limit)]
+
+    async def _change(self, key_id: str, change: Callable[[ApiKey], ApiKey]) -> ApiKey:
+        for _ in range(_TRIES):
+            document = await self._cabinet.get(_KEYS, key_id)
+            if document is None:
+                raise Refusal(RefusalCode.NOT_FOUND, f"there is no key {key_id!r}")
+            key = change(_key(document))
+            if await self._cabinet.put(_KEYS, key_id, msgspec.json.encode(key), version=document.version):
+                return key
+        raise Fault(f"key {key_id!r} is being changed by others all the time; try again")
+
+    # enrolment
+
+    async def invite(
+        self, *, uses: int = 1, expires_in_s: float = 3600.0, worker_prefix: str = ""
+    ) -> tuple[Enrolment, str]:
+        """A token with which so many workers may fetch keys of their own."""
+        now = self._clock.now()
+        token_id, secret = _new_id(now), secrets.token_hex(32)
+        enrolment = Enrolment(token_id, _digest(secret), now, now + expires_in_s, uses, worker_prefix)
+        await self._cabinet.put(_ENROLMENTS, token_id, msgspec.json.encode(enrolment), version=0)
+        return enrolment, f"{ENROLMENT_PREFIX}{token_id}_{secret}"
+
+    async def enrol(self, token: str, worker_id: WorkerId) -> tuple[ApiKey, str]:
+        """One use of the token for a key that is good for this worker alone."""
+        token_id, _, secret = token.removeprefix(ENROLMENT_PREFIX).partition("_")
+        for _ in range(_TRIES):
+            document = None
+            if token.startswith(ENROLMENT_PREFIX) and token_id.isalnum():
+                document = await self._cabinet.get(_ENROLMENTS, token_id)
+            enrolment = None if document is None else msgspec.json.decode(document.body, type=Enrolment)
+            if (
+                document is None
+                or enrolment is None
+                or not hmac.compare_digest(enrolment.digest, _digest(secret))
+                or self._clock.now() >= enrolment.expires_at
+                or enrolment.uses_left < 1
+            ):
+                raise Refusal(
+                    RefusalCode.UNAUTHENTICATED,
+                    "the enrolment token is not good (any more): ask for a new one",
+                )
+            if not worker_id.startswith(enrolment.worker_prefix):
+                raise Refusal(
+                    RefusalCode.NOT_ALLOWED,
+                    f"this token enrols workers whose id begins with {enrolment.worker_prefix!r}",
+                )
+            used = msgspec.structs.replace(enrolment, uses_left=enrolment.uses_left - 1)
+            if await self._cabinet.put(
+                _ENROLMENTS, token_id, msgspec.json.encode(used), version=document.version
+            ):
+                return await self.create(Role.WORKER, name=f"enrolled by {token_id}", worker_id=worker_id)
+        raise Fault("the enrolment token is used by many at once; try again")
+
+
+def _key(document: Document) -> ApiKey:
+    return msgspec.json.decode(document.body, type=ApiKey)
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def _new_id(now: float) -> str:
+    """Ids grow with time, so that a list of keys is in the order they were made."""
+    return f"{int(now * 1000):012x}{secrets.token_hex(6)}"

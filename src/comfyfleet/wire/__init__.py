@@ -1,0 +1,1 @@
+"""The protocol as data: routes, bodies, problems, spellings. No framework, no engine."""

@@ -1,0 +1,294 @@
+"""What callers get: jobs, pages, workers, statistics, as the values that are encoded, made from the model's.
+
+Times are seconds since 1970, durations end in `_s`. Statuses are spelled by `spelling.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from comfyfleet.model.block import Block
+from comfyfleet.model.calls import JobView, Submitted
+from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Standing
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.job import Job, JobResult
+from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord, WorkerStatus
+from comfyfleet.wire.spelling import spell
+
+Status = Literal["queued", "leased", "completed", "failed", "cancelled"]
+
+
+class _Got(msgspec.Struct, frozen=True, omit_defaults=True):
+    pass
+
+
+class SubmittedBody(_Got, frozen=True):
+    id: str
+    status: str
+    workflow_hash: str
+    jobId: str  # noqa: N815 — the name that old callers read
+    seeds: dict[str, int] | None = None
+    """By node id: what a seed of -1 became."""
+    warnings: tuple[str, ...] = ()
+    """What keeps the nearest worker from it, when nobody can run it now."""
+    is_repeat: bool = False
+
+
+class BatchItem(_Got, frozen=True):
+    """One job of a batch: the status it would have had alone, and its answer or its problem."""
+
+    status: int
+    job: SubmittedBody | None = None
+    problem: dict[str, Any] | None = None
+    """The members of a problem, as it would have been alone."""
+
+
+class BatchAnswer(_Got, frozen=True):
+    items: tuple[BatchItem, ...]
+    accepted: int
+    refused: int
+
+
+class AttemptBody(_Got, frozen=True):
+    id: str
+    worker_id: str
+    lease: int
+    round: int
+    started_at: float
+    outcome: str
+    ended_at: float | None = None
+    charged_to: str | None = None
+    error: Failure | None = None
+    reported_late: bool = False
+
+
+class JobBody(_Got, frozen=True, omit_defaults=False):
+    id: str
+    status: str
+    service: str
+    tenant: str
+    workflow_hash: str
+    priority: int
+    submitted_at: float
+    reference: str | None = None
+    metadata: dict[str, Any] | None = None
+    worker_id: str | None = None
+    prompt_id: str | None = None
+    attempts: int = 0
+    round: int = 1
+    started_at: float | None = None
+    completed_at: float | None = None
+    not_before: float | None = None
+    deadline: float | None = None
+    is_paused: bool = False
+    cancel_requested: bool = False
+    is_late: bool = False
+    seeds: dict[str, int] | None = None
+    error: Failure | None = None
+    """What the last attempt failed of; null again once one completed."""
+
+
+class JobDetails(JobBody, frozen=True):
+    history: tuple[AttemptBody, ...] = ()
+
+
+class JobList(_Got, frozen=True, omit_defaults=False):
+    jobs: tuple[JobBody, ...]
+    cursor: str | None = None
+    """Ask again with it for what follows. A page with a cursor may be short, or empty: there is more to look at."""
+
+
+class ResultBody(_Got, frozen=True, omit_defaults=False):
+    id: str
+    status: str
+    result: JobResult | None = None
+    error: Failure | None = None
+
+
+class CancelBody(_Got, frozen=True, omit_defaults=False):
+    id: str
+    status: str
+    cancel_requested: bool
+
+
+class PurgeAnswer(_Got, frozen=True):
+    purged: int
+
+
+class QueueBody(_Got, frozen=True):
+    is_paused: bool
+
+
+class StatsBody(_Got, frozen=True):
+    waiting: int
+    delayed: int
+    paused: int
+    leased: int
+    completed: int
+    failed: int
+    cancelled: int
+    workers: int
+    idle_slots: int
+    is_paused: bool
+
+
+class WorkerBody(_Got, frozen=True, omit_defaults=False):
+    id: str
+    status: WorkerStatus
+    environment: str
+    services: tuple[str, ...]
+    slots: int
+    connected_at: float
+    last_seen_at: float
+    current_jobs: tuple[str, ...] = ()
+    completed: int = 0
+    failed: int = 0
+    per_hour: float = 0.0
+    """Jobs completed in an hour of work."""
+    disconnects: int = 0
+    quarantined_until: float | None = None
+
+
+class WorkerDetails(WorkerBody, frozen=True):
+    capabilities: Capabilities | None = None
+    live: LiveState = LiveState()
+
+
+class WorkerList(_Got, frozen=True):
+    workers: tuple[WorkerBody, ...]
+
+
+class BlockBody(_Got, frozen=True):
+    worker_id: str
+    target: str
+    reason: str
+    failures: int = 0
+    blocked_until: float | None = None
+    missing: tuple[str, ...] = ()
+
+
+class BlockList(_Got, frozen=True):
+    blocks: tuple[BlockBody, ...]
+
+
+class HealthBody(_Got, frozen=True):
+    status: Literal["ok", "starting", "stopping", "failing"]
+    version: str = ""
+    detail: str = ""
+
+
+def submitted(answer: Submitted) -> SubmittedBody:
+    return SubmittedBody(
+        answer.job_id,
+        spell(answer.phase),
+        answer.workflow_hash,
+        answer.job_id,
+        answer.seeds,
+        answer.unworkable,
+        answer.is_repeat,
+    )
+
+
+def job(record: Job) -> JobBody:
+    """As the tenant's record alone has it: a page of a list asks for nothing more."""
+    return JobBody(**_of_record(record))
+
+
+def details(view: JobView) -> JobDetails:
+    dispatch = view.dispatch
+    return JobDetails(
+        **_of_record(view.job, dispatch.phase)
+        | {
+            "worker_id": view.job.worker_id if dispatch.lease is None else dispatch.lease.worker_id,
+            "attempts": dispatch.attempts,
+            "is_paused": dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.PAUSED,
+            "cancel_requested": dispatch.cancel_requested_at is not None,
+            "not_before": dispatch.not_before,
+            "deadline": dispatch.deadline_at,
+        },
+        history=tuple(map(_attempt, view.attempts)),
+    )
+
+
+def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
+    asked = record.payload
+    return {
+        "id": record.job_id,
+        "status": spell(phase or record.phase),
+        "service": asked.requirements.service,
+        "tenant": record.tenant,
+        "workflow_hash": record.workflow_hash,
+        "priority": asked.priority if record.priority is None else record.priority,
+        "submitted_at": record.submitted_at,
+        "reference": record.reference,
+        "metadata": asked.metadata,
+        "worker_id": record.worker_id,
+        "prompt_id": record.prompt_id,
+        "round": record.round,
+        "started_at": record.started_at,
+        "completed_at": record.completed_at,
+        "not_before": asked.not_before,
+        "deadline": asked.deadline,
+        "is_late": record.is_late,
+        "seeds": record.seeds,
+        "error": record.failure,
+    }
+
+
+def _attempt(attempt: Attempt) -> AttemptBody:
+    return AttemptBody(
+        attempt.attempt_id,
+        attempt.worker_id,
+        attempt.lease_number,
+        attempt.round,
+        attempt.started_at,
+        attempt.outcome.value,
+        attempt.ended_at,
+        attempt.charged_to,
+        attempt.failure,
+        attempt.reported_late,
+    )
+
+
+def worker(record: WorkerRecord, leases: list[Dispatch]) -> WorkerDetails:
+    hours = record.busy_s / 3600
+    return WorkerDetails(
+        id=record.worker_id,
+        status=_status(record, leases),
+        environment=record.capabilities.environment,
+        services=tuple(service.name for service in record.capabilities.services),
+        slots=record.slots,
+        connected_at=record.connected_at,
+        last_seen_at=record.last_seen_at,
+        current_jobs=tuple(str(JobId(lease.job_id)) for lease in leases),
+        completed=record.completed,
+        failed=record.failed,
+        per_hour=round(record.completed / hours, 3) if hours else 0.0,
+        disconnects=record.disconnects,
+        quarantined_until=record.quarantined_until,
+        capabilities=record.capabilities,
+        live=record.live,
+    )
+
+
+def _status(record: WorkerRecord, leases: list[Dispatch]) -> WorkerStatus:
+    if record.is_offline:
+        return WorkerStatus.OFFLINE
+    if record.is_draining:
+        return WorkerStatus.DRAINING
+    if record.is_paused:
+        return WorkerStatus.PAUSED
+    return WorkerStatus.BUSY if leases else WorkerStatus.IDLE
+
+
+def summary(found: WorkerDetails) -> WorkerBody:
+    return WorkerBody(**{name: getattr(found, name) for name in WorkerBody.__struct_fields__})
+
+
+def block(found: Block) -> BlockBody:
+    return BlockBody(
+        found.worker_id, found.target, found.reason.value, found.failures, found.blocked_until, found.missing
+    )

@@ -1,0 +1,260 @@
+"""What callers send: a submission and the few other bodies, and how they become the model's values.
+
+Bounds that a single field can keep stand in its type, and so in the OpenAPI document; bounds that need a rule or a
+whole are policy's. What callers get back is `answers.py`'s.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId, WorkerId
+from comfyfleet.model.job import Submission, Timeouts, Urgency
+from comfyfleet.model.requirement import (
+    CostTier,
+    Environment,
+    HardwareNeed,
+    Isolation,
+    LocationNeed,
+    Preferences,
+    Requirements,
+)
+from comfyfleet.wire.spelling import OLD_SERVICE_NAMES
+
+MAX_BATCH = 1_000
+IDEMPOTENCY_PREFIX = "idempotency-key:"
+"""What a job with an Idempotency-Key is known by; a caller's own reference never begins so."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Names = Annotated[tuple[Name, ...], Meta(max_length=1_000)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Amount = Annotated[float, Meta(ge=0, le=1e6)]
+Count = Annotated[int, Meta(ge=0, le=100_000)]
+Priority = Annotated[int, Meta(ge=-1000, le=1000)]
+Time = Annotated[float, Meta(ge=0, le=1e11, description="Seconds since 1970")] | datetime
+"""Seconds since 1970, or a date in ISO 8601; without a zone it is UTC."""
+
+
+class _Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A field that is not known is refused: a wish that nobody reads must not look granted."""
+
+
+class HardwareBody(_Sent, frozen=True):
+    gpu_count: Count = 0
+    gpu_memory_gb: Amount = 0
+    gpu_model: Name | None = None
+    cpu_cores: Count = 0
+    ram_gb: Amount = 0
+
+
+class LocationBody(_Sent, frozen=True):
+    region: Name | None = None
+    compliance: Names = ()
+
+
+class RequirementsBody(_Sent, frozen=True):
+    """Hard needs: a worker that misses one is never offered the job."""
+
+    hardware: HardwareBody | None = None
+    models: Names | None = None
+    node_classes: Names | None = None
+    isolation: Isolation | None = None
+    location: LocationBody | None = None
+    max_processing_s: Seconds | None = None
+    environment: Environment | None = None
+    max_cost_tier: CostTier | None = None
+    workers: Names | None = None
+    exclude_workers: Names | None = None
+
+
+class PreferencesBody(_Sent, frozen=True):
+    """Wishes: they rank the workers that may take the job."""
+
+    workers: Names | None = None
+    models: Names | None = None
+    quality: Name | None = None
+    region: Name | None = None
+    cost_tier: CostTier | None = None
+
+
+class TimeoutsBody(_Sent, frozen=True):
+    accept_s: Seconds | None = None
+    start_s: Seconds | None = None
+    stall_s: Seconds | None = None
+    total_s: Seconds | None = None
+
+
+class InputBody(_Sent, frozen=True):
+    """An uploaded file, and the node's input that gets it."""
+
+    file: Name
+    node: Name
+    input: Name
+
+
+class SubmitBody(_Sent, frozen=True):
+    """Only `payload` is needed: `{"workflow": …}`, or the graph itself."""
+
+    payload: dict[str, Any]
+    service: Name | None = None
+    provider: Name | None = None
+    reference: Name | None = None
+    """The caller's own id, unique within the tenant: the same one with the same body is the same job."""
+    inputs: Annotated[tuple[InputBody, ...], Meta(max_length=1_000)] = ()
+    priority: Priority = 0
+    urgency: Urgency = "normal"
+    not_before: Time | None = None
+    deadline: Time | None = None
+    on_deadline: Literal["fail", "flag"] = "fail"
+    after: Names = ()
+    requirements: RequirementsBody | None = None
+    preferences: PreferencesBody | None = None
+    metadata: dict[str, Any] | None = None
+    max_attempts: Annotated[int, Meta(ge=1, le=1_000)] | None = None
+    retry_delay_s: Seconds | None = None
+    timeouts: TimeoutsBody | None = None
+    include_outputs: Names = ()
+    webhook: Name | None = None
+    require_workable: bool = False
+
+
+class SpelledSubmit(SubmitBody, frozen=True):
+    """A submission with the old names beside the new: read at the door, never written."""
+
+    service_type: Name | None = None
+    job_type: Name | None = None
+    service_required: Name | None = None
+    customer_id: Name | None = None
+    tenant_id: Name | None = None
+    id: Name | None = None
+
+
+class BatchBody(_Sent, frozen=True):
+    """Each job is decoded, and answered, by itself."""
+
+    jobs: Annotated[tuple[msgspec.Raw, ...], Meta(min_length=1, max_length=MAX_BATCH)]
+
+
+class BatchSchema(_Sent, frozen=True):
+    """What `BatchBody` looks like from outside."""
+
+    jobs: Annotated[tuple[SubmitBody, ...], Meta(min_length=1, max_length=MAX_BATCH)]
+
+
+class ChangeBody(_Sent, frozen=True):
+    priority: Priority
+
+
+class PurgeBody(_Sent, frozen=True):
+    """Of the dead letter: what ended before that time, at most so many."""
+
+    before: Time | None = None
+    limit: Annotated[int, Meta(ge=1, le=10_000)] = 1_000
+
+
+class ListQuery(_Sent, frozen=True):
+    """Which jobs, from where on. Metadata is asked for as `metadata[name]=value`."""
+
+    status: Name | None = None
+    tenant: Name | None = None
+    workflow_hash: Name | None = None
+    metadata: dict[str, str] = {}
+    submitted_after: Time | None = None
+    submitted_before: Time | None = None
+    cursor: Name | None = None
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+
+
+class PageQuery(_Sent, frozen=True):
+    cursor: Name | None = None
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+
+
+def seconds_of(time: float | datetime | None) -> float | None:
+    if isinstance(time, datetime):
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
+    return time
+
+
+def submission(body: SubmitBody, tenant: TenantId, idempotency_key: str | None = None) -> Submission:
+    """The model's value. The tenant is the credential's, whatever the body says."""
+    _check_served(body)
+    return Submission(
+        workflow=_workflow(body.payload),
+        reference=_reference(body, idempotency_key),
+        tenant=tenant,
+        priority=body.priority,
+        urgency=body.urgency,
+        requirements=_requirements(body),
+        preferences=_preferences(body.preferences),
+        metadata=body.metadata,
+        max_attempts=body.max_attempts,
+        retry_delay_s=body.retry_delay_s,
+        timeouts=Timeouts() if body.timeouts is None else Timeouts(**_given(body.timeouts)),
+        not_before=seconds_of(body.not_before),
+        deadline=seconds_of(body.deadline),
+        on_deadline=body.on_deadline,
+        include_outputs=body.include_outputs,
+        require_workable=body.require_workable,
+    )
+
+
+def _check_served(body: SubmitBody) -> None:
+    for name in ("inputs", "after", "webhook"):
+        if getattr(body, name):
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"this hub does not serve {name!r}: leave it out", field=name
+            )
+
+
+def _workflow(payload: dict[str, Any]) -> dict[str, Any]:
+    workflow = payload.get("workflow")
+    if isinstance(workflow, dict) and "class_type" not in workflow:
+        return workflow
+    return payload
+
+
+def _reference(body: SubmitBody, key: str | None) -> str | None:
+    own = body.reference
+    if isinstance(body, SpelledSubmit):
+        own = own or body.id
+    if own is not None and own.startswith(IDEMPOTENCY_PREFIX):
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"a reference must not begin with {IDEMPOTENCY_PREFIX!r}")
+    if key is None:
+        return own
+    if own is not None:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            "a reference makes a submission repeatable by itself: leave out either it or the Idempotency-Key",
+        )
+    return IDEMPOTENCY_PREFIX + key
+
+
+def _requirements(body: SubmitBody) -> Requirements:
+    service = body.service
+    if isinstance(body, SpelledSubmit):
+        for name in OLD_SERVICE_NAMES:
+            service = service or getattr(body, name)
+    given = {} if body.requirements is None else _given(body.requirements)
+    if "hardware" in given:
+        given["hardware"] = HardwareNeed(**_given(given["hardware"]))
+    if "location" in given:
+        given["location"] = LocationNeed(**_given(given["location"]))
+    for name in ("workers", "exclude_workers"):
+        if name in given:
+            given[name] = tuple(WorkerId(worker) for worker in given[name])
+    return Requirements(service=service or "comfyui", provider=body.provider, **given)
+
+
+def _preferences(body: PreferencesBody | None) -> Preferences:
+    return Preferences() if body is None else Preferences(**_given(body))
+
+
+def _given(body: msgspec.Struct) -> dict[str, Any]:
+    """What was said, without what was left out or null."""
+    return {name: value for name in body.__struct_fields__ if (value := getattr(body, name)) is not None}

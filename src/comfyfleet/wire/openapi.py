@@ -1,0 +1,162 @@
+"""The table of routes as an OpenAPI 3.1 document."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from comfyfleet.wire.problems import CONTENT_TYPE, INCIDENT, KINDS, Problem
+from comfyfleet.wire.routes import Route
+
+_REF = "#/components/schemas/{name}"
+
+_STATUS_TEXT = {200: "Done", 201: "Made", 202: "Not yet", 204: "Done; nothing to say", 503: "Not now"}
+
+
+def document(routes: tuple[Route, ...], version: str) -> dict[str, Any]:
+    types = _types(routes)
+    schemas, components = msgspec.json.schema_components(types, ref_template=_REF)
+    by_type = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        for number, path in enumerate(route.paths):
+            operation = _operation(route, by_type, components)
+            if number:
+                operation["operationId"] += f"_alias_{number}"
+                operation["summary"] += f" (another name of {route.path})"
+                operation["deprecated"] = True
+            paths.setdefault(path, {})[route.method.lower()] = operation
+    for query in {route.query for route in routes if route.query is not None}:
+        # Told parameter by parameter, where it is asked for.
+        del components[query.__name__]
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "ComfyFleet hub",
+            "version": version,
+            "description": "One address for a fleet of ComfyUI servers.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "tags": [{"name": noun} for noun in dict.fromkeys(route.noun for route in routes)],
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "A key, beginning with cfk_"}
+            },
+        },
+    }
+
+
+def _types(routes: tuple[Route, ...]) -> list[Any]:
+    found: dict[int, Any] = {id(Problem): Problem}
+    for route in routes:
+        for kind in (route.body, route.query, *route.answers.values()):
+            if kind is not None:
+                found[id(kind)] = kind
+    return list(found.values())
+
+
+def _operation(route: Route, by_type: dict[int, Any], components: dict[str, Any]) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "tags": [route.noun],
+        "parameters": [*_in_path(route), *_in_query(route, components), *_in_headers(route)],
+        "responses": _responses(route, by_type),
+        "security": [{"key": []}] if route.roles else [],
+        "x-roles": sorted(role.value for role in route.roles),
+    }
+    if route.body is not None:
+        operation["requestBody"] = {
+            "required": not route.is_body_optional,
+            "content": {"application/json": {"schema": by_type[id(route.body)]}},
+        }
+    return operation
+
+
+def _in_path(route: Route) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in route.parameters
+    ]
+
+
+def _in_query(route: Route, components: dict[str, Any]) -> list[dict[str, Any]]:
+    if route.query is None:
+        return []
+    found = []
+    for name, schema in components[route.query.__name__]["properties"].items():
+        parameter: dict[str, Any] = {"name": name, "in": "query", "schema": _without_null(schema)}
+        if schema.get("type") == "object":
+            parameter |= {"style": "deepObject", "explode": True}
+        found.append(parameter)
+    return found
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A query has no null: what may be left out is left out."""
+    schema = {name: value for name, value in schema.items() if name != "default"}
+    if "anyOf" in schema:
+        kinds = [kind for kind in schema["anyOf"] if kind != {"type": "null"}]
+        schema = kinds[0] if len(kinds) == 1 else {**schema, "anyOf": kinds}
+    return schema
+
+
+def _in_headers(route: Route) -> list[dict[str, Any]]:
+    schema = {"type": "string", "pattern": "^[!-~]{1,200}$"}
+    return [{"name": name, "in": "header", "schema": schema} for name in route.headers]
+
+
+def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for status, kind in route.answers.items():
+        found[str(status)] = {"description": _STATUS_TEXT[status]}
+        if kind is not None:
+            found[str(status)]["content"] = {"application/json": {"schema": by_type[id(kind)]}}
+    by_status: dict[int, list[str]] = {500: [INCIDENT]}
+    for code in route.all_refusals:
+        by_status.setdefault(KINDS[code].status, []).append(code.value)
+    for status, codes in by_status.items():
+        answer = found.setdefault(str(status), {"description": ""})
+        said = "; ".join(f"`{code}`" for code in codes)
+        answer["description"] = f"{answer['description']} {said}".strip()
+        answer.setdefault("content", {})[CONTENT_TYPE] = {"schema": by_type[id(Problem)]}
+        if status in (429, 503):
+            answer["headers"] = {"Retry-After": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+    return dict(sorted(found.items()))
+
+
+def page(routes: tuple[Route, ...]) -> str:
+    """The table as Markdown, for docs/protocol.md."""
+    lines = []
+    for noun in dict.fromkeys(route.noun for route in routes):
+        lines += [
+            f"### {noun[:1].upper()}{noun[1:]}",
+            "",
+            "| call | what | who | refuses |",
+            "|---|---|---|---|",
+        ]
+        for route in routes:
+            if route.noun == noun:
+                lines.append(_row(route))
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _row(route: Route) -> str:
+    calls = "<br>".join(f"`{route.method} {re.sub(' ', '', path)}`" for path in route.paths)
+    who = ", ".join(sorted(role.value for role in route.roles)) or "anybody"
+    codes = ", ".join(f"`{code.value}`" for code in route.refuses) or "–"
+    return f"| {calls} | {route.summary} | {who} | {codes} |"
+
+
+def problem_table() -> str:
+    """The closed list as Markdown, for docs/protocol.md."""
+    lines = ["| code | status | |", "|---|---|---|"]
+    lines += [f"| `{code.value}` | {kind.status} | {kind.title} |" for code, kind in KINDS.items()]
+    lines.append(f"| `{INCIDENT}` | 500 | A defect of the hub; `incident` finds it in the log |")
+    return "\n".join(lines)

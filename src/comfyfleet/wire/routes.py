@@ -1,0 +1,453 @@
+"""ONE table of routes: who may, what is sent, what is answered, what may be refused. What is not here does not exist.
+
+The OpenAPI document, the page docs/protocol.md and the tests of every route with every role are made from it; the hub
+binds a handler to each name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.access import Role
+from comfyfleet.model.calls import Explanation
+from comfyfleet.model.errors import RefusalCode
+from comfyfleet.wire import answers, bodies, keys, worker
+
+ADMIN = frozenset({Role.ADMIN})
+OPERATORS = frozenset({Role.ADMIN, Role.OPERATOR})
+LOOKERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.VIEWER})
+CALLERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT})
+READERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT, Role.VIEWER})
+WORKERS = frozenset({Role.ADMIN, Role.WORKER})
+ANYBODY: frozenset[Role] = frozenset()
+"""No key is needed."""
+
+
+class Route(msgspec.Struct, frozen=True):
+    name: str
+    method: str
+    path: str
+    summary: str
+    roles: frozenset[Role]
+    aliases: tuple[str, ...] = ()
+    body: type | None = None
+    query: type | None = None
+    reads: type | None = None
+    """What the body is decoded as, where that is not what the document shows."""
+    answers: dict[int, Any] = {}
+    """By status: the type of the body, or None for none."""
+    refuses: tuple[RefusalCode, ...] = ()
+    """Beside what every route may answer."""
+    headers: tuple[str, ...] = ()
+    is_body_optional: bool = False
+    parks: bool = False
+    """The answer may take a while: whoever hangs up meanwhile is noticed."""
+    takes_token: bool = False
+    """The key may stand in the query: browsers cannot send a header with a stream or a socket."""
+    noun: str = ""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path, *self.aliases)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names in the path."""
+        parts = self.path.split("/")
+        return tuple(part[1:-1] for part in parts if part.startswith("{"))
+
+    @property
+    def decodes(self) -> type | None:
+        return self.reads or self.body
+
+    @property
+    def all_refusals(self) -> tuple[RefusalCode, ...]:
+        found = list(self.refuses)
+        if self.body is not None or self.query is not None:
+            found.append(RefusalCode.INVALID_REQUEST)
+        if self.body is not None:
+            found.append(RefusalCode.TOO_LARGE)
+        if self.roles:
+            found += [RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED]
+        if self.parameters:
+            found.append(RefusalCode.NOT_FOUND)
+        found += [RefusalCode.RATE_LIMITED, RefusalCode.UNAVAILABLE]
+        return tuple(dict.fromkeys(found))
+
+
+_PHASE = (RefusalCode.WRONG_PHASE,)
+_LEASE = (RefusalCode.LEASE_LOST,)
+_UNKNOWN = (RefusalCode.NOT_FOUND,)
+_SUBMIT = (
+    RefusalCode.INVALID_WORKFLOW,
+    RefusalCode.UNWORKABLE,
+    RefusalCode.CREDITS_SHORT,
+    RefusalCode.DUPLICATE_DIFFERS,
+    RefusalCode.QUEUE_FULL,
+)
+
+
+def _get(name: str, path: str, summary: str, roles: frozenset[Role], answer: Any, **more: Any) -> Route:
+    return Route(name, "GET", path, summary, roles, answers={200: answer}, **more)
+
+
+def _post(name: str, path: str, summary: str, roles: frozenset[Role], answer: Any, **more: Any) -> Route:
+    return Route(name, "POST", path, summary, roles, answers={200: answer}, **more)
+
+
+def _noun(noun: str, *routes: Route) -> tuple[Route, ...]:
+    return tuple(msgspec.structs.replace(route, noun=noun) for route in routes)
+
+
+JOBS = _noun(
+    "jobs",
+    Route(
+        "submit",
+        "POST",
+        "/api/jobs",
+        "Submit a job; it is durable when the answer comes",
+        CALLERS,
+        aliases=("/jobs", "/api/ai-jobs"),
+        body=bodies.SubmitBody,
+        reads=bodies.SpelledSubmit,
+        answers={201: answers.SubmittedBody, 200: answers.SubmittedBody},
+        refuses=_SUBMIT,
+        headers=("Idempotency-Key",),
+    ),
+    _post(
+        "submit_batch",
+        "/api/jobs/batch",
+        f"Submit up to {bodies.MAX_BATCH} jobs, each answered by itself",
+        CALLERS,
+        answers.BatchAnswer,
+        aliases=("/jobs/batch", "/api/ai-jobs/batch"),
+        body=bodies.BatchSchema,
+        reads=bodies.BatchBody,
+        headers=("Idempotency-Key",),
+    ),
+    _get(
+        "list_jobs",
+        "/api/jobs",
+        "List jobs in order of submission",
+        READERS,
+        answers.JobList,
+        aliases=("/jobs", "/api/ai-jobs"),
+        query=bodies.ListQuery,
+    ),
+    _get(
+        "get_job",
+        "/api/jobs/{job_id}",
+        "The state of a job, with its attempts",
+        READERS,
+        answers.JobDetails,
+        aliases=("/jobs/{job_id}", "/api/ai-jobs/{job_id}"),
+    ),
+    Route(
+        "get_result",
+        "GET",
+        "/api/jobs/{job_id}/result",
+        "What came of a job; 202 while it is open",
+        READERS,
+        aliases=("/jobs/{job_id}/result",),
+        answers={200: answers.ResultBody, 202: answers.ResultBody},
+    ),
+    _get(
+        "explain_job",
+        "/api/jobs/{job_id}/explain",
+        "Why a job is not running",
+        READERS,
+        Explanation,
+        aliases=("/jobs/{job_id}/explain",),
+    ),
+    _post(
+        "cancel_job",
+        "/api/jobs/{job_id}/cancel",
+        "Cancel a job: at once while it waits, else its worker is told",
+        CALLERS,
+        answers.CancelBody,
+        aliases=("/jobs/{job_id}/cancel",),
+    ),
+    _post(
+        "retry_job",
+        "/api/jobs/{job_id}/retry",
+        "Run a failed or cancelled job again, in a new round",
+        CALLERS,
+        answers.SubmittedBody,
+        aliases=("/jobs/{job_id}/retry",),
+        refuses=(*_PHASE, RefusalCode.CREDITS_SHORT),
+    ),
+    _post(
+        "pause_job",
+        "/api/jobs/{job_id}/pause",
+        "Keep a waiting job from running; it keeps its place",
+        CALLERS,
+        answers.JobDetails,
+        aliases=("/jobs/{job_id}/pause",),
+        refuses=_PHASE,
+    ),
+    _post(
+        "resume_job",
+        "/api/jobs/{job_id}/resume",
+        "Let a paused job run again",
+        CALLERS,
+        answers.JobDetails,
+        aliases=("/jobs/{job_id}/resume",),
+        refuses=_PHASE,
+    ),
+    Route(
+        "change_job",
+        "PATCH",
+        "/api/jobs/{job_id}",
+        "Change the priority of a waiting job",
+        CALLERS,
+        aliases=("/jobs/{job_id}",),
+        body=bodies.ChangeBody,
+        answers={200: answers.JobDetails},
+        refuses=_PHASE,
+    ),
+)
+
+QUEUE = _noun(
+    "queue",
+    _get("stats", "/api/stats", "How many jobs wait, run and ended", READERS, answers.StatsBody),
+    _post("pause_queue", "/api/queue/pause", "Lease nothing until resumed", OPERATORS, answers.QueueBody),
+    _post("resume_queue", "/api/queue/resume", "Lease again", OPERATORS, answers.QueueBody),
+    _get(
+        "list_dead",
+        "/api/dead-letter",
+        "Jobs that failed for good",
+        LOOKERS,
+        answers.JobList,
+        query=bodies.PageQuery,
+    ),
+    _post(
+        "retry_dead",
+        "/api/dead-letter/{job_id}/retry",
+        "Run a dead job again, in a new round",
+        OPERATORS,
+        answers.SubmittedBody,
+        refuses=_PHASE,
+    ),
+    _post(
+        "purge_dead",
+        "/api/dead-letter/purge",
+        "Forget dead jobs, oldest first",
+        OPERATORS,
+        answers.PurgeAnswer,
+        body=bodies.PurgeBody,
+        is_body_optional=True,
+    ),
+)
+
+FLEET = _noun(
+    "workers",
+    _get(
+        "list_workers",
+        "/api/workers",
+        "Every known worker",
+        LOOKERS,
+        answers.WorkerList,
+        aliases=("/workers",),
+    ),
+    _get(
+        "get_worker",
+        "/api/workers/{worker_id}",
+        "One worker, with its capabilities",
+        LOOKERS,
+        answers.WorkerDetails,
+        aliases=("/workers/{worker_id}",),
+    ),
+    _post(
+        "drain_worker",
+        "/api/workers/{worker_id}/drain",
+        "Let it finish and leave",
+        OPERATORS,
+        answers.WorkerDetails,
+    ),
+    _post(
+        "pause_worker",
+        "/api/workers/{worker_id}/pause",
+        "Give it nothing new",
+        OPERATORS,
+        answers.WorkerDetails,
+    ),
+    _post(
+        "resume_worker",
+        "/api/workers/{worker_id}/resume",
+        "Give it work again",
+        OPERATORS,
+        answers.WorkerDetails,
+    ),
+    Route(
+        "remove_worker",
+        "DELETE",
+        "/api/workers/{worker_id}",
+        "Forget a worker and its blocks",
+        OPERATORS,
+        answers={204: None},
+    ),
+    _get("list_blocks", "/api/blocks", "Which worker is kept from what", LOOKERS, answers.BlockList),
+    Route(
+        "lift_block",
+        "DELETE",
+        "/api/blocks/{worker_id}/{target}",
+        "Lift a block by hand",
+        OPERATORS,
+        answers={204: None},
+    ),
+)
+
+KEYS = _noun(
+    "keys",
+    _get(
+        "list_keys", "/api/keys", "Every key, without its secret", ADMIN, keys.KeyList, query=bodies.PageQuery
+    ),
+    Route(
+        "create_key",
+        "POST",
+        "/api/keys",
+        "Make a key; it is shown once",
+        ADMIN,
+        body=keys.KeyBody,
+        answers={201: keys.KeyMade},
+    ),
+    Route(
+        "revoke_key", "DELETE", "/api/keys/{key_id}", "End a key at once", ADMIN, answers={200: keys.KeyView}
+    ),
+    _post(
+        "rotate_key",
+        "/api/keys/{key_id}/rotate",
+        "Give a key a new secret, shown once",
+        ADMIN,
+        keys.KeyMade,
+        refuses=_PHASE,
+        body=keys.RotateBody,
+        is_body_optional=True,
+    ),
+    Route(
+        "create_enrolment",
+        "POST",
+        "/api/enrolments",
+        "Make a token with which workers fetch keys of their own",
+        OPERATORS,
+        body=keys.EnrolmentBody,
+        is_body_optional=True,
+        answers={201: keys.EnrolmentMade},
+    ),
+)
+
+WORKER = _noun(
+    "worker protocol",
+    Route(
+        "worker_enrol",
+        "POST",
+        "/api/worker/enrol",
+        "Turn an enrolment token into a key for one worker",
+        ANYBODY,
+        body=worker.EnrolBody,
+        answers={201: keys.KeyMade},
+        refuses=(RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED),
+    ),
+    _post(
+        "worker_register",
+        "/api/worker/register",
+        "Say what a worker offers",
+        WORKERS,
+        worker.RegisteredBody,
+        body=worker.RegisterBody,
+    ),
+    Route(
+        "worker_poll",
+        "POST",
+        "/api/worker/poll",
+        "Ask for a job; parks until there is one. The same poll id gets the same lease",
+        WORKERS,
+        body=worker.PollBody,
+        answers={200: worker.LeaseAnswer, 204: None},
+        refuses=_UNKNOWN,
+        parks=True,
+    ),
+    _post(
+        "worker_heartbeat",
+        "/api/worker/heartbeat",
+        "Renew leases and hear commands",
+        WORKERS,
+        worker.BeatAnswer,
+        body=worker.HeartbeatBody,
+        refuses=_UNKNOWN,
+    ),
+    _post(
+        "worker_progress",
+        "/api/worker/progress",
+        "News of running jobs, in a batch",
+        WORKERS,
+        worker.BeatAnswer,
+        body=worker.ProgressBatch,
+    ),
+    _post(
+        "worker_complete",
+        "/api/worker/complete",
+        "A job is done",
+        WORKERS,
+        worker.SettledAnswer,
+        body=worker.CompleteBody,
+        refuses=_LEASE,
+        parks=True,
+    ),
+    _post(
+        "worker_fail",
+        "/api/worker/fail",
+        "A job failed, and how",
+        WORKERS,
+        worker.SettledAnswer,
+        body=worker.FailBody,
+        refuses=_LEASE,
+        parks=True,
+    ),
+    _post(
+        "worker_release",
+        "/api/worker/release",
+        "Give a lease back",
+        WORKERS,
+        worker.SettledAnswer,
+        body=worker.ReleaseBody,
+        refuses=_LEASE,
+    ),
+    _post(
+        "worker_commands",
+        "/api/worker/commands",
+        "Parks until there is something to tell the worker",
+        WORKERS,
+        worker.CommandsAnswer,
+        body=worker.CommandsBody,
+        parks=True,
+    ),
+    Route(
+        "worker_unregister",
+        "POST",
+        "/api/worker/unregister",
+        "Take nothing until registered again",
+        WORKERS,
+        body=worker.UnregisterBody,
+        answers={204: None},
+    ),
+)
+
+HUB = _noun(
+    "hub",
+    Route(
+        "health",
+        "GET",
+        "/health",
+        "Whether the hub serves",
+        ANYBODY,
+        aliases=("/health/ready",),
+        answers={200: answers.HealthBody, 503: answers.HealthBody},
+    ),
+    _get("live", "/health/live", "Whether the process lives", ANYBODY, answers.HealthBody),
+    _get("openapi", "/openapi.json", "This protocol as OpenAPI 3.1", ANYBODY, dict[str, Any]),
+)
+
+ROUTES: tuple[Route, ...] = (*JOBS, *QUEUE, *FLEET, *KEYS, *WORKER, *HUB)

@@ -1,0 +1,92 @@
+"""The names that came before: of statuses, of fields, of capabilities. Understood here, at the door, and nowhere else.
+
+Each face of the product spells the five phases in its own way; inside there is one word for each.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Refusal, RefusalCode
+
+
+class Face(StrEnum):
+    REST = "rest"
+    POOL = "pool"
+    SOCKET = "socket"
+    """Old WebSocket callers, and the keys in Redis."""
+    BROKER = "broker"
+    """Callers of the old job broker's REST interface."""
+
+
+_SAME = {phase: phase.value for phase in Phase}
+
+STATUSES: dict[Face, dict[Phase, str]] = {
+    Face.REST: _SAME,
+    Face.POOL: {**_SAME, Phase.LEASED: "running"},
+    Face.SOCKET: {**_SAME, Phase.QUEUED: "pending", Phase.LEASED: "assigned"},
+    Face.BROKER: {**_SAME, Phase.QUEUED: "pending", Phase.LEASED: "active"},
+}
+
+_PHASES: dict[str, Phase] = {
+    spelled: phase for spellings in STATUSES.values() for phase, spelled in spellings.items()
+} | {"canceled": Phase.CANCELLED}
+
+
+def spell(phase: Phase, face: Face = Face.REST) -> str:
+    return STATUSES[face][phase]
+
+
+def understood(status: str) -> Phase:
+    """A status in any spelling."""
+    try:
+        return _PHASES[status.lower()]
+    except KeyError:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"status {status!r} is not known: say one of {', '.join(sorted(_PHASES))}",
+        ) from None
+
+
+OLD_SERVICE_NAMES = ("service_type", "job_type", "service_required")
+"""In a submission: what is `service` now."""
+
+OLD_TENANT_NAMES = ("customer_id", "tenant_id")
+"""In a submission: who it was for. Taken and not believed, as the tenant is the credential's."""
+
+
+def modern_capabilities(given: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
+    """A worker's capabilities in today's form, and its free memory where the old form had it among them.
+
+    Before, services were names alone, models stood beside them by service, tenants were customers.
+    """
+    found = dict(given)
+    models = found.pop("models", None)
+    models = models if isinstance(models, dict) else {}
+    services = found.get("services", ())
+    if isinstance(services, list | tuple):
+        found["services"] = [
+            {"name": service, "models": models.get(service)} if isinstance(service, str) else service
+            for service in services
+        ]
+    if isinstance(access := found.pop("customer_access", None), dict):
+        found["tenant_access"] = {
+            "isolation": access.get("isolation", "none"),
+            "allowed": access.get("allowed_customers") or [],
+            "denied": access.get("denied_customers") or [],
+        }
+    if isinstance(performance := found.get("performance"), dict):
+        found["performance"] = {
+            name: value for name, value in performance.items() if name != "concurrent_jobs"
+        }
+    for name in ("worker_id", "workerId", "version"):
+        found.pop(name, None)
+    free_gb = None
+    hardware = found.get("hardware")
+    if isinstance(hardware, dict) and isinstance(memory := hardware.get("memory"), dict):
+        free_gb = memory.get("available_gb")
+        memory = {name: value for name, value in memory.items() if name != "available_gb"}
+        found["hardware"] = {**hardware, "memory": memory}
+    return found, free_gb if isinstance(free_gb, int | float) else None

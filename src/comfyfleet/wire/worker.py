@@ -1,0 +1,299 @@
+"""The workers' door as bodies: register, poll, heartbeat, progress, the three reports that end a lease, commands.
+
+A lease travels as one object that a worker sends back unchanged. Capabilities travel once; from then on their hash,
+as the hub gave it, stands for them, so that a poll stays small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.model.calls import Beat, Command, LeasedJob, RegisterWorker, Report, Settled
+from comfyfleet.model.dispatch import LeaseRef
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.job import Attachment, JobResult, Timeouts
+from comfyfleet.model.requirement import Environment
+from comfyfleet.model.worker import Capabilities, LiveState
+from comfyfleet.wire.bodies import Name, Seconds
+from comfyfleet.wire.spelling import modern_capabilities, spell
+
+MAX_SLOTS = 1_000
+MAX_REPORTS = 10_000
+MAX_WAIT_S = 60.0
+
+Slots = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
+Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
+
+
+class LeaseBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker's right to run one job for a while. Sent back as it was received."""
+
+    job_id: Name
+    round: Annotated[int, Meta(ge=0, le=2**53)]
+    number: Annotated[int, Meta(ge=0, le=2**53)]
+    epoch: Annotated[int, Meta(ge=0, le=2**53)]
+    token: Name
+
+
+class _Call(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+class RegisterBody(_Call, frozen=True):
+    worker_id: Name
+    capabilities: dict[str, Any]
+    environment: Environment | None = None
+    slots: Slots | None = None
+    max_concurrency: Slots | None = None
+    """What `slots` was called."""
+    live: LiveState | None = None
+
+
+class PollBody(_Call, frozen=True):
+    """With capabilities it registers too; with their hash it is refused as `not_found` when the hub has others."""
+
+    worker_id: Name
+    poll_id: Name
+    wait_s: Wait = 30.0
+    capabilities_hash: Name | None = None
+    capabilities: dict[str, Any] | None = None
+    environment: Environment | None = None
+    slots: Slots | None = None
+    max_concurrency: Slots | None = None
+    current_load: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] | None = None
+    providers: Annotated[tuple[Name, ...], Meta(max_length=100)] = ()
+    live: LiveState | None = None
+
+
+class HeartbeatBody(_Call, frozen=True):
+    worker_id: Name
+    leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=MAX_SLOTS)] = ()
+
+
+class ReportBody(_Call, frozen=True):
+    lease: LeaseBody
+    kind: NewsKind
+    data: dict[str, Any] = {}
+    image: bytes | None = None
+    """A preview, in base64."""
+
+
+class ProgressBatch(_Call, frozen=True):
+    reports: Annotated[tuple[ReportBody, ...], Meta(max_length=MAX_REPORTS)]
+
+
+class NextPoll(_Call, frozen=True):
+    """Asks for the next lease with the end of the last."""
+
+    poll_id: Name
+    wait_s: Wait = 0.0
+
+
+class CompleteBody(_Call, frozen=True):
+    lease: LeaseBody
+    result: JobResult = JobResult()
+    seconds: Seconds = 0.0
+    next: NextPoll | None = None
+
+
+class FailBody(_Call, frozen=True):
+    lease: LeaseBody
+    failure: Failure
+    seconds: Seconds = 0.0
+    next: NextPoll | None = None
+
+
+class ReleaseBody(_Call, frozen=True):
+    lease: LeaseBody
+    reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
+
+
+class CommandsBody(_Call, frozen=True):
+    worker_id: Name
+    wait_s: Wait = 30.0
+
+
+class UnregisterBody(_Call, frozen=True):
+    worker_id: Name
+    reason: Annotated[str, Meta(max_length=1_000)] = ""
+
+
+class EnrolBody(_Call, frozen=True):
+    token: Name
+    worker_id: Name
+
+
+class RegisteredBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    worker_id: str
+    capabilities: Capabilities
+    capabilities_hash: str
+    slots: int
+    heartbeat_s: float
+    """At least this often, lease or not."""
+    lost_after_s: float
+    connected_at: float
+    last_seen_at: float
+    profile: str
+
+
+class LeasedPayload(msgspec.Struct, frozen=True, omit_defaults=True):
+    workflow: dict[str, Any]
+    attachments: tuple[Attachment, ...] = ()
+
+
+class LeasedBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    id: str
+    service: str
+    workflow_hash: str
+    payload: LeasedPayload
+    timeouts: Timeouts = Timeouts()
+    include_outputs: tuple[str, ...] = ()
+    attempt: int = 1
+    metadata: dict[str, Any] | None = None
+
+
+class LeaseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The lease ends after `duration_s` unless a heartbeat renews it, and after `acknowledge_s` unless a first one
+    comes. A worker counts on its own clock.
+    """
+
+    lease: LeaseBody
+    worker_id: str
+    duration_s: float
+    acknowledge_s: float
+    job: LeasedBody
+
+
+class BeatAnswer(msgspec.Struct, frozen=True):
+    duration_s: float
+    alive: tuple[LeaseBody, ...] = ()
+    lost: tuple[LeaseBody, ...] = ()
+    commands: tuple[Command, ...] = ()
+
+
+class SettledAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    status: str
+    will_retry: bool = False
+    next: LeaseAnswer | None = None
+
+
+class CommandsAnswer(msgspec.Struct, frozen=True):
+    commands: tuple[Command, ...] = ()
+
+
+_CANONICAL = msgspec.json.Encoder(order="deterministic")
+
+
+def capabilities_hash(capabilities: Capabilities) -> str:
+    """Workers need not know how it is made: they send back what they were given."""
+    return hashlib.sha256(_CANONICAL.encode(capabilities)).hexdigest()[:32]
+
+
+def registration(body: RegisterBody | PollBody) -> RegisterWorker:
+    assert body.capabilities is not None, "a poll without capabilities registers nobody"
+    given, free_gb = modern_capabilities(body.capabilities)
+    try:
+        capabilities = msgspec.convert(given, Capabilities, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"the capabilities cannot be understood: {error}"
+        ) from error
+    if not capabilities.services or len({each.name for each in capabilities.services}) != len(
+        capabilities.services
+    ):
+        raise Refusal(RefusalCode.INVALID_REQUEST, "capabilities name at least one service, and each once")
+    if body.environment is not None:
+        capabilities = msgspec.structs.replace(capabilities, environment=body.environment)
+    if isinstance(body, PollBody) and body.providers:
+        services = tuple(
+            msgspec.structs.replace(each, providers=each.providers or body.providers)
+            for each in capabilities.services
+        )
+        capabilities = msgspec.structs.replace(capabilities, services=services)
+    live = body.live or LiveState(available_ram_gb=free_gb)
+    slots = body.slots or body.max_concurrency or _concurrent(body.capabilities) or 1
+    return RegisterWorker(WorkerId(body.worker_id), capabilities, slots, live)
+
+
+def _concurrent(capabilities: dict[str, Any]) -> int | None:
+    performance = capabilities.get("performance")
+    count = performance.get("concurrent_jobs") if isinstance(performance, dict) else None
+    return count if isinstance(count, int) and 1 <= count <= MAX_SLOTS else None
+
+
+def lease_ref(body: LeaseBody) -> LeaseRef:
+    return msgspec.convert(msgspec.structs.asdict(body), LeaseRef)
+
+
+def lease_body(ref: LeaseRef) -> LeaseBody:
+    return LeaseBody(ref.job_id, ref.round, ref.number, ref.epoch, ref.token)
+
+
+def report(body: ReportBody) -> Report:
+    return Report(lease_ref(body.lease), body.kind, body.data, body.image)
+
+
+def lease_answer(job: LeasedJob) -> LeaseAnswer:
+    return LeaseAnswer(
+        lease_body(job.ref),
+        job.worker_id,
+        job.ttl_s,
+        job.acknowledge_s,
+        LeasedBody(
+            job.job_id,
+            job.service,
+            job.workflow_hash,
+            LeasedPayload(job.workflow, job.attachments),
+            job.timeouts,
+            job.include_outputs,
+            job.attempt,
+            job.metadata,
+        ),
+    )
+
+
+def leased_job(answer: LeaseAnswer) -> LeasedJob:
+    """The other way, at the worker."""
+    job = answer.job
+    return LeasedJob(
+        ref=lease_ref(answer.lease),
+        worker_id=WorkerId(answer.worker_id),
+        ttl_s=answer.duration_s,
+        acknowledge_s=answer.acknowledge_s,
+        workflow=job.payload.workflow,
+        workflow_hash=WorkflowHash(job.workflow_hash),
+        service=job.service,
+        timeouts=job.timeouts,
+        include_outputs=job.include_outputs,
+        attachments=job.payload.attachments,
+        attempt=job.attempt,
+        metadata=job.metadata,
+    )
+
+
+def beat_answer(beat: Beat) -> BeatAnswer:
+    return BeatAnswer(
+        beat.ttl_s, tuple(map(lease_body, beat.alive)), tuple(map(lease_body, beat.lost)), beat.commands
+    )
+
+
+def beat(answer: BeatAnswer) -> Beat:
+    return Beat(
+        answer.duration_s,
+        tuple(map(lease_ref, answer.alive)),
+        tuple(map(lease_ref, answer.lost)),
+        answer.commands,
+    )
+
+
+def settled_answer(settled: Settled, following: LeasedJob | None = None) -> SettledAnswer:
+    return SettledAnswer(
+        spell(settled.phase), settled.will_retry, None if following is None else lease_answer(following)
+    )

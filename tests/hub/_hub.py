@@ -1,0 +1,175 @@
+"""A hub on a free port of this machine, with a key for each role and somebody to ask it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import unquote
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.hub.app import Hub
+from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.model.access import Role
+from comfyfleet.model.ids import TenantId
+from comfyfleet.policy.rules import Rules
+from comfyfleet.ports import Cabinet
+from comfyfleet.stores.memory import MemoryStore
+
+TENANT = TenantId("acme")
+
+
+class Answer:
+    def __init__(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        self.status = status
+        self.headers = headers
+        self.content = content
+
+    @property
+    def body(self) -> Any:
+        return msgspec.json.decode(self.content)
+
+    @property
+    def code(self) -> str:
+        """Of a problem."""
+        assert self.headers["content-type"] == "application/problem+json", self.content
+        body = self.body
+        assert body["status"] == self.status
+        assert body["title"] and body["type"].endswith(body["code"])
+        return str(body["code"])
+
+
+class HubRig:
+    """Asks the application itself, or over a connection where it is served at `url`."""
+
+    def __init__(
+        self, hub: Hub, engine: Engine, cabinet: Cabinet, keys: dict[Role, str], url: str = ""
+    ) -> None:
+        self.hub = hub
+        self.engine = engine
+        self.keys = keys
+        self.url = url
+        self.cabinet = cabinet
+        self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        assert self.url, "this hub is not on a port"
+        self._session = self._session or aiohttp.ClientSession()
+        return self._session
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        role: Role | None = Role.ADMIN,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        raw: bytes | None = None,
+    ) -> Answer:
+        sent = {"host": "127.0.0.1", **(headers or {})}
+        key = key or (None if role is None else self.keys[role])
+        if key is not None:
+            sent["authorization"] = f"Bearer {key}"
+        data = raw if raw is not None else b"" if body is None else msgspec.json.encode(body)
+        if not self.url:
+            return await ask_app(self.hub, method, path, sent, data)
+        del sent["host"]
+        async with self.session.request(method, self.url + path, data=data, headers=sent) as response:
+            return Answer(response.status, response.headers, await response.read())
+
+    async def get(self, path: str, **more: Any) -> Answer:
+        return await self.ask("GET", path, **more)
+
+    async def post(self, path: str, body: Any = None, **more: Any) -> Answer:
+        return await self.ask("POST", path, body, **more)
+
+    async def submit(self, **fields: Any) -> str:
+        role = fields.pop("role", Role.ADMIN)
+        answer = await self.post("/api/jobs", submission(**fields), role=role)
+        assert answer.status == 201, answer.content
+        return str(answer.body["id"])
+
+
+def graph(kind: str = "KSampler", seed: int = 7) -> dict[str, Any]:
+    return {
+        "1": {"class_type": kind, "inputs": {"seed": seed}},
+        "2": {"class_type": "SaveImage", "inputs": {"images": ["1", 0], "filename_prefix": "x"}},
+    }
+
+
+def submission(**fields: Any) -> dict[str, Any]:
+    return {"payload": {"workflow": fields.pop("workflow", graph())}, **fields}
+
+
+async def ask_app(
+    app: Hub, method: str, path: str, headers: Mapping[str, str], data: bytes, address: str = "127.0.0.1"
+) -> Answer:
+    """One request without a connection."""
+    raw_path, _, query = path.partition("?")
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": unquote(raw_path),
+        "raw_path": raw_path.encode(),
+        "query_string": query.encode(),
+        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        "client": (address, 1),
+    }
+    sent: list[MutableMapping[str, Any]] = []
+    messages = iter([{"type": "http.request", "body": data, "more_body": False}])
+
+    async def receive() -> MutableMapping[str, Any]:
+        if (message := next(messages, None)) is not None:
+            return message
+        await asyncio.Event().wait()
+        raise AssertionError("nobody hangs up here")
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    start, *parts = sent
+    got = CIMultiDict((name.decode(), value.decode()) for name, value in start["headers"])
+    return Answer(start["status"], got, b"".join(part.get("body", b"") for part in parts))
+
+
+@asynccontextmanager
+async def hub_in_process(
+    *, rules: Rules | None = None, limits: Limits | None = None, is_open: bool = False
+) -> AsyncIterator[HubRig]:
+    clock = SystemClock()
+    store = MemoryStore(clock)
+    async with Engine(store, rules=rules, clock=clock) as engine:
+        hub = Hub(engine, store.cabinet, clock, limits=limits, is_open=is_open)
+        keys = {}
+        for role in Role:
+            tenant = TENANT if role is Role.TENANT else None
+            keys[role] = (await hub.keys.create(role, tenant=tenant))[1]
+        yield HubRig(hub, engine, store.cabinet, keys)
+
+
+@asynccontextmanager
+async def running_hub(*, graceful_s: float = 5.0, **options: Any) -> AsyncIterator[HubRig]:
+    async with (
+        hub_in_process(**options) as rig,
+        Serving(rig.hub, ServingSettings(port=0, graceful_s=graceful_s)) as serving,
+    ):
+        rig.url = serving.url
+        try:
+            yield rig
+        finally:
+            await rig.close()

@@ -1,0 +1,124 @@
+"""Operators at the hub: the queue, the workers, the blocks; and the hub's own health."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from urllib.parse import quote
+
+import pytest
+import pytest_asyncio
+from tests.hub._hub import HubRig, hub_in_process
+from tests.hub.test_jobs import ANYTHING, take
+
+from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.calls import Poll, RegisterWorker
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import PollId, WorkerId
+
+GPU = WorkerId("gpu-a")
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[HubRig]:
+    async with hub_in_process() as rig:
+        yield rig
+
+
+async def test_a_paused_queue_leases_nothing(rig: HubRig) -> None:
+    await rig.submit()
+    assert (await rig.post("/api/queue/pause")).body == {"is_paused": True}
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+    assert await rig.engine.poll(Poll(GPU, PollId("1"), 0)) is None
+    assert (await rig.get("/api/stats")).body["is_paused"]
+    assert (await rig.post("/api/queue/resume")).body == {"is_paused": False}
+    assert await rig.engine.poll(Poll(GPU, PollId("2"), 0)) is not None
+
+
+@pytest.mark.parametrize("path", ["/api/workers", "/workers"])
+async def test_workers_are_listed_with_what_they_do(rig: HubRig, path: str) -> None:
+    job_id = await rig.submit()
+    await take(rig)
+    await rig.engine.register(RegisterWorker(WorkerId("gpu-b"), ANYTHING, slots=2))
+    found = {worker["id"]: worker for worker in (await rig.get(path)).body["workers"]}
+    assert (found["gpu-a"]["status"], found["gpu-a"]["current_jobs"]) == ("busy", [job_id])
+    assert (found["gpu-b"]["status"], found["gpu-b"]["slots"]) == ("idle", 2)
+    one = (await rig.get(f"{path}/gpu-a")).body
+    assert one["capabilities"]["services"] == [{"name": "comfyui"}]
+    assert (await rig.get(f"{path}/nobody")).code == "not_found"
+
+
+async def test_a_worker_is_paused_resumed_drained_and_removed(rig: HubRig) -> None:
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+    for verb, status in (("pause", "paused"), ("resume", "idle"), ("drain", "draining")):
+        assert (await rig.post(f"/api/workers/gpu-a/{verb}")).body["status"] == status
+    assert [command.action for command in (await rig.engine.heartbeat(GPU, ())).commands] == ["drain"]
+    assert (await rig.ask("DELETE", "/api/workers/gpu-a")).status == 204
+    assert (await rig.ask("DELETE", "/api/workers/gpu-a")).code == "not_found"
+    assert (await rig.get("/api/workers")).body == {"workers": []}
+
+
+async def test_a_worker_whose_id_has_a_slash_is_reached(rig: HubRig) -> None:
+    odd = WorkerId("rack 1/gpu:8188")
+    await rig.engine.register(RegisterWorker(odd, ANYTHING))
+    assert (await rig.get(f"/api/workers/{quote(odd, safe='')}")).body["id"] == odd
+
+
+async def test_a_block_is_seen_and_lifted_by_hand(rig: HubRig) -> None:
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+    until = await rig.engine.store.now() + 60
+    await rig.engine.store.put_block(Block(GPU, "hash", BlockReason.FAILURES, 1, until))
+    await rig.engine.store.put_block(Block(GPU, "counting", BlockReason.FAILURES, 1))
+    blocks = (await rig.get("/api/blocks")).body["blocks"]
+    assert [(block["worker_id"], block["target"], block["reason"]) for block in blocks] == [
+        ("gpu-a", "hash", "failures")
+    ]
+    assert (await rig.ask("DELETE", "/api/blocks/gpu-a/hash")).status == 204
+    assert (await rig.ask("DELETE", "/api/blocks/gpu-a/hash")).code == "not_found"
+    assert (await rig.get("/api/blocks")).body == {"blocks": []}
+
+
+async def test_health_asks_the_store_and_life_does_not(rig: HubRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def away() -> float:
+        raise Fault("the store is away")
+
+    for path in ("/health", "/health/ready", "/health/live"):
+        answer = await rig.get(path, role=None)
+        assert (answer.status, answer.body["status"]) == (200, "ok")
+    monkeypatch.setattr(rig.engine.store, "now", away)
+    answer = await rig.get("/health", role=None)
+    assert (answer.status, answer.body["status"]) == (503, "failing")
+    assert (await rig.get("/health/live", role=None)).status == 200
+
+
+async def test_a_stopping_hub_is_not_ready(rig: HubRig) -> None:
+    rig.hub.stop()
+    answer = await rig.get("/health", role=None)
+    assert (answer.status, answer.body["status"]) == (503, "stopping")
+
+
+async def test_a_fault_is_not_now_and_a_defect_is_an_incident(
+    rig: HubRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away() -> None:
+        raise Fault("the store is away")
+
+    async def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(rig.engine, "stats", away)
+    answer = await rig.get("/api/stats")
+    assert (answer.status, answer.code) == (503, "unavailable")
+    assert answer.headers["retry-after"]
+    monkeypatch.setattr(rig.engine, "stats", broken)
+    answer = await rig.get("/api/stats")
+    assert (answer.status, answer.code) == (500, "internal")
+    assert answer.body["incident"] in caplog.text and "ZeroDivisionError" in caplog.text
+    assert "ZeroDivisionError" not in answer.content.decode()
+
+
+async def test_a_path_that_is_not_and_a_method_it_has_not(rig: HubRig) -> None:
+    for path in ("/", "/api", "/api/jobs/", "/api//jobs", "/api/jobs/1/2/3"):
+        assert (await rig.get(path)).code == "not_found"
+    answer = await rig.ask("PUT", "/api/jobs")
+    assert answer.status == 405
+    assert set(answer.headers["allow"].split(", ")) == {"GET", "POST"}

@@ -1,0 +1,130 @@
+"""Keys at the hub: shown once, hashed at rest, revoked at once, rotated without a gap; workers that enrol."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tests.hub._hub import HubRig, hub_in_process
+
+from comfyfleet.model.access import Role
+from comfyfleet.model.errors import Refusal
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.tenancy.keys import Keys
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[HubRig]:
+    async with hub_in_process() as rig:
+        yield rig
+
+
+async def test_a_key_is_shown_once_and_kept_as_a_digest(rig: HubRig) -> None:
+    made = await rig.post("/api/keys", {"role": "tenant", "tenant": "acme", "name": "shop"})
+    assert made.status == 201
+    key = made.body["key"]
+    assert key.startswith("cfk_")
+    assert (await rig.get("/api/jobs", key=key)).status == 200
+    listed = await rig.get("/api/keys")
+    assert made.body["id"] in [each["id"] for each in listed.body["keys"]]
+    secret = key.rpartition("_")[2]
+    assert secret not in listed.content.decode()
+    assert all(secret.encode() not in document.body for document in await rig.cabinet.listing("keys"))
+
+
+async def test_keys_are_listed_page_by_page(rig: HubRig) -> None:
+    page = (await rig.get("/api/keys?limit=3")).body
+    rest = (await rig.get(f"/api/keys?cursor={page['cursor']}")).body
+    assert len(page["keys"]) == 3 and len(rest["keys"]) == len(Role) - 3 and "cursor" in rest
+
+
+async def test_a_revoked_key_opens_nothing_from_that_moment_on(rig: HubRig) -> None:
+    made = (await rig.post("/api/keys", {"role": "operator"})).body
+    assert (await rig.get("/api/stats", key=made["key"])).status == 200
+    assert (await rig.ask("DELETE", f"/api/keys/{made['id']}")).body["revoked_at"] > 0
+    assert (await rig.get("/api/stats", key=made["key"])).code == "unauthenticated"
+    assert (await rig.post(f"/api/keys/{made['id']}/rotate")).code == "wrong_phase"
+    assert (await rig.ask("DELETE", "/api/keys/nobody")).code == "not_found"
+
+
+async def test_a_rotated_key_has_a_new_secret_and_the_old_one_for_as_long_as_was_said(rig: HubRig) -> None:
+    made = (await rig.post("/api/keys", {"role": "operator"})).body
+    kept = (await rig.post(f"/api/keys/{made['id']}/rotate", {"overlap_s": 60})).body
+    for key in (made["key"], kept["key"]):
+        assert (await rig.get("/api/stats", key=key)).status == 200
+    last = (await rig.post(f"/api/keys/{made['id']}/rotate")).body
+    assert (await rig.get("/api/stats", key=last["key"])).status == 200
+    for key in (made["key"], kept["key"]):
+        assert (await rig.get("/api/stats", key=key)).code == "unauthenticated"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"role": "king"},
+        {"role": "tenant"},
+        {"role": "worker", "tenant": "acme"},
+        {"role": "viewer", "worker_id": "gpu-a"},
+        {},
+    ],
+)
+async def test_a_key_that_makes_no_sense_is_refused(rig: HubRig, body: dict[str, Any]) -> None:
+    assert (await rig.post("/api/keys", body)).code == "invalid_request"
+
+
+async def test_a_worker_enrols_with_a_token_and_gets_a_key_for_itself_alone(rig: HubRig) -> None:
+    token = (await rig.post("/api/enrolments", {"uses": 1, "worker_prefix": "gpu-"})).body["token"]
+    wrong = await rig.post("/api/worker/enrol", {"token": token, "worker_id": "cpu-1"}, role=None)
+    assert wrong.code == "not_allowed"
+    made = await rig.post("/api/worker/enrol", {"token": token, "worker_id": "gpu-1"}, role=None)
+    assert made.status == 201 and made.body["role"] == "worker"
+    again = await rig.post("/api/worker/enrol", {"token": token, "worker_id": "gpu-2"}, role=None)
+    assert again.code == "unauthenticated"
+    body = {"worker_id": "gpu-1", "capabilities": {"services": ["comfyui"]}}
+    assert (await rig.post("/api/worker/register", body, key=made.body["key"])).status == 200
+    other = await rig.post("/api/worker/register", {**body, "worker_id": "gpu-2"}, key=made.body["key"])
+    assert other.code == "not_allowed"
+
+
+async def test_a_token_for_three_enrols_three_of_many_at_once(rig: HubRig) -> None:
+    token = (await rig.post("/api/enrolments", {"uses": 3})).body["token"]
+    found = await asyncio.gather(
+        *(
+            rig.post("/api/worker/enrol", {"token": token, "worker_id": f"gpu-{number}"}, role=None)
+            for number in range(10)
+        )
+    )
+    assert sorted(answer.status for answer in found) == [201] * 3 + [401] * 7
+
+
+async def test_keys_tokens_and_old_secrets_end_with_their_time() -> None:
+    clock = ManualClock()
+    keys = Keys(MemoryCabinet(), clock)
+    key, text = await keys.create(Role.ADMIN, expires_in_s=10)
+    _, token = await keys.invite(uses=5, expires_in_s=10)
+    _, newer = await keys.rotate(key.key_id, overlap_s=5)
+    assert await keys.check(text) and await keys.check(newer)
+    await clock.advance(5)
+    assert await keys.check(text) is None and await keys.check(newer)
+    await clock.advance(5)
+    assert await keys.check(newer) is None
+    with pytest.raises(Refusal, match="not good"):
+        await keys.enrol(token, WorkerId("gpu-1"))
+
+
+async def test_a_cabinet_writes_only_over_the_version_that_was_read() -> None:
+    cabinet = MemoryCabinet()
+    assert await cabinet.put("keys", "b", b"1", version=0)
+    assert not await cabinet.put("keys", "b", b"2", version=0)
+    assert await cabinet.put("keys", "b", b"2", version=1)
+    assert not await cabinet.put("keys", "b", b"3", version=1)
+    assert await cabinet.put("keys", "a", b"x", version=None)
+    assert [(each.name, each.version) for each in await cabinet.listing("keys")] == [("a", 1), ("b", 2)]
+    assert [each.name for each in await cabinet.listing("keys", after="a", limit=1)] == ["b"]
+    assert await cabinet.listing("other") == []
+    assert await cabinet.remove("keys", "a") and not await cabinet.remove("keys", "a")

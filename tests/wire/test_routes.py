@@ -1,0 +1,73 @@
+"""The table of routes is whole, and the documents made from it say what it says."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.wire.openapi import document, page, problem_table
+from comfyfleet.wire.problems import KINDS, answer_to, refusal_in
+from comfyfleet.wire.routes import ROUTES, Route
+from comfyfleet.wire.spelling import Face, spell, understood
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_page_of_the_protocol_is_the_table() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text()
+    assert page(ROUTES) in text
+    assert problem_table() in text
+    for phase in (Phase.QUEUED, Phase.LEASED):
+        row = " | ".join(spell(phase, face) for face in (Face.REST, Face.POOL, Face.SOCKET, Face.BROKER))
+        assert f"| {row} |" in text
+
+
+def test_every_name_and_every_door_stands_in_the_table_once() -> None:
+    names = [route.name for route in ROUTES]
+    doors = [(route.method, path) for route in ROUTES for path in route.paths]
+    assert len(set(names)) == len(names)
+    assert len(set(doors)) == len(doors)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+def test_a_route_says_what_it_answers_and_its_other_names_have_the_same_parts(route: Route) -> None:
+    assert route.answers and route.summary and route.noun
+    for path in route.paths:
+        assert tuple(part[1:-1] for part in path.split("/") if part.startswith("{")) == route.parameters
+    assert route.body is None or route.query is None
+
+
+def test_every_refusal_has_one_status_and_comes_back_as_itself() -> None:
+    assert KINDS.keys() == set(RefusalCode)
+    for code in RefusalCode:
+        answered = answer_to(Refusal(code, "why", missing=["a"]), "request")
+        again = refusal_in(answered.status, msgspec.json.encode(answered.body))
+        assert isinstance(again, Refusal)
+        assert (again.code, again.message, again.details["missing"]) == (code, "why", ["a"])
+        assert 400 <= answered.status <= 503
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"code": "unheard_of"}', b"\xff"])
+def test_an_answer_that_is_no_problem_is_a_fault(body: bytes) -> None:
+    assert isinstance(refusal_in(502, body), Fault)
+
+
+def test_statuses_are_understood_from_every_face() -> None:
+    for face, phase in itertools.product(Face, Phase):
+        assert understood(spell(phase, face)) is phase
+
+
+def test_the_document_names_every_door_and_no_schema_is_missing() -> None:
+    found = document(ROUTES, "1")
+    text = msgspec.json.encode(found).decode()
+    assert {path for route in ROUTES for path in route.paths} == found["paths"].keys()
+    assert found["openapi"] == "3.1.0"
+    for name in found["components"]["schemas"]:
+        assert f"#/components/schemas/{name}" in text
+    ids = [operation["operationId"] for methods in found["paths"].values() for operation in methods.values()]
+    assert len(set(ids)) == len(ids)
