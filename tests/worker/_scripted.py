@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -30,7 +30,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Timeouts
 from comfyfleet.model.worker import Capabilities, WorkerRecord
-from comfyfleet.ports import Connector
+from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.worker.agent import Agent, AgentSettings, AgentState
 
 WORKER = WorkerId("gpu-a")
@@ -210,6 +210,15 @@ def quick(**changes: Any) -> AgentSettings:
 
 
 @asynccontextmanager
+async def in_process(api: ScriptedApi) -> AsyncIterator[WorkerApi]:
+    yield api
+
+
+reach: Callable[[ScriptedApi], AbstractAsyncContextManager[WorkerApi]] = in_process
+"""How an agent gets to the script; a test that puts a wire in between replaces it."""
+
+
+@asynccontextmanager
 async def running(
     api: ScriptedApi,
     *connectors: Connector,
@@ -217,11 +226,18 @@ async def running(
     declared: Capabilities | None = None,
     on_state: Callable[[AgentState], None] | None = None,
 ) -> AsyncIterator[Agent]:
-    before = asyncio.all_tasks()
-    async with Agent(api, WORKER, connectors, settings, declared, on_state) as agent:
-        await agent.first_verdict()
-        yield agent
-    assert asyncio.all_tasks() <= before, "the agent left tasks behind"
+    async with reach(api) as door:
+        before = asyncio.all_tasks()
+        async with Agent(door, WORKER, connectors, settings, declared, on_state) as agent:
+            await agent.first_verdict()
+            yield agent
+        if door is api:
+            assert asyncio.all_tasks() <= before, "the agent left tasks behind"
+        else:
+            # Beyond the wire nobody notices that the agent does not wait for what is held back.
+            for hold in api.holds.values():
+                hold.set()
+            await until(lambda: asyncio.all_tasks() <= before)
 
 
 def cancel(job: LeasedJob) -> Command:

@@ -63,7 +63,7 @@ class WorkerHandlers:
     async def poll(self, call: Call[wire.PollBody]) -> Reply:
         body = call.given
         worker_id = _as(call.caller, body.worker_id)
-        known = self._engine.known_worker(worker_id)
+        known = await self._worker(worker_id)
         if body.capabilities is not None:
             wanted = wire.registration(body)
             if (
@@ -89,8 +89,7 @@ class WorkerHandlers:
     async def heartbeat(self, call: Call[wire.HeartbeatBody]) -> Reply:
         body = call.given
         worker_id = _as(call.caller, body.worker_id)
-        known = self._engine.known_worker(worker_id)
-        if known is None and not body.leases:
+        if not body.leases and await self._worker(worker_id) is None:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"
             )
@@ -146,6 +145,14 @@ class WorkerHandlers:
         except Refusal:
             # The report stands; a worker that is told of no next lease polls, and hears why.
             return None
+
+    async def _worker(self, worker_id: WorkerId) -> WorkerRecord | None:
+        known = self._engine.known_worker(worker_id)
+        if known is None and self._engine.store.is_shared:
+            # It may have registered at another hub a moment ago.
+            await self._engine.workers()
+            known = self._engine.known_worker(worker_id)
+        return known
 
     def _hash(self, record: WorkerRecord) -> str:
         known = self._hashes.get(record.worker_id)

@@ -1,0 +1,162 @@
+"""The workers' door over HTTP: a `WorkerApi` that asks a hub. Outbound connections alone, so it works behind NAT.
+
+A refusal of the hub is raised as the refusal it was; whatever else goes wrong on the way is a `Fault`, and the agent
+tries again. Capabilities go over once; polls carry their hash, and a hub that does not know it asks for them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import aiohttp
+import msgspec
+
+from comfyfleet.model.calls import (
+    Beat,
+    Command,
+    Completion,
+    FailureReport,
+    LeasedJob,
+    Poll,
+    RegisterWorker,
+    Release,
+    Report,
+    Settled,
+)
+from comfyfleet.model.dispatch import LeaseRef, Phase
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import ProfileKey, WorkerId
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.wire import worker as wire
+from comfyfleet.wire.problems import refusal_in
+
+T = TypeVar("T")
+
+_ANSWER_S = 15.0
+"""What a call may take beyond what it waits for."""
+_PACK_FROM_BYTES = 16 * 1024
+
+
+class HttpWorkerApi:
+    """An async context manager; closing twice is harmless. One serves any number of agents."""
+
+    def __init__(self, url: str, key: str | None = None, *, answer_s: float = _ANSWER_S) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"content-type": "application/json"}
+        if key is not None:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._answer_s = answer_s
+        self._hashes: dict[WorkerId, str] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # the door
+
+    async def register(self, call: RegisterWorker) -> WorkerRecord:
+        capabilities = msgspec.to_builtins(call.capabilities)
+        body = wire.RegisterBody(call.worker_id, capabilities, slots=call.slots, live=call.live)
+        answer = await self._ask("register", body, wire.RegisteredBody)
+        self._hashes[call.worker_id] = answer.capabilities_hash
+        return WorkerRecord(
+            call.worker_id,
+            answer.capabilities,
+            ProfileKey(answer.profile),
+            answer.slots,
+            answer.connected_at,
+            answer.last_seen_at,
+            call.live,
+        )
+
+    async def poll(self, call: Poll) -> LeasedJob | None:
+        wait_s = min(call.wait_s, wire.MAX_WAIT_S)
+        body = wire.PollBody(
+            call.worker_id, call.poll_id, wait_s, capabilities_hash=self._hashes.get(call.worker_id)
+        )
+        content = await self._send("poll", body, wait_s)
+        return None if content is None else wire.leased_job(_decode(content, wire.LeaseAnswer))
+
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+        body = wire.HeartbeatBody(worker_id, tuple(map(wire.lease_body, refs)))
+        return wire.beat(await self._ask("heartbeat", body, wire.BeatAnswer))
+
+    async def progress(self, reports: Sequence[Report]) -> Beat:
+        bodies = tuple(
+            wire.ReportBody(wire.lease_body(report.ref), report.kind, report.data, report.image)
+            for report in reports
+        )
+        return wire.beat(await self._ask("progress", wire.ProgressBatch(bodies), wire.BeatAnswer))
+
+    async def complete(self, call: Completion) -> Settled:
+        seconds = max(0.0, call.seconds)
+        return await self._settle(
+            "complete", wire.CompleteBody(wire.lease_body(call.ref), call.result, seconds)
+        )
+
+    async def fail(self, call: FailureReport) -> Settled:
+        seconds = max(0.0, call.seconds)
+        return await self._settle("fail", wire.FailBody(wire.lease_body(call.ref), call.failure, seconds))
+
+    async def release(self, call: Release) -> Settled:
+        return await self._settle("release", wire.ReleaseBody(wire.lease_body(call.ref), call.reason))
+
+    async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
+        body = wire.CommandsBody(worker_id, min(wait_s, wire.MAX_WAIT_S))
+        return (await self._ask("commands", body, wire.CommandsAnswer, body.wait_s)).commands
+
+    async def unregister(self, worker_id: WorkerId, reason: str) -> None:
+        await self._send("unregister", wire.UnregisterBody(worker_id, reason[:1_000]))
+
+    # the way
+
+    async def _settle(self, name: str, body: msgspec.Struct) -> Settled:
+        answer = await self._ask(name, body, wire.SettledAnswer)
+        return Settled(Phase(answer.status), answer.will_retry)
+
+    async def _ask(self, name: str, body: msgspec.Struct, kind: type[T], wait_s: float = 0.0) -> T:
+        return _decode(await self._send(name, body, wait_s) or b"", kind)
+
+    async def _send(self, name: str, body: msgspec.Struct, wait_s: float = 0.0) -> bytes | None:
+        """The answer's content; None for an answer without."""
+        if self._session is None:
+            # One connection for each parked poll, so their number must not be bounded here.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), headers=self._headers, auto_decompress=True
+            )
+        content = msgspec.json.encode(body)
+        try:
+            async with self._session.post(
+                f"{self._url}/api/worker/{name}",
+                data=content,
+                compress="deflate" if len(content) >= _PACK_FROM_BYTES else None,
+                timeout=aiohttp.ClientTimeout(total=wait_s + self._answer_s),
+                allow_redirects=False,
+            ) as response:
+                answer = await response.read()
+                if response.status == 204:
+                    return None
+                if response.status < 300:
+                    return answer
+                raise refusal_in(response.status, answer)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"the hub at {self._url} did not answer {name}: {error!r}") from error
+
+
+def _decode(content: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise Fault(f"the hub's answer cannot be understood: {error}") from error

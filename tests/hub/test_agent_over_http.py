@@ -1,0 +1,204 @@
+"""An agent that reaches its hub over HTTP: it behaves as in process, and brings real jobs to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+from starlette.types import Receive, Scope, Send
+from tests.hub._hub import HubRig, running_hub, submission
+from tests.worker import _scripted, test_agent, test_agent_servers, test_attempt
+from tests.worker._comfyui import QUICK as QUICK_COMFYUI
+from tests.worker._comfyui import picture
+from tests.worker._scripted import ScriptedApi, quick, until
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.hub.app import Hub
+from comfyfleet.hub.credentials import Credentials
+from comfyfleet.hub.door import Door
+from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.hub.workers import WorkerHandlers
+from comfyfleet.model.access import Role
+from comfyfleet.model.calls import Poll, RegisterWorker
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.policy.rules import Rules
+from comfyfleet.ports import WorkerApi
+from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.tenancy.keys import Keys
+from comfyfleet.wire.routes import WORKER as WORKER_ROUTES
+from comfyfleet.worker.agent import Agent, AgentStatus
+from comfyfleet.worker.connectors.comfyui import ComfyUI
+from comfyfleet.worker.connectors.simulated import SimulatedConnector
+from comfyfleet.worker.transports.http import HttpWorkerApi
+
+GPU = WorkerId("gpu-a")
+
+
+class Switchboard:
+    """One server for all scripts: whoever is on the line is asked."""
+
+    is_open = True
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.door: Door | None = None
+
+    def stop(self) -> None:
+        """Nothing of its own is parked."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert self.door is not None
+        await self.door(scope, receive, send)
+
+    @asynccontextmanager
+    async def reach(self, api: ScriptedApi) -> AsyncIterator[WorkerApi]:
+        clock = SystemClock()
+        known: dict[WorkerId, WorkerRecord] = {}
+
+        async def register(call: RegisterWorker) -> WorkerRecord:
+            known[call.worker_id] = await api.register(call)
+            return known[call.worker_id]
+
+        calls = ("poll", "heartbeat", "progress", "complete", "fail", "release", "commands", "unregister")
+        engine = SimpleNamespace(
+            register=register,
+            known_worker=known.get,
+            rules=Rules(),
+            store=SimpleNamespace(is_shared=False),
+            **{name: getattr(api, name) for name in calls},
+        )
+        limits = Limits()
+        credentials = Credentials(Keys(MemoryCabinet(), clock), clock, limits, is_open=True)
+        routes = tuple(route for route in WORKER_ROUTES if route.roles)
+        self.door = Door(routes, WorkerHandlers(cast(Engine, engine)).bound(), credentials, limits)
+        async with HttpWorkerApi(self.url) as far:
+            yield far
+
+
+@pytest_asyncio.fixture(scope="module")
+async def switchboard() -> AsyncIterator[Switchboard]:
+    board = Switchboard()
+    async with Serving(cast(Hub, board), ServingSettings(port=0)) as serving:
+        board.url = serving.url
+        yield board
+
+
+# About calls without a wire: how quickly they return, what their cancelling does at the far end, and an answer to
+# somebody who has gone.
+IN_PROCESS_ALONE = {
+    "test_a_heartbeat_that_hangs_is_given_up_in_time_for_another",
+    "test_slots_that_never_wait_leave_room_for_the_rest_of_the_program",
+    "test_a_lease_that_came_with_the_recall_of_its_poll_is_given_back_by_a_drain",
+}
+
+
+def behaviours() -> list[Any]:
+    return [
+        pytest.param(test, id=name.removeprefix("test_"))
+        for module in (test_agent, test_agent_servers, test_attempt)
+        for name, test in vars(module).items()
+        if name.startswith("test_")
+        and name not in IN_PROCESS_ALONE
+        and inspect.iscoroutinefunction(test)
+        and not inspect.signature(test).parameters
+    ]
+
+
+@pytest.mark.parametrize("behaviour", behaviours())
+async def test_an_agent_behaves_over_http_as_it_does_in_process(
+    switchboard: Switchboard, behaviour: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach: Callable[[ScriptedApi], AbstractAsyncContextManager[WorkerApi]] = switchboard.reach
+    monkeypatch.setattr(_scripted, "reach", reach)
+    await behaviour()
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[HubRig]:
+    async with running_hub() as rig:
+        yield rig
+
+
+async def final(rig: HubRig, job_id: str) -> dict[str, Any]:
+    async with asyncio.timeout(10):
+        while (answer := await rig.get(f"/api/jobs/{job_id}/result")).status == 202:
+            await asyncio.sleep(0.01)
+    found: dict[str, Any] = answer.body
+    return found
+
+
+async def test_a_job_of_a_caller_is_run_by_a_worker_that_knows_only_the_hubs_address(rig: HubRig) -> None:
+    async with (
+        FakeComfyUI() as fake,
+        HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api,
+        Agent(api, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], quick()),
+    ):
+        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        made = await rig.post("/api/jobs", submission(workflow=picture(), require_workable=True))
+        assert made.status == 201, made.content
+        found = await final(rig, made.body["id"])
+        assert found["status"] == "completed"
+        assert found["result"]["files"][0]["filename"].endswith(".png")
+    details = (await rig.get(f"/api/jobs/{made.body['id']}")).body
+    assert (details["worker_id"], details["history"][0]["outcome"]) == ("gpu-a", "completed")
+    assert (await rig.get("/api/workers/gpu-a")).body["status"] == "offline"
+
+
+async def test_an_agent_is_drained_from_the_hub(rig: HubRig) -> None:
+    async with (
+        HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api,
+        Agent(api, GPU, [SimulatedConnector()], quick(heartbeat_s=1000.0)) as agent,
+    ):
+        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await rig.post("/api/workers/gpu-a/drain")
+        await until(lambda: agent.state.status is AgentStatus.DRAINING, within_s=2.0)
+        await until(lambda: rig.engine._rounds.idle_slots == 0)
+
+
+async def test_an_agent_registers_again_with_a_hub_that_forgot_it(rig: HubRig) -> None:
+    async with (
+        HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api,
+        Agent(api, GPU, [SimulatedConnector()], quick()),
+    ):
+        await until(lambda: rig.engine._rounds.idle_slots == 1)
+        await rig.engine.remove_worker(GPU)
+        await until(lambda: rig.engine.known_worker(GPU) is not None and rig.engine._rounds.idle_slots == 1)
+        job_id = await rig.submit()
+        assert (await final(rig, job_id))["status"] == "completed"
+
+
+async def test_a_refusal_arrives_as_the_refusal_it_was(rig: HubRig) -> None:
+    async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
+        with pytest.raises(Refusal) as refused:
+            await api.poll(Poll(GPU, PollId("1"), 0))
+        assert refused.value.code is RefusalCode.NOT_FOUND
+    async with HttpWorkerApi(rig.url, "cfk_0_0") as api:
+        with pytest.raises(Refusal) as refused:
+            await api.poll(Poll(GPU, PollId("1"), 0))
+        assert refused.value.code is RefusalCode.UNAUTHENTICATED
+
+
+async def test_a_hub_that_is_away_is_a_fault() -> None:
+    async with HttpWorkerApi("http://127.0.0.1:9") as api:
+        with pytest.raises(Fault, match="did not answer poll"):
+            await api.poll(Poll(GPU, PollId("1"), 0))
+
+
+async def test_many_capabilities_travel_once_and_packed(rig: HubRig) -> None:
+    names = frozenset(f"models/some-quite-long-name-{number}.safetensors" for number in range(5_000))
+    capabilities = Capabilities((Service("comfyui", models=names),))
+    async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
+        record = await api.register(RegisterWorker(GPU, capabilities))
+        assert record.capabilities == capabilities
+        assert await api.poll(Poll(GPU, PollId("1"), 0)) is None
