@@ -81,7 +81,9 @@ class Switchboard:
         limits = Limits()
         credentials = Credentials(Keys(MemoryCabinet(), clock), clock, limits, is_open=True)
         routes = tuple(route for route in WORKER_ROUTES if route.roles)
-        self.door = Door(routes, WorkerHandlers(cast(Engine, engine)).bound(), credentials, limits)
+        self.door = Door(
+            routes, WorkerHandlers(cast(Engine, engine), limits.max_wait_s).bound(), credentials, limits
+        )
         async with HttpWorkerApi(self.url) as far:
             yield far
 

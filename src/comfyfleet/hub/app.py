@@ -42,7 +42,7 @@ class Hub:
         handlers: dict[str, Handler] = {
             **JobHandlers(engine).bound(),
             **FleetHandlers(engine).bound(),
-            **WorkerHandlers(engine).bound(),
+            **WorkerHandlers(engine, self.limits.max_wait_s).bound(),
             **KeyHandlers(self.keys, credentials).bound(),
             **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
         }

@@ -31,6 +31,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusals_per_s: float = 5.0
     """Wrong keys from one address …"""
     refusals_burst: int = 50
+    max_wait_s: float = 60.0
+    """The longest a request is parked, whatever it asks for."""
     max_in_flight: int = 20_000
     """Requests that are being answered, parked polls among them."""
 

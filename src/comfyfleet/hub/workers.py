@@ -18,8 +18,9 @@ _MAX_HASHES = 10_000
 
 
 class WorkerHandlers:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, max_wait_s: float) -> None:
         self._engine = engine
+        self._max_wait_s = max_wait_s
         self._hashes: dict[WorkerId, tuple[Capabilities, str]] = {}
 
     def bound(self) -> dict[str, Handler]:
@@ -83,7 +84,7 @@ class WorkerHandlers:
         slots = known.slots if known is not None else body.slots or body.max_concurrency
         if slots is not None and body.current_load is not None and body.current_load >= slots:
             return Reply(204)
-        job = await self._engine.poll(Poll(worker_id, PollId(body.poll_id), body.wait_s))
+        job = await self._engine.poll(Poll(worker_id, PollId(body.poll_id), self._wait_s(body)))
         return Reply(204) if job is None else Reply(200, wire.lease_answer(job))
 
     async def heartbeat(self, call: Call[wire.HeartbeatBody]) -> Reply:
@@ -102,7 +103,7 @@ class WorkerHandlers:
 
     async def commands(self, call: Call[wire.CommandsBody]) -> Reply:
         worker_id = _as(call.caller, call.given.worker_id)
-        commands = await self._engine.commands(worker_id, call.given.wait_s)
+        commands = await self._engine.commands(worker_id, self._wait_s(call.given))
         return Reply(200, wire.CommandsAnswer(commands))
 
     # how it ends
@@ -141,10 +142,15 @@ class WorkerHandlers:
         if asked is None or holder is None:
             return None
         try:
-            return await self._engine.poll(Poll(_as(caller, holder), PollId(asked.poll_id), asked.wait_s))
+            return await self._engine.poll(
+                Poll(_as(caller, holder), PollId(asked.poll_id), self._wait_s(asked))
+            )
         except Refusal:
             # The report stands; a worker that is told of no next lease polls, and hears why.
             return None
+
+    def _wait_s(self, body: wire.PollBody | wire.NextPoll | wire.CommandsBody) -> float:
+        return min(body.wait_s, self._max_wait_s)
 
     async def _worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         known = self._engine.known_worker(worker_id)

@@ -24,7 +24,7 @@ from comfyfleet.model.requirement import (
     Preferences,
     Requirements,
 )
-from comfyfleet.wire.spelling import OLD_SERVICE_NAMES
+from comfyfleet.wire.spelling import KNOWN_STATUSES, OLD_SERVICE_NAMES
 
 MAX_BATCH = 1_000
 IDEMPOTENCY_PREFIX = "idempotency-key:"
@@ -36,6 +36,7 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0, le=1e6)]
 Count = Annotated[int, Meta(ge=0, le=100_000)]
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
+Status = Annotated[str, Meta(extra_json_schema={"enum": list(KNOWN_STATUSES)})]
 Time = Annotated[float, Meta(ge=0, le=1e11, description="Seconds since 1970")] | datetime
 """Seconds since 1970, or a date in ISO 8601; without a zone it is UTC."""
 
@@ -135,15 +136,9 @@ class SpelledSubmit(SubmitBody, frozen=True):
 
 
 class BatchBody(_Sent, frozen=True):
-    """Each job is decoded, and answered, by itself."""
+    """Each job is a submission of its own: decoded, and answered, by itself."""
 
     jobs: Annotated[tuple[msgspec.Raw, ...], Meta(min_length=1, max_length=MAX_BATCH)]
-
-
-class BatchSchema(_Sent, frozen=True):
-    """What `BatchBody` looks like from outside."""
-
-    jobs: Annotated[tuple[SubmitBody, ...], Meta(min_length=1, max_length=MAX_BATCH)]
 
 
 class ChangeBody(_Sent, frozen=True):
@@ -160,7 +155,7 @@ class PurgeBody(_Sent, frozen=True):
 class ListQuery(_Sent, frozen=True):
     """Which jobs, from where on. Metadata is asked for as `metadata[name]=value`."""
 
-    status: Name | None = None
+    status: Status | None = None
     tenant: Name | None = None
     workflow_hash: Name | None = None
     metadata: dict[str, str] = {}

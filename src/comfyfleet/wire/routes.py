@@ -32,9 +32,9 @@ class Route(msgspec.Struct, frozen=True):
     summary: str
     roles: frozenset[Role]
     aliases: tuple[str, ...] = ()
-    body: type | None = None
-    query: type | None = None
-    reads: type | None = None
+    body: type[msgspec.Struct] | None = None
+    query: type[msgspec.Struct] | None = None
+    reads: type[msgspec.Struct] | None = None
     """What the body is decoded as, where that is not what the document shows."""
     answers: dict[int, Any] = {}
     """By status: the type of the body, or None for none."""
@@ -59,7 +59,7 @@ class Route(msgspec.Struct, frozen=True):
         return tuple(part[1:-1] for part in parts if part.startswith("{"))
 
     @property
-    def decodes(self) -> type | None:
+    def decodes(self) -> type[msgspec.Struct] | None:
         return self.reads or self.body
 
     @property
@@ -123,8 +123,7 @@ JOBS = _noun(
         CALLERS,
         answers.BatchAnswer,
         aliases=("/jobs/batch", "/api/ai-jobs/batch"),
-        body=bodies.BatchSchema,
-        reads=bodies.BatchBody,
+        body=bodies.BatchBody,
         headers=("Idempotency-Key",),
     ),
     _get(

@@ -34,6 +34,8 @@ _PHASES: dict[str, Phase] = {
     spelled: phase for spellings in STATUSES.values() for phase, spelled in spellings.items()
 } | {"canceled": Phase.CANCELLED}
 
+KNOWN_STATUSES = tuple(sorted(_PHASES))
+
 
 def spell(phase: Phase, face: Face = Face.REST) -> str:
     return STATUSES[face][phase]
@@ -46,7 +48,7 @@ def understood(status: str) -> Phase:
     except KeyError:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"status {status!r} is not known: say one of {', '.join(sorted(_PHASES))}",
+            f"status {status!r} is not known: say one of {', '.join(KNOWN_STATUSES)}",
         ) from None
 
 

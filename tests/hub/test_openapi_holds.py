@@ -1,0 +1,56 @@
+"""The OpenAPI document is true: schemathesis asks the running hub whatever the document allows, and what it forbids.
+
+In a process of its own, because its plug-in would slow the start of every test run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from tests.hub._hub import running_hub
+
+from comfyfleet.hub.limits import Limits
+from comfyfleet.model.access import Role
+from comfyfleet.model.calls import RegisterWorker
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.worker import Capabilities, Service
+
+PATIENT = Limits(max_wait_s=0.001, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
+
+# Not every graph of the right shape is a workflow, and 32.0 is an integer to a schema but not to the decoder.
+BEYOND_A_SCHEMA = "positive_data_acceptance"
+
+
+@pytest.mark.timeout(300)
+async def test_no_request_makes_the_hub_fail_or_answer_what_it_does_not_document(tmp_path: Path) -> None:
+    command = shutil.which("schemathesis", path=str(Path(sys.executable).parent))
+    assert command is not None, "schemathesis is not installed: make .venv/.installed"
+    async with running_hub(limits=PATIENT) as rig:
+        await rig.submit()
+        worker = RegisterWorker(WorkerId("gpu-a"), Capabilities((Service("comfyui"),)))
+        await rig.engine.register(worker)
+        process = await asyncio.create_subprocess_exec(
+            command,
+            "run",
+            f"{rig.url}/openapi.json",
+            "--header",
+            f"Authorization: Bearer {rig.keys[Role.ADMIN]}",
+            "--phases=coverage,fuzzing",
+            "--exclude-checks",
+            BEYOND_A_SCHEMA,
+            "--max-examples=3",
+            "--exclude-deprecated",
+            "--request-timeout=20",
+            "--seed=1",
+            "--no-color",
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()
+        assert (await rig.get("/health")).status == 200
