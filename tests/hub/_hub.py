@@ -21,7 +21,8 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Cabinet
-from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.opening import open_store
 
 TENANT = TenantId("acme")
 
@@ -149,24 +150,28 @@ async def ask_app(
 
 @asynccontextmanager
 async def hub_in_process(
-    *, rules: Rules | None = None, limits: Limits | None = None, is_open: bool = False
+    *,
+    rules: Rules | None = None,
+    limits: Limits | None = None,
+    is_open: bool = False,
+    store_url: str = "memory:",
 ) -> AsyncIterator[HubRig]:
-    clock = SystemClock()
-    store = MemoryStore(clock)
+    clock, cabinet = SystemClock(), MemoryCabinet()
+    store = open_store(store_url, clock)
     async with Engine(store, rules=rules, clock=clock) as engine:
-        hub = Hub(engine, store.cabinet, clock, limits=limits, is_open=is_open)
+        hub = Hub(engine, cabinet, clock, limits=limits, is_open=is_open)
         keys = {}
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None
             keys[role] = (await hub.keys.create(role, tenant=tenant))[1]
-        yield HubRig(hub, engine, store.cabinet, keys)
+        yield HubRig(hub, engine, cabinet, keys)
 
 
 @asynccontextmanager
-async def running_hub(*, graceful_s: float = 5.0, **options: Any) -> AsyncIterator[HubRig]:
+async def running_hub(settings: ServingSettings | None = None, **options: Any) -> AsyncIterator[HubRig]:
     async with (
         hub_in_process(**options) as rig,
-        Serving(rig.hub, ServingSettings(port=0, graceful_s=graceful_s)) as serving,
+        Serving(rig.hub, settings or ServingSettings(port=0)) as serving,
     ):
         rig.url = serving.url
         try:

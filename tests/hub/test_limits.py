@@ -69,6 +69,7 @@ async def test_a_bomb_costs_no_more_than_the_bound() -> None:
         ("deflate", b"\x00\x01"),
         ("gzip, gzip", b""),
     ],
+    ids=["unknown", "not packed", "cut short", "something behind", "not packed at all", "packed twice"],
 )
 async def test_a_body_that_does_not_unpack_is_refused(rig: HubRig, encoding: str, raw: bytes) -> None:
     answer = await rig.post("/api/jobs", raw=raw, headers={"content-encoding": encoding})

@@ -12,6 +12,7 @@ import pytest_asyncio
 from tests.hub._hub import Answer, HubRig, graph, hub_in_process, running_hub
 from tests.worker._scripted import until
 
+from comfyfleet.hub.serving import ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.fact import News
 from comfyfleet.policy.rules import Rules
@@ -263,7 +264,7 @@ async def test_a_closed_connection_unparks_its_poll_and_strands_no_job() -> None
 
 
 async def test_a_hub_that_stops_answers_what_is_parked() -> None:
-    async with running_hub(graceful_s=30) as rig:
+    async with running_hub(ServingSettings(port=0, graceful_s=30)) as rig:
         await register(rig)
         parked = [
             asyncio.create_task(call(rig, "poll", worker_id="gpu-a", poll_id="1", wait_s=60)),

@@ -158,6 +158,17 @@ class KeepingContract:
         page = await bench.store.records.listing(tenant=None, phase=None, limit=9, after=JobId("z-first"))
         assert [job.job_id for job in page] == ["a-second"]
 
+    async def test_a_page_may_begin_at_an_id_that_is_not_there(self, bench: Bench) -> None:
+        first, second = [await bench.enqueue() for _ in range(2)]
+        between = JobId(first.job_id + "!")
+        assert first.job_id < between < second.job_id, "ids grow with time"
+        records = bench.store.records
+        for phase in (None, Phase.QUEUED):
+            page = await records.listing(tenant=None, phase=phase, limit=9, after=between)
+            assert [job.job_id for job in page] == [second.job_id]
+            whole = await records.listing(tenant=None, phase=phase, limit=9, after=JobId("00000000-0000"))
+            assert [job.job_id for job in whole] == [first.job_id, second.job_id]
+
     async def test_a_reference_is_its_tenants_own(self, bench: Bench) -> None:
         job = await bench.enqueue(tenant=tenant("ann"), reference="mine")
         found = await bench.store.records.by_reference(tenant("ann"), "mine")

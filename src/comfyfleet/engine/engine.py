@@ -168,7 +168,11 @@ class Engine:
         await self._jobs.set_priority(job_id, priority)
 
     async def explain(self, job_id: JobId) -> Explanation:
-        return await explain(self._context, (await self._jobs.get(job_id)).dispatch)
+        dispatch = (await self._jobs.get(job_id)).dispatch
+        if self.store.is_shared:
+            # Submitted at another engine, its class may be new to this one.
+            await self._context.fleet.sync(self._context.clock.now())
+        return await explain(self._context, dispatch)
 
     async def stats(self) -> QueueStats:
         counts = await self.store.counts()

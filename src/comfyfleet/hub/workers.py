@@ -142,14 +142,12 @@ class WorkerHandlers:
         if asked is None or holder is None:
             return None
         try:
-            return await self._engine.poll(
-                Poll(_as(caller, holder), PollId(asked.poll_id), self._wait_s(asked))
-            )
+            return await self._engine.poll(Poll(_as(caller, holder), PollId(asked.poll_id), 0))
         except Refusal:
             # The report stands; a worker that is told of no next lease polls, and hears why.
             return None
 
-    def _wait_s(self, body: wire.PollBody | wire.NextPoll | wire.CommandsBody) -> float:
+    def _wait_s(self, body: wire.PollBody | wire.CommandsBody) -> float:
         return min(body.wait_s, self._max_wait_s)
 
     async def _worker(self, worker_id: WorkerId) -> WorkerRecord | None:

@@ -393,7 +393,6 @@ WORKER = _noun(
         worker.SettledAnswer,
         body=worker.CompleteBody,
         refuses=_LEASE,
-        parks=True,
     ),
     _post(
         "worker_fail",
@@ -403,7 +402,6 @@ WORKER = _noun(
         worker.SettledAnswer,
         body=worker.FailBody,
         refuses=_LEASE,
-        parks=True,
     ),
     _post(
         "worker_release",

@@ -90,10 +90,9 @@ class ProgressBatch(_Call, frozen=True):
 
 
 class NextPoll(_Call, frozen=True):
-    """Asks for the next lease with the end of the last."""
+    """Asks for the next lease with the end of the last. Not waited for: where there is none now, the worker polls."""
 
     poll_id: Name
-    wait_s: Wait = 0.0
 
 
 class CompleteBody(_Call, frozen=True):

@@ -1,0 +1,118 @@
+"""Lists of jobs: filters that a store does not know are looked for in its pages, within a bound."""
+
+from __future__ import annotations
+
+import pytest
+from tests.engine._rig import Rig, graph
+
+from comfyfleet.engine.listing import MAX_LOOKED_AT, list_jobs
+from comfyfleet.model.calls import JobFilter
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
+from comfyfleet.model.job import Job, Submission
+
+ACME = TenantId("acme")
+
+
+class LongRecords:
+    """Ten thousand jobs, every thousandth with a mark; counts what is read."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.jobs = [
+            Job(
+                JobId(f"{number:08d}"),
+                ACME,
+                WorkflowHash("hash"),
+                float(number),
+                Submission({}, metadata={"mark": "yes"} if number % 1000 == 999 else None),
+            )
+            for number in range(10_000)
+        ]
+
+    async def get(self, job_id: JobId) -> Job | None:
+        raise AssertionError("a list reads pages")
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        raise AssertionError("a list reads pages")
+
+    async def listing(
+        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+    ) -> list[Job]:
+        page = [job for job in self.jobs if after is None or job.job_id > after][:limit]
+        self.read += len(page)
+        return page
+
+
+async def test_a_rare_mark_is_found_page_by_page_and_no_call_reads_more_than_its_bound() -> None:
+    records, after, found, calls = LongRecords(), None, [], 0
+    while True:
+        before = records.read
+        page = await list_jobs(records, JobFilter(metadata={"mark": "yes"}), 100, after)
+        assert records.read - before <= MAX_LOOKED_AT
+        found += [job.submitted_at for job in page.jobs]
+        calls, after = calls + 1, page.after
+        if after is None:
+            break
+    assert found == [number * 1000.0 + 999 for number in range(10)]
+    assert calls == 10_000 // MAX_LOOKED_AT + 1
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7, 100])
+async def test_without_such_filters_a_page_reads_what_it_shows_and_one_more(limit: int) -> None:
+    records = LongRecords()
+    page = await list_jobs(records, JobFilter(), limit, None)
+    assert len(page.jobs) == limit and records.read == limit + 1
+    assert page.after == page.jobs[-1].job_id
+
+
+async def test_the_last_page_says_so_even_when_it_is_full() -> None:
+    async with Rig() as rig:
+        made = [await rig.submit() for _ in range(3)]
+        page = await rig.engine.listing(JobFilter(), 3)
+        assert [job.job_id for job in page.jobs] == made
+        assert page.after is None
+
+
+async def test_a_list_begins_and_ends_at_a_time() -> None:
+    async with Rig() as rig:
+        made = []
+        for _ in range(5):
+            made.append(await rig.submit())
+            await rig.clock.advance(10)
+        start = (await rig.engine.get(made[1])).job.submitted_at
+        wanted = JobFilter(submitted_after=start, submitted_before=start + 20)
+        page = await rig.engine.listing(wanted, 100)
+        assert [job.job_id for job in page.jobs] == made[1:3]
+        assert page.after is None
+        # A cursor from before the time does not reach back.
+        again = await rig.engine.listing(wanted, 100, made[0])
+        assert again.jobs == page.jobs
+
+
+async def test_filters_hold_together() -> None:
+    async with Rig() as rig:
+        await rig.submit(graph("A"), metadata={"user": "1", "deep": {"a": [1]}})
+        wanted = await rig.submit(graph("A"), metadata={"user": "1", "deep": {"a": [1]}}, tenant=ACME)
+        await rig.submit(graph("B"), metadata={"user": "1"}, tenant=ACME)
+        gone = await rig.submit(graph("A"), metadata={"user": "1"}, tenant=ACME)
+        await rig.engine.cancel(gone)
+        known = (await rig.engine.get(wanted)).job.workflow_hash
+        page = await rig.engine.listing(
+            JobFilter(ACME, Phase.QUEUED, known, {"user": "1", "deep": '{"a":[1]}'}), 100
+        )
+        assert [job.job_id for job in page.jobs] == [wanted]
+
+
+async def test_dead_jobs_are_purged_up_to_a_time_and_a_number() -> None:
+    async with Rig(max_attempts=1) as rig:
+        for _ in range(3):
+            await rig.worker("a")
+            await rig.submit()
+            await rig.fail(await rig.take("a"))
+            await rig.clock.advance(100)
+        now = rig.clock.now()
+        assert await rig.engine.purge_dead_letter(now - 150) == 2
+        assert await rig.engine.purge_dead_letter(limit=0) == 0
+        assert await rig.engine.purge_dead_letter() == 1
+        assert await rig.engine.dead_letter() == []
