@@ -1,6 +1,6 @@
 """How everything here is measured: cases in turn, several rounds, the median of the ratios within a round.
 
-Times are CPU time of this process, so that a neighbour on the machine costs a round little. What is measured belongs
+Where it can be, a time is CPU time, so that a neighbour on the machine costs a round little. What is measured belongs
 to the files of the goals; what a figure has to be, to their entries.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import statistics
+import string
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ import msgspec
 cpu_s = time.process_time
 
 ROUNDS = 5
+STORES = ("memory", "sqlite", "redis", "postgres")
 
 Case = Callable[[], Awaitable[float]]
 
@@ -35,6 +37,9 @@ class Plan(msgspec.Struct, frozen=True):
         """A number of jobs, lanes or classes; a hundredth of it when quick."""
         return max(100, full // 100) if self.quick else full
 
+    def seconds(self, full: float) -> float:
+        return full / 5 if self.quick else full
+
     def repeats(self, full: int) -> int:
         return max(2, full // 5) if self.quick else full
 
@@ -43,23 +48,33 @@ class Entry(msgspec.Struct, frozen=True):
     """One line of the scoreboard."""
 
     goal: str
+    store: str
     name: str
     value: float
-    bound: str
-    """A comparison and a number: `<= 1.3`."""
-    holds: bool
+    bound: str | None
+    """A comparison and a number: `<= 1.3`. None: reported, nothing is asked of it."""
+    holds: bool | None
     unit: str
     command: str
     details: dict[str, Any] = {}
 
+    @property
+    def number(self) -> int:
+        """Of the goal, without the letter of its part."""
+        return int(self.goal.rstrip(string.ascii_lowercase))
 
-def entry(goal: str, name: str, value: float, bound: str, unit: str, **details: Any) -> Entry:
+
+def entry(
+    goal: str, store: str, name: str, value: float, bound: str | None, unit: str, **details: Any
+) -> Entry:
     value = float(f"{value:.4g}")
-    command = f"python -m bench --goal {goal.rstrip('abcdefghij')}"
-    return Entry(goal, name, value, bound, is_met(value, bound), unit, command, details)
+    command = f"python -m bench --goal {goal.rstrip(string.ascii_lowercase)} --store {store}"
+    return Entry(goal, store, name, value, bound, is_met(value, bound), unit, command, details)
 
 
-def is_met(value: float, bound: str) -> bool:
+def is_met(value: float, bound: str | None) -> bool | None:
+    if bound is None:
+        return None
     comparison, number = bound.split()
     match comparison:
         case "<=":
@@ -89,11 +104,11 @@ def ratio(measured: list[float], base: list[float]) -> float:
 def ratio_range(measured: list[float], base: list[float]) -> list[float]:
     """The lowest and the highest ratio of a round: how much the median is worth."""
     ratios = [one / other for one, other in zip(measured, base, strict=True)]
-    return [float(f"{min(ratios):.3g}"), float(f"{max(ratios):.3g}")]
+    return [rounded(min(ratios)), rounded(max(ratios))]
 
 
 def in_microseconds(seconds: list[float]) -> float:
-    return float(f"{statistics.median(seconds) * 1e6:.3g}")
+    return rounded(statistics.median(seconds) * 1e6)
 
 
 def settle_memory() -> None:
@@ -105,3 +120,12 @@ def settle_memory() -> None:
 def clear_memory() -> None:
     gc.unfreeze()
     gc.collect()
+
+
+def rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def rate(measured: list[float]) -> int:
+    """The median of so many a second."""
+    return round(statistics.median(measured))

@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import msgspec
 
-from bench._measure import Entry
+from bench._measure import STORES, Entry
 
-_ROOT = Path(__file__).parent.parent
-RESULTS = _ROOT / "bench" / "results.json"
-PAGE = _ROOT / "docs" / "benchmarks.md"
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results.json"
+BENCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
+PAGE = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
+PICTURES = {
+    "leases": "Microseconds a lease at 100 and at many waiting jobs, for each store",
+    "redis": "Jobs a second on one Redis beside other queues",
+    "embedded": "Durable jobs a second beside queues on PostgreSQL",
+    "latency": "Milliseconds from enqueue to start on an idle fleet",
+}
 _OPENING, _CLOSING = "<!-- figures: written by python -m bench -->", "<!-- end of figures -->"
 
 
 def write(measured: list[Entry]) -> None:
     """What was not measured this time stays as it was."""
     known = msgspec.json.decode(RESULTS.read_bytes(), type=list[Entry]) if RESULTS.exists() else []
-    by_goal = {each.goal: each for each in (*known, *measured)}
-    entries = sorted(by_goal.values(), key=lambda each: (int(each.goal.rstrip("abcdefghij")), each.goal))
+    by_goal = {(each.goal, each.store): each for each in (*known, *measured)}
+    entries = sorted(by_goal.values(), key=lambda each: (each.number, STORES.index(each.store), each.goal))
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(entries), indent=2) + b"\n")
     before, _, rest = PAGE.read_text().partition(_OPENING)
     _, _, after = rest.partition(_CLOSING)
     PAGE.write_text(f"{before}{_OPENING}\n{figures(entries)}\n{_CLOSING}{after}")
 
 
+def draw() -> None:
+    """The pictures, by the Python that has the library for it."""
+    if not BENCH_PYTHON.exists():
+        raise SystemExit("the pictures were not drawn: `make bench` installs what draws them")
+    subprocess.run([BENCH_PYTHON, "-m", "bench.pictures"], check=True, cwd=ROOT)
+    # The page shows those there are.
+    write([])
+
+
 def figures(entries: list[Entry]) -> str:
-    rows = ["| goal | what | value | bound | holds |", "|---|---|---|---|---|"]
+    pictures = [
+        f"![{text}](images/bench-{name}.svg)\n"
+        for name, text in PICTURES.items()
+        if (IMAGES / f"bench-{name}.svg").exists()
+    ]
+    rows = [*pictures, "| goal | store | what | value | bound | holds |", "|---|---|---|---|---|---|"]
     rows += [row(each) for each in entries]
     return "\n".join(rows)
 
 
 def row(entry: Entry) -> str:
     unit = "" if entry.unit == "ratio" else f" {entry.unit}"
-    bound = entry.bound.replace("<=", "≤").replace(">=", "≥")
-    holds = "yes" if entry.holds else "**no**"
-    return f"| {entry.goal} | {entry.name} | {entry.value:g}{unit} | {bound}{unit} | {holds} |"
+    bound, holds = "reported", ""
+    if entry.bound is not None:
+        bound = entry.bound.replace("<=", "≤").replace(">=", "≥") + unit
+        holds = "yes" if entry.holds else "**no**"
+    return f"| {entry.goal} | {entry.store} | {entry.name} | {entry.value:g}{unit} | {bound} | {holds} |"

@@ -102,7 +102,7 @@ class PoolRig:
         return twelve_nodes(self._made, self._made % self._kinds)
 
 
-async def pool_throughput(plan: Plan) -> list[Entry]:
+async def pool_throughput(plan: Plan, kind: str) -> list[Entry]:
     few, many, mixed = PoolRig(), PoolRig(), PoolRig(kinds=1000)
     waiting, mixed_waiting = plan.size(100_000), plan.size(10_000)
     slices = plan.repeats(20)
@@ -130,15 +130,16 @@ async def pool_throughput(plan: Plan) -> list[Entry]:
         await rig.pool.close()
     clear_memory()
     return [
-        _entry("6a", "pool, jobs/s at 100,000 waiting / at 100", running, waiting),
-        _entry("6b", "pool, enqueues/s with hash at 100,000 waiting / at 100", enqueuing, waiting),
+        _entry("6a", kind, "pool, jobs/s at 100,000 waiting / at 100", running, waiting),
+        _entry("6b", kind, "pool, enqueues/s with hash at 100,000 waiting / at 100", enqueuing, waiting),
     ]
 
 
-def _entry(goal: str, name: str, rates: dict[str, list[float]], waiting: int) -> Entry:
+def _entry(goal: str, kind: str, name: str, rates: dict[str, list[float]], waiting: int) -> Entry:
     middle = {case: round(statistics.median(found)) for case, found in rates.items()}
     return entry(
         goal,
+        kind,
         name,
         ratio(rates["many"], rates["few"]),
         ">= 0.7",

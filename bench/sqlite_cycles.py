@@ -1,9 +1,9 @@
 """Goal 5, our side: whole durable cycles a second on SQLite (enqueue, lease, complete), and the restart with a backlog.
 
-    python -m bench.sqlite_cycles [--callers 50] [--seconds 3] [--waiting 100000] [--payload 256]
+    python -m bench.sqlite_cycles [--callers 50] [--seconds 3] [--waiting 100000] [--payload 256] [--only plain|fused]
 
-Every call waits for its own commit. Ids and tokens are counted, not drawn: they are arguments of a store. The peers of
-the goal are measured elsewhere; figures of two runs do not compare.
+Every call waits for its own commit. Ids and tokens are counted, not drawn: they are arguments of a store. `--only`
+prints one line of JSON, as the peers do.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import gc
 import itertools
+import json
 import os
 import sys
 import tempfile
@@ -153,11 +154,17 @@ async def main() -> None:
     options.add_argument("--waiting", type=int, default=100_000)
     options.add_argument("--payload", type=int, default=256)
     options.add_argument("--reopen", type=Path, help="only open this file and lease once")
+    options.add_argument("--only", choices=("plain", "fused"))
     given = options.parse_args()
     if given.reopen is not None:
         await reopen(given.reopen)
         return
     with tempfile.TemporaryDirectory() as folder:
+        if given.only is not None:
+            path, is_fused = Path(folder) / "fleet.db", given.only == "fused"
+            rate = await cycles_a_second(path, given.callers, given.seconds, given.payload, is_fused=is_fused)
+            print(json.dumps({"rate": rate}))
+            return
         for callers, is_fused in ((1, False), (given.callers, False), (given.callers, True), (500, False)):
             path = Path(folder) / f"{callers}-{is_fused}.db"
             rate = await cycles_a_second(path, callers, given.seconds, given.payload, is_fused=is_fused)

@@ -1,0 +1,118 @@
+"""Draws the figures of bench/results.json into docs/images: `python -m bench.pictures`, with the Python of .venv-bench.
+
+It knows nothing of the product and measures nothing. What has no entry is left out of its picture.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot
+
+_ROOT = Path(__file__).parent.parent
+_FOLDER = _ROOT / "docs" / "images"
+_STYLE = {
+    "figure.figsize": (6.4, 3.2),
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    # The same figures make the same file.
+    "svg.hashsalt": "comfyfleet",
+    "svg.fonttype": "none",
+}
+_OURS, _PEER = "#2b6cb0", "#a0aec0"
+_NAMES = {
+    "ours": "ComfyFleet",
+    "bullmq": "BullMQ",
+    "plain": "ComfyFleet (SQLite)",
+    "pgqueuer": "pgqueuer (PostgreSQL)",
+    "procrastinate": "procrastinate (PostgreSQL)",
+}
+_STORES = {"memory": "memory", "sqlite": "SQLite", "redis": "Redis", "postgres": "PostgreSQL"}
+
+
+def main() -> None:
+    entries: list[dict[str, Any]] = json.loads((_ROOT / "bench" / "results.json").read_text())
+    found = {(each["goal"], each["store"]): each["details"] for each in entries}
+    _FOLDER.mkdir(exist_ok=True)
+    mpl.rcParams.update(_STYLE)
+    _leases(found)
+    if ("3a", "redis") in found:
+        rates = found["3a", "redis"]["jobs_a_second"]
+        _bars("redis", "On one Redis, 100 slots: enqueue and process", "jobs a second", _known(rates))
+    if ("5a", "sqlite") in found:
+        rates = found["5a", "sqlite"]["cycles_a_second"]
+        _bars("embedded", "Durable, 50 callers: enqueue, lease and complete", "jobs a second", _known(rates))
+    if ("7a", "redis") in found:
+        _latency(found["7a", "redis"])
+
+
+def _known(values: dict[str, float]) -> dict[str, float]:
+    return {name: values[name] for name in (*_NAMES, "taskiq") if name in values}
+
+
+def _leases(found: dict[tuple[str, str], dict[str, Any]]) -> None:
+    figure, axes = pyplot.subplots()
+    for store, name in _STORES.items():
+        details = found.get(("1a", store))
+        if details is None:
+            continue
+        sizes = details.get("waiting", [100, 1_000_000])
+        (line,) = axes.plot(sizes, details["lease_next_us"], marker="o", label=name)
+        axes.annotate(
+            f" {name}",
+            (sizes[-1], details["lease_next_us"][-1]),
+            color=line.get_color(),
+            va="center",
+            xytext=(4, 0),
+            textcoords="offset points",
+        )
+    axes.set(xscale="log", yscale="log", xlabel="waiting jobs", ylabel="microseconds a lease")
+    axes.set_title("A lease costs the same whatever waits")
+    axes.set_xlim(right=axes.get_xlim()[1] * 5)
+    axes.grid(axis="y", alpha=0.3)
+    _save(figure, "leases")
+
+
+def _bars(name: str, title: str, unit: str, values: dict[str, float]) -> None:
+    figure, axes = pyplot.subplots(figsize=(6.4, 0.9 + 0.45 * len(values)))
+    labels = [_NAMES.get(each, each) for each in values]
+    colours = [_OURS if label.startswith("ComfyFleet") else _PEER for label in labels]
+    bars = axes.barh(labels, list(values.values()), color=colours, height=0.6)
+    axes.bar_label(bars, labels=[f" {value:,.0f}" for value in values.values()])
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    axes.set_title(title)
+    axes.set_xlim(right=max(values.values()) * 1.15)
+    _save(figure, name)
+
+
+def _latency(details: dict[str, Any]) -> None:
+    names = list(_known(details["p50_ms"]))
+    figure, axes = pyplot.subplots(figsize=(6.4, 0.9 + 0.6 * len(names)))
+    for shift, key, colour in ((-0.18, "p50_ms", _OURS), (0.18, "p99_ms", _PEER)):
+        places = [place + shift for place in range(len(names))]
+        values = [details[key][name] for name in names]
+        bars = axes.barh(places, values, height=0.34, color=colour, label=key)
+        axes.bar_label(bars, labels=[f" {value:g}" for value in values])
+    axes.set_yticks(range(len(names)), [_NAMES.get(name, name) for name in names])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds from the enqueue to the start of the job")
+    axes.set_title("Idle to start on Redis")
+    axes.set_xlim(right=max(details["p99_ms"].values()) * 1.1)
+    axes.legend(["half of the jobs (p50)", "99 of 100 jobs (p99)"], frameon=False, loc="lower right")
+    _save(figure, "latency")
+
+
+def _save(figure: Any, name: str) -> None:
+    figure.savefig(_FOLDER / f"bench-{name}.svg", bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
