@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import psycopg
 from redis import Redis
-from tests.servers.postgres_server import CannotStart, PostgresServer
+from tests.servers.postgres_server import PostgresServer
 from tests.servers.redis_server import RedisServer
 
 from bench._cloning import copy_jobs, mark_sequence
@@ -99,7 +99,7 @@ class Place:
 
     def database(self, *, is_durable: bool = False) -> str:
         if self._postgres is None:
-            self._postgres = DurablePostgres() if is_durable else PostgresServer()
+            self._postgres = PostgresServer(is_durable=is_durable)
             self._stack.callback(self._postgres.stop)
             self._postgres.start()
         self._databases += 1
@@ -107,23 +107,6 @@ class Place:
         with psycopg.connect(self._postgres.url, autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE {name} ENCODING 'UTF8' TEMPLATE template0".encode())
         return self._postgres.url.removesuffix("postgres") + name
-
-
-class DurablePostgres(PostgresServer):
-    """With PostgreSQL's own settings, that is: every commit is on the disk before it is answered."""
-
-    def start(self) -> None:
-        settings = ("--listen_addresses=127.0.0.1", "--unix_socket_directories=", "--log_min_messages=fatal")
-        self._process = self._start("postgres", "-p", str(self.port), *settings)
-        deadline = time.monotonic() + 30
-        while True:
-            try:
-                psycopg.connect(self.url, connect_timeout=2).close()
-                return
-            except psycopg.OperationalError as error:
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    raise CannotStart(f"PostgreSQL did not start: {self.log()}") from error
-                time.sleep(0.02)
 
 
 def function_seconds(connection: Redis) -> Callable[[], float]:

@@ -41,7 +41,7 @@ class Size(msgspec.Struct, frozen=True):
     store: Kind
     moments: int = 3
     """So often the power goes."""
-    cuts: int = 200
+    cuts: int = 2000
     """At most so many cuts of one copy; where there are more points than that, they are spread evenly."""
     acknowledged: int = 200
     """The first moment is not before so many jobs were acknowledged."""

@@ -63,7 +63,7 @@ class Stage:
                 self.server = RedisServer()
                 url = self.server.url
             case "postgres":
-                self.server = PostgresServer()
+                self.server = PostgresServer(is_durable=True)
                 url = self.server.url
         self.setting = Setting(self._folder, url, engines)
         self.setting.logs.mkdir()

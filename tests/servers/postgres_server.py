@@ -24,13 +24,15 @@ NOBODY = 65534
 _SETTINGS = {
     "listen_addresses": "127.0.0.1",
     "unix_socket_directories": "",
+    "log_min_messages": "fatal",
+}
+_SMALL_AND_QUICK = {
     # The machine does not lose its power in a test; a killed server finds everything in the system's cache.
     "fsync": "off",
     "full_page_writes": "off",
     "shared_buffers": "32MB",
     "max_connections": "100",
     "max_wal_size": "256MB",
-    "log_min_messages": "fatal",
 }
 
 
@@ -39,7 +41,10 @@ class CannotStart(Exception):
 
 
 class PostgresServer:
-    def __init__(self) -> None:
+    """Durable: with PostgreSQL's own settings, that is, every commit is on the disk before it is answered."""
+
+    def __init__(self, *, is_durable: bool = False) -> None:
+        self._settings = _SETTINGS if is_durable else _SETTINGS | _SMALL_AND_QUICK
         self._folder = Path(tempfile.mkdtemp(prefix="comfyfleet-postgres-"))
         self._binaries = _binaries()
         self._prefix: list[str] = []
@@ -101,7 +106,7 @@ class PostgresServer:
         return (self._folder / "log").read_text(errors="replace")[-2000:]
 
     def start(self) -> None:
-        settings = [f"--{name}={value}" for name, value in _SETTINGS.items()]
+        settings = [f"--{name}={value}" for name, value in self._settings.items()]
         self._process = self._start("postgres", "-p", str(self.port), *settings)
         deadline = time.monotonic() + 30
         while True:
