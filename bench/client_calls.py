@@ -25,6 +25,7 @@ from bench._places import Place
 from bench._report import ROOT
 from bench.load import seconds
 from bench.redis_direct import Direct
+from comfyfleet.model.dispatch import Write
 from comfyfleet.model.ids import TenantId
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
@@ -32,7 +33,7 @@ from comfyfleet.stores.redis.client import Argument, Client
 
 _CALLS = 10_000
 _BOUNDS = {50: ">= 60", 500: ">= 85"}
-_FUNCTIONS = {"charge_tenant": "a cheap write", "lease_next": "a lease", "write": "a completion"}
+_FUNCTIONS = {"charge_tenant": "a cheap write", "lease_next": "a lease", "finish": "a completion"}
 _MODES = ("store", "client", "load")
 
 Call = Callable[[], Awaitable[object]]
@@ -112,11 +113,17 @@ async def _prepared(direct: Direct, calls: int) -> dict[str, list[tuple[Call, Ra
     return {
         "charge_tenant": [(partial(store.charge_tenant, tenant, 1.0), (tenant, "1.0"))] * calls,
         "lease_next": [
-            (partial(store.lease_next, offer), (codec.encode_offer(offer),))
+            (partial(store.lease_next, offer), codec.encode_offer(offer))
             for offer in (direct.offer(number % 500) for number in range(calls))
         ],
-        "write": [(partial(store.write, write), (codec.encode_write(write),)) for write in writes],
+        "finish": [(partial(store.write, write), _finish(write)) for write in writes],
     }
+
+
+def _finish(write: Write) -> Raw:
+    arguments = codec.encode_finish(write)
+    assert arguments is not None, "a completion is an end and nothing else"
+    return arguments
 
 
 async def _timed(calls: list[Call], callers: int) -> float:

@@ -21,7 +21,7 @@ WORKER_FUNCTIONS = (
 )
 # What those functions do inside, and nothing that reads or removes much at once.
 _INSIDE = (
-    *("get", "set", "mget", "mset", "del", "exists", "expire", "time", "publish"),
+    *("get", "set", "mget", "mset", "append", "del", "exists", "expire", "time", "publish"),
     *("hget", "hset", "hdel", "hexists", "hincrby", "rpush", "ltrim", "xadd", "smembers"),
     *("zadd", "zrem", "zcard", "zrange", "zrangebyscore", "zremrangebyscore", "zrandmember"),
 )

@@ -1,11 +1,12 @@
 """Values of the model as the function library takes and keeps them, and back.
 
-Dispatches travel as MessagePack, because the library looks into them and Lua's JSON would round their times; what it
-only passes on (payloads, results, facts, workers) is JSON that any reader understands.
+What the library looks into travels as text or MessagePack, because Lua's JSON would round times; what it only passes on
+(payloads, results, facts, workers) is JSON that any reader understands.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,14 @@ from comfyfleet.model.fact import Fact, FactDraft, FactKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Job, JobResult
+from comfyfleet.stores.redis.client import Argument
+from comfyfleet.stores.redis.dispatches import (
+    as_bytes,
+    decode_dispatch,
+    decode_kept,
+    decode_record,
+    encode_dispatch,
+)
 from comfyfleet.stores.shelf import MAX_PAIRS_PER_WORKER
 
 _pack = msgspec.msgpack.encode
@@ -37,14 +46,15 @@ _json = msgspec.json.encode
 
 # Large parts of a record stand in keys of their own.
 _TEXTS = ("result", "failure")
-# What the library reads of every dispatch is always said, though it be the default.
-_ALWAYS = ("tenant", "round", "revision", "phase", "standing", "lease_number", "attempts")
+_TIME = struct.Struct("<d")
+_LENGTH = struct.Struct("<I")
+_PLACED = struct.Struct("<dd")
+_META = struct.Struct("<15d")
 
 
-class Record(msgspec.Struct, frozen=True):
-    """The small parts of a job's record that change."""
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The small parts of a job's record that change, beside its phase."""
 
-    phase: Phase = Phase.QUEUED
     round: int = 1
     worker_id: WorkerId | None = None
     prompt_id: str | None = None
@@ -54,18 +64,24 @@ class Record(msgspec.Struct, frozen=True):
     priority: int | None = None
 
 
-class _Kept(msgspec.Struct, frozen=True):
-    record: Record
-
-
 class _Line(msgspec.Struct, frozen=True):
-    """A fact in the log of its job."""
+    """A fact in the log of its job: the first is number 1."""
 
-    number: int
     kind: FactKind
     at: float
     round: int
     data: dict[str, Any] | None = None
+
+
+class _Begun(msgspec.Struct, frozen=True):
+    """The beginning of an attempt in the log of its job: it stands for the fact that the job was leased, too."""
+
+    worker_id: WorkerId
+    lease_number: int
+    round: int
+    started_at: float
+    attempt: int | None = None
+    """None: the fact is told in a line of its own, as in a log that comes from another store."""
 
 
 class _Ended(msgspec.Struct, frozen=True):
@@ -93,24 +109,29 @@ class Head(msgspec.Struct, frozen=True):
     paused: int
 
 
-_dispatches = msgspec.msgpack.Decoder(Dispatch)
-_kept = msgspec.msgpack.Decoder(_Kept)
-_heads = msgspec.msgpack.Decoder(Head)
+_records = msgspec.msgpack.Decoder(Record)
 _jobs = msgspec.json.Decoder(Job)
 _results = msgspec.json.Decoder(JobResult)
 _failures = msgspec.json.Decoder(Failure)
 _facts = msgspec.json.Decoder(_Line)
 _attempts = msgspec.json.Decoder(Attempt)
+_beginnings = msgspec.json.Decoder(_Begun)
 _ends = msgspec.json.Decoder(_Ended)
 _lates = msgspec.json.Decoder(_Late)
 _blocks = msgspec.json.Decoder(Block)
 _RECORD = frozenset(Record.__struct_fields__)
-_FRESH = {**{name: getattr(Record(), name) for name in _RECORD}, **dict.fromkeys(_TEXTS)}
-
-
-def as_bytes(value: object) -> bytes:
-    assert isinstance(value, bytes), f"the library answered {type(value).__name__} instead of text"
-    return value
+_WRITABLE = _RECORD | {"phase"}
+_FRESH = {
+    "phase": Phase.QUEUED,
+    **{name: getattr(Record(), name) for name in _RECORD},
+    **dict.fromkeys(_TEXTS),
+}
+_NO_RECORD = _pack(Record())
+_CHANGEABLE: tuple[str, ...] = Change.__struct_fields__
+_ENDINGS = {
+    phase: Change(phase=phase, lease=None, wake_at=None)
+    for phase in (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
+}
 
 
 def as_list(value: object) -> list[object]:
@@ -118,36 +139,49 @@ def as_list(value: object) -> list[object]:
     return value
 
 
-# dispatches, offers, writes
-
-
-def decode_dispatch(value: object) -> Dispatch:
-    return _dispatches.decode(as_bytes(value))
-
-
 def decode_head(value: object) -> Head:
-    return _heads.decode(as_bytes(value))
+    numbers = _META.unpack_from(as_bytes(value))
+    return Head(int(numbers[0]), bool(numbers[5]), *(int(number) for number in numbers[7:]))
+
+
+# calls
 
 
 def encode_enqueue(dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> list[str | bytes]:
-    arguments: list[str | bytes] = [*encode_kept(dispatch, job, 0)]
-    arguments += [job.reference or "", _pack(_drafts(facts))]
-    for name in _TEXTS:
-        if (value := getattr(job, name)) is not None:
-            arguments += [name, _json(value)]
+    record = encode_record(job)
+    texts = [(name, value) for name in _TEXTS if (value := getattr(job, name)) is not None]
+    is_fresh = not record and not texts and job.phase is Phase.QUEUED
+    is_plain = dispatch.stands_in_lane and dispatch.wake_at is None and dispatch.relaxed_class is None
+    workflow_hash, reference = dispatch.workflow_hash, job.reference
+    arguments: list[str | bytes] = [
+        dispatch.job_id,
+        encode_dispatch(dispatch, job.phase, record, reference),
+        dispatch.class_key,
+        f"{dispatch.priority} {len(workflow_hash.encode())} {workflow_hash}{dispatch.tenant}",
+        _json(job) if is_fresh else encode_payload(job),
+        f"{dispatch.tenant}\0{reference}" if reference else "",
+        _lines(facts, str(dispatch.round)),
+        "1" if is_plain else "0",
+    ]
+    for name, value in texts:
+        arguments += (name, _json(value))
     return arguments
 
 
-def encode_kept(dispatch: Dispatch, job: Job, fact_count: int) -> tuple[bytes, bytes]:
-    """A job as the library keeps it: the dispatch with the small parts of its record, and the payload."""
-    kept: dict[str, Any] = msgspec.to_builtins(dispatch)
-    for name in _ALWAYS:
-        kept[name] = getattr(dispatch, name)
-    kept["facts"] = fact_count
-    kept["record"] = {name: value for name in _RECORD if (value := getattr(job, name)) is not None}
-    if job.reference is not None:
-        kept["reference"] = job.reference
-    return _pack(kept), encode_payload(job)
+def encode_record(job: Job) -> bytes:
+    """The small parts of the record that have changed, or nothing."""
+    record = _pack(
+        Record(
+            job.round,
+            job.worker_id,
+            job.prompt_id,
+            job.started_at,
+            job.completed_at,
+            job.is_late,
+            job.priority,
+        )
+    )
+    return b"" if record == _NO_RECORD else record
 
 
 def encode_payload(job: Job) -> bytes:
@@ -155,94 +189,169 @@ def encode_payload(job: Job) -> bytes:
     return _json(msgspec.structs.replace(job, **_FRESH))
 
 
-def _drafts(facts: Sequence[FactDraft]) -> list[tuple[str, str]]:
-    return [(draft.kind.value, "" if draft.data is None else _json(draft.data).decode()) for draft in facts]
+def decode_enqueued(answer: object, dispatch: Dispatch, facts: Sequence[FactDraft]) -> Written | None:
+    match answer:
+        case None:
+            return None
+        case [known]:
+            return Written(decode_dispatch(known), ())
+    sequence, now = _PLACED.unpack(as_bytes(answer))
+    placed = msgspec.structs.replace(dispatch, sequence=int(sequence))
+    return Written(placed, _numbered(placed, 0, now, facts))
 
 
-def encode_offer(offer: LeaseOffer) -> bytes:
-    return _pack(offer)
+def _lines(facts: Sequence[FactDraft], round_text: str) -> str:
+    """As they stand in the log: the library puts the time for \\1, and the round for \\2, which JSON never has."""
+    return "".join(
+        [
+            f'f{{"kind":"{draft.kind}","at":\1,"round":{round_text}}}\n'
+            if draft.data is None
+            else f'f{{"kind":"{draft.kind}","at":\1,"round":{round_text},"data":{_json(draft.data).decode()}}}\n'
+            for draft in facts
+        ]
+    )
 
 
-def encode_ref(ref: LeaseRef) -> bytes:
-    return _pack(_plain(ref))
+def encode_offer(offer: LeaseOffer) -> tuple[str, str, str, str, str]:
+    return (offer.worker_id, offer.profile, offer.poll_id, offer.token, repr(offer.acknowledge_s))
 
 
-def _plain(ref: LeaseRef) -> dict[str, Any]:
+def encode_ref(ref: LeaseRef) -> tuple[str, int, int, int, str]:
+    return (ref.job_id, ref.round, ref.number, ref.epoch, _plain(ref.token))
+
+
+def _plain(token: str) -> str:
     # What a stranger sends may be anything, even text that is no text.
-    token = ref.token.encode(errors="replace").decode()
-    return {
-        "job_id": ref.job_id,
-        "round": ref.round,
-        "number": ref.number,
-        "epoch": ref.epoch,
-        "token": token,
-    }
+    return token if token.isascii() else token.encode(errors="replace").decode()
+
+
+def encode_finish(write: Write) -> tuple[Argument, ...] | None:
+    """A write that ends a lease and with it the job, and nothing else. None: this one does more, or less."""
+    guard, end, job = write.guard, write.attempt_end, write.job
+    phase = write.change.phase
+    if not isinstance(phase, Phase) or write.change != _ENDINGS.get(phase):
+        return None
+    if end is None or job is None or write.blocks or write.lifted or not isinstance(guard, HeldBy):
+        return None
+    record: dict[str, Any] = {}
+    record_phase, result, forgets = None, b"", "0"
+    for name, value in job.items():
+        if name == "phase":
+            record_phase = value
+        elif name == "failure" and value is None:
+            forgets = "1"
+        elif name == "result" and value is not None:
+            result = _json(value)
+        elif name in _RECORD and value is not None:
+            record[name] = value
+        else:
+            return None
+    if record_phase is None:
+        return None
+    ref = guard.ref
+    return (
+        ref.job_id,
+        ref.round,
+        ref.number,
+        ref.epoch,
+        _plain(ref.token),
+        phase.value,
+        _json(end),
+        record_phase.value,
+        _pack(record) if record else b"",
+        _lines(write.facts, "\2"),
+        result,
+        forgets,
+    )
 
 
 def encode_write(write: Write, payload: bytes | None = None) -> bytes:
     """`payload` is the text that takes the place of the one the job was submitted with."""
-    message: dict[str, Any] = {"job_id": write.job_id}
-    change = {name: value for name in _CHANGEABLE if (value := getattr(write.change, name)) is not UNSET}
-    # MessagePack in Lua knows no nil in a map, and an empty tuple is every field's default.
-    _split(message, "set", "drop", change)
-    if write.job:
-        record = {name: value for name, value in write.job.items() if name != "payload"}
-        texts = {name: record.pop(name) for name in _TEXTS if name in record}
-        assert record.keys() <= _RECORD, f"a write cannot change {record.keys() - _RECORD} of a job"
-        _split(message, "record", "record_drop", record)
-        texts = {name: value and _json(value).decode() for name, value in texts.items()}
-        if payload is not None:
-            texts["payload"] = payload.decode()
-        _split(message, "texts", "texts_drop", texts)
-    if write.facts:
-        message["facts"] = _drafts(write.facts)
-    if write.blocks:
-        message["blocks"] = [_block_parts(block) for block in write.blocks]
-    if write.lifted:
-        message["lifted"] = list(write.lifted)
+    change, job = write.change, write.job
+    assert change.lease is UNSET or change.lease is None, "a write ends a lease; only a lease begins one"
+    changed = {name: value for name in _CHANGEABLE if (value := getattr(change, name)) is not UNSET}
+    record: dict[str, Any] = {}
+    texts: dict[str, Any] = {}
+    if job:
+        record = {name: value for name, value in job.items() if name not in _TEXTS and name != "payload"}
+        assert record.keys() <= _WRITABLE, f"a write cannot change {record.keys() - _WRITABLE} of a job"
+        texts = {name: job[name] and _json(job[name]).decode() for name in _TEXTS if name in job}
+    if payload is not None:
+        texts["payload"] = payload.decode()
+    guard: int | tuple[int, int, int, str]
     match write.guard:
         case HeldBy(ref):
-            message["ref"] = _plain(ref)
+            guard = (ref.round, ref.number, ref.epoch, _plain(ref.token))
         case AtRevision(revision):
-            message["revision"] = revision
-    if write.attempt_end is not None:
-        message["ended"] = _json(write.attempt_end).decode()
-    return _pack(message)
+            guard = revision
+    end = write.attempt_end
+    return _pack(
+        (
+            write.job_id,
+            guard,
+            *_split(changed),
+            end is not None and _json(end).decode(),
+            *_split(record),
+            *_split(texts),
+            _lines(write.facts, "\2") or False,
+            [_block_parts(block) for block in write.blocks] or False,
+            write.lifted or False,
+        )
+    )
 
 
-def _split(message: dict[str, Any], to_set: str, to_drop: str, values: dict[str, Any]) -> None:
+def _split(values: dict[str, Any]) -> tuple[dict[str, Any] | bool, list[str] | bool]:
+    """What to set and what to drop: MessagePack in Lua knows no nil, and an empty tuple is every field's default."""
+    if not values:
+        return False, False
     kept = {name: value for name, value in values.items() if value is not None and value != ()}
-    if kept:
-        message[to_set] = kept
-    if len(kept) < len(values):
-        message[to_drop] = [name for name in values if name not in kept]
-
-
-_CHANGEABLE: tuple[str, ...] = Change.__struct_fields__
+    return kept or False, len(kept) < len(values) and [name for name in values if name not in kept]
 
 
 def decode_written(answer: object, drafts: Sequence[FactDraft]) -> Written | None:
-    if answer is None:
-        return None
-    text, before, at = as_list(answer)
-    dispatch = decode_dispatch(text)
-    assert isinstance(before, int)
-    if before < 0:
-        return Written(dispatch, ())
-    now = float(as_bytes(at))
-    facts = tuple(
-        Fact(dispatch.job_id, before + place, draft.kind, now, dispatch.round, draft.data)
-        for place, draft in enumerate(drafts, start=1)
+    return None if answer is None else _written(as_bytes(answer), 0, drafts)
+
+
+def _written(data: bytes, start: int, drafts: Sequence[FactDraft]) -> Written:
+    (now,) = _TIME.unpack_from(data, start)
+    kept = decode_kept(data, start + _TIME.size)
+    return Written(kept.dispatch, _numbered(kept.dispatch, kept.facts - len(drafts), now, drafts))
+
+
+def _numbered(dispatch: Dispatch, before: int, now: float, drafts: Sequence[FactDraft]) -> tuple[Fact, ...]:
+    return tuple(
+        [
+            Fact(dispatch.job_id, number, draft.kind, now, dispatch.round, draft.data)
+            for number, draft in enumerate(drafts, start=before + 1)
+        ]
     )
-    return Written(dispatch, facts)
 
 
-def decode_leased(answer: object, offer: LeaseOffer) -> Written | None:
+def decode_leased(answer: object) -> Written | None:
+    return None if answer is None else _leased(as_bytes(answer), 0)
+
+
+def _leased(data: bytes, start: int) -> Written:
+    kept = decode_kept(data, start + _TIME.size)
+    return Written(kept.dispatch, (_fact_of_lease(kept.dispatch, kept.facts),))
+
+
+def _fact_of_lease(dispatch: Dispatch, number: int) -> Fact:
+    lease = dispatch.lease
+    assert lease is not None, "the library answers a job it has just leased"
+    data = {"worker_id": lease.worker_id, "lease": lease.number, "attempt": dispatch.attempts}
+    return Fact(dispatch.job_id, number, FactKind.LEASED, lease.leased_at, dispatch.round, data)
+
+
+def decode_finished_and_leased(
+    answer: object, drafts: Sequence[FactDraft]
+) -> tuple[Written | None, Written | None]:
     if answer is None:
-        return None
-    dispatch = decode_dispatch(as_list(answer)[0])
-    data = {"worker_id": offer.worker_id, "lease": dispatch.lease_number, "attempt": dispatch.attempts}
-    return decode_written(answer, (FactDraft(FactKind.LEASED, data),))
+        return None, None
+    data = as_bytes(answer)
+    end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+    finished = _written(data[:end], _LENGTH.size, drafts)
+    return finished, _leased(data, end) if end < len(data) else None
 
 
 # blocks
@@ -272,11 +381,13 @@ def decode_block(value: object) -> Block:
 def decode_job(row: Sequence[object]) -> Job:
     """From the dispatch, the payload, the result and the failure."""
     kept, payload, result, failure = row
-    record = _kept.decode(as_bytes(kept)).record
+    phase, text = decode_record(kept)
+    record = _records.decode(text) if text else Record()
     return msgspec.structs.replace(
         _jobs.decode(as_bytes(payload)),
         result=None if result is None else _result(as_bytes(result)),
         failure=None if failure is None else _failures.decode(as_bytes(failure)),
+        phase=phase,
         **{name: getattr(record, name) for name in _RECORD},
     )
 
@@ -289,15 +400,34 @@ def _result(text: bytes) -> JobResult:
         return JobResult(outputs={"": msgspec.json.decode(text, type=dict[str, Any])})
 
 
-def decode_facts(job_id: JobId, log: object, after: int) -> list[Fact]:
-    lines = [] if log is None else as_bytes(log).splitlines()
-    told = [_facts.decode(line[1:]) for line in lines if line[:1] == b"f"]
-    return [Fact(job_id, each.number, each.kind, each.at, each.round, each.data) for each in told[after:]]
+def decode_facts(job_id: JobId, row: Sequence[object], after: int) -> list[Fact]:
+    """From the dispatch and the log."""
+    kept, lines = row[0], _lines_of(row[1])
+    told = [fact for line in lines if (fact := _decode_fact(job_id, line)) is not None]
+    if kept is not None and (running := decode_kept(as_bytes(kept), 0)).is_unnoted:
+        told.append(_fact_of_lease(running.dispatch, 0))
+    return [msgspec.structs.replace(fact, number=at) for at, fact in enumerate(told, start=1)][after:]
 
 
-def decode_attempts(log: object) -> list[Attempt]:
+def _lines_of(log: object) -> list[bytes]:
+    return [] if log is None else as_bytes(log).splitlines()
+
+
+def _decode_fact(job_id: JobId, line: bytes) -> Fact | None:
+    if line[:1] == b"f":
+        told = _facts.decode(line[1:])
+        return Fact(job_id, 0, told.kind, told.at, told.round, told.data)
+    if line[:1] != b"a" or (begun := _beginnings.decode(line[1:])).attempt is None:
+        return None
+    data = {"worker_id": begun.worker_id, "lease": begun.lease_number, "attempt": begun.attempt}
+    return Fact(job_id, 0, FactKind.LEASED, begun.started_at, begun.round, data)
+
+
+def decode_attempts(row: Sequence[object]) -> list[Attempt]:
+    """From the dispatch and the log."""
+    kept, lines = row[0], _lines_of(row[1])
     attempts: dict[int, Attempt] = {}
-    for line in [] if log is None else as_bytes(log).splitlines():
+    for line in lines:
         match line[:1]:
             case b"a":
                 attempt = _attempts.decode(line[1:])
@@ -314,4 +444,9 @@ def decode_attempts(log: object) -> list[Attempt]:
             case b"l":
                 late = _lates.decode(line[1:]).lease_number
                 attempts[late] = msgspec.structs.replace(attempts[late], reported_late=True)
+    if kept is not None and (running := decode_kept(as_bytes(kept), 0)).is_unnoted:
+        ref, lease = running.dispatch.lease_ref(), running.dispatch.lease
+        assert lease is not None, "what is not noted is a lease"
+        begun = Attempt(ref.attempt_id, lease.worker_id, ref.number, ref.round, lease.leased_at)
+        attempts[ref.number] = begun
     return list(attempts.values())

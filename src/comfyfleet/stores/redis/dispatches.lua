@@ -1,51 +1,11 @@
--- Part 4: dispatches and the leases on them. Values come from an engine; here they are compared, applied and kept.
+-- Part 5: dispatches and the leases on them. Values come from an engine; here they are compared, applied and kept.
 
 local NONE = {}
-local FINAL = {completed = true, failed = true, cancelled = true}
-
-local function job_key(s, job_id)
-  return s.p .. 'job:' .. job_id
-end
-
-local function wants_job(s, job_id, names)
-  names[#names + 1] = job_key(s, job_id)
-  names[#names + 1] = job_key(s, job_id) .. ':log'
-end
 
 local function wants_worker(s, offer, names)
-  names[#names + 1] = s.p .. 'jobs:active:' .. offer.worker_id
   names[#names + 1] = s.p .. 'blocks:' .. offer.worker_id
   names[#names + 1] = s.p .. 'poll:' .. offer.poll_id
-end
-
-local function load(s, job_id)
-  local text = read(s, job_key(s, job_id))
-  return text and unpacked(text) or nil
-end
-
-local function save(s, job)
-  local text = pack(job)
-  put(s, job_key(s, job.job_id), text)
-  return text
-end
-
-local function note(s, job_id, lines)
-  if #lines > 0 then
-    local key = job_key(s, job_id) .. ':log'
-    put(s, key, (read(s, key) or '') .. table.concat(lines))
-  end
-end
-
--- facts: {kind, data as JSON or ""} each. They are numbered here, in the step that makes them true.
-local function add_facts(s, job, facts, lines)
-  local before = job.facts
-  for place, fact in ipairs(facts) do
-    local data = fact[2] ~= '' and ',"data":' .. fact[2] or ''
-    lines[#lines + 1] = string.format('f{"number":%d,"kind":"%s","at":%.17g,"round":%d%s}\n',
-      before + place, fact[1], now(s), job.round, data)
-  end
-  job.facts = before + #facts
-  return before
+  names[#names + 1] = s.p .. 'jobs:active:' .. offer.worker_id
 end
 
 local function due_at(job)
@@ -54,10 +14,6 @@ local function due_at(job)
     return wake
   end
   return wake and math.min(wake, lease.expires_at) or lease.expires_at
-end
-
-local function stands_in_lane(job)
-  return job.phase == 'queued' and job.standing == 'in_lane'
 end
 
 local function pin(s, class, by)
@@ -70,75 +26,81 @@ local function pin(s, class, by)
   end
 end
 
-local function count(s, job, by)
+local function count(s, phase, standing, by)
   local meta = s.meta
-  meta[job.phase] = meta[job.phase] + by
-  if job.phase == 'queued' then
-    meta[job.standing] = meta[job.standing] + by
+  meta[phase] = meta[phase] + by
+  if phase == 'queued' then
+    meta[standing] = meta[standing] + by
   end
 end
 
 -- What `move` must know of a job before it is changed.
 local function snapshot(job)
   return {
-    job_id = job.job_id, phase = job.phase, standing = job.standing, class_key = job.class_key,
-    relaxed_class = job.relaxed_class, class_number = job.class_number, priority = job.priority,
-    workflow_hash = job.workflow_hash, tenant = job.tenant, due = due_at(job),
+    phase = job.phase, standing = job.standing, round = job.round, attempts = job.attempts, class_key = job.class_key, relaxed_class = job.relaxed_class,
+    lane = stands_in_lane(job) and lane_of(job), due = due_at(job),
   }
 end
 
--- Keeps everything that follows from a dispatch in step. `before` is its snapshot, nil for a new one.
-local function move(s, before, after, has_followers)
-  if before then
-    count(s, before, -1)
+local function set_due(s, job, was_due)
+  local is_due = due_at(job)
+  if is_due then
+    if is_due ~= was_due then
+      call('ZADD', s.p .. 'jobs:due', is_due, job.job_id)
+    end
+  elseif was_due then
+    call('ZREM', s.p .. 'jobs:due', job.job_id)
   end
-  count(s, after, 1)
-  local was_open, is_open = before and not FINAL[before.phase], not FINAL[after.phase]
-  if is_open and not (was_open and before.class_key == after.class_key) then
+end
+
+-- Keeps everything that follows from a dispatch in step. `before` is its snapshot, nil for a new one.
+local function move(s, before, after)
+  local phase = after.phase
+  local was_open, is_open = before and not FINAL[before.phase], not FINAL[phase]
+  if before then
+    count(s, before.phase, before.standing, -1)
+  end
+  count(s, phase, after.standing, 1)
+  local is_same_class = was_open and is_open and before.class_key == after.class_key
+  local is_same_relaxed = was_open and is_open and before.relaxed_class == after.relaxed_class
+  if is_open and not is_same_class then
     pin(s, after.class_key, 1)
   end
-  if is_open and after.relaxed_class and not (was_open and before.relaxed_class == after.relaxed_class) then
+  if is_open and after.relaxed_class and not is_same_relaxed then
     pin(s, after.relaxed_class, 1)
   end
-  if was_open and not (is_open and before.class_key == after.class_key) then
+  if was_open and not is_same_class then
     pin(s, before.class_key, -1)
   end
-  if was_open and before.relaxed_class and not (is_open and before.relaxed_class == after.relaxed_class) then
+  if was_open and before.relaxed_class and not is_same_relaxed then
     pin(s, before.relaxed_class, -1)
   end
-  local stood, stands = before and stands_in_lane(before), stands_in_lane(after)
-  if stood and not (stands and lane_of(after) == lane_of(before)) then
-    leave_lane(s, before, has_followers)
+  local stood, stands = before and before.lane, stands_in_lane(after)
+  if stood and not (stands and lane_of(after) == stood) then
+    leave_lane(s, stood, after.job_id)
     stood = false
   end
   if stands and not stood then
-    enter_lane(s, after)
+    enter_lane(s, lane_of(after), after.job_id, after.sequence, after.class_key, not before)
   end
-  if before and FINAL[before.phase] and before.phase ~= after.phase then
-    call('ZREM', s.p .. 'jobs:' .. before.phase, before.job_id)
+  if before and not was_open and before.phase ~= phase then
+    call('ZREM', s.p .. 'jobs:' .. before.phase, after.job_id)
     if before.phase == 'failed' then
-      call('ZREM', s.p .. 'jobs:dead', before.job_id)
+      call('ZREM', s.p .. 'jobs:dead', after.job_id)
     end
     after.ended_at = nil
   end
   if not is_open then
     after.ended_at = now(s)
-    call('ZADD', s.p .. 'jobs:' .. after.phase, serial(s), after.job_id)
-    if after.phase == 'failed' then
+    call('ZADD', s.p .. 'jobs:' .. phase, serial(s), after.job_id)
+    if phase == 'failed' then
       call('ZADD', s.p .. 'jobs:dead', 0, after.job_id)
     end
   end
-  local was_due, is_due = before and before.due, due_at(after)
-  if is_due then
-    if is_due ~= was_due then
-      call('ZADD', s.p .. 'jobs:due', is_due, after.job_id)
-    end
-  elseif was_due then
-    call('ZREM', s.p .. 'jobs:due', after.job_id)
-  end
+  set_due(s, after, before and before.due)
 end
 
--- The numbers of a job's classes, if all of them are in the table.
+-- The number of a job's class, if all of its classes are in the table.
 local function has_classes(s, job)
   local number = call('HGET', s.p .. 'classes:numbers', job.class_key)
   if not number or (job.relaxed_class and call('HEXISTS', s.p .. 'classes', job.relaxed_class) == 0) then
@@ -148,18 +110,11 @@ local function has_classes(s, job)
   return true
 end
 
-local function active_jobs(s, worker_id)
-  local text = read(s, s.p .. 'jobs:active:' .. worker_id)
-  return text and unpacked(text) or {}
-end
-
-local function set_active(s, worker_id, jobs)
-  local key = s.p .. 'jobs:active:' .. worker_id
-  if #jobs > 0 then
-    put(s, key, pack(jobs))
-  else
-    drop(s, key)
-  end
+local function ref_at(args, place)
+  return {
+    job_id = args[place], round = tonumber(args[place + 1]), number = tonumber(args[place + 2]),
+    epoch = tonumber(args[place + 3]), token = args[place + 4],
+  }
 end
 
 local function is_held(job, ref)
@@ -169,29 +124,21 @@ local function is_held(job, ref)
     and redis.sha1hex(lease.token) == redis.sha1hex(ref.token)
 end
 
-local function written(s, job, text, before)
-  return {text, before, exact(now(s))}
-end
+-- *written* is the time of the step, and the dispatch as it is after it.
 
-local function grant(s, after, offer, has_followers)
-  local at, before = now(s), snapshot(after)
-  after.phase = 'leased'
-  after.lease_number = after.lease_number + 1
-  after.attempts = after.attempts + 1
-  after.revision = after.revision + 1
-  after.record.phase = 'leased'
-  after.poll_moved = nil
-  after.lease = {
-    worker_id = offer.worker_id, number = after.lease_number, epoch = s.meta.epoch, token = offer.token,
-    poll_id = offer.poll_id, leased_at = at, expires_at = at + offer.acknowledge_s, is_acknowledged = false,
-  }
-  move(s, before, after, has_followers)
-  local mine = active_jobs(s, offer.worker_id)
-  mine[#mine + 1] = after.job_id
-  set_active(s, offer.worker_id, mine)
-  local poll = s.p .. 'poll:' .. offer.poll_id
+-- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. → written
+local function grant(s, job_id, text, offer, lane, has_followers)
+  local sequence, class_number, facts, _, standing, _, _, _, _, round, revision, number, attempts, _, reported, wake_at,
+    cancel_requested_at, _, _, _, class_key, relaxed_class, _, _, _, record, at = struct.unpack(HEAD, text)
+  local leased_at, meta, worker_id, poll_id = now(s), s.meta, offer.worker_id, offer.poll_id
+  local expires_at = leased_at + offer.acknowledge_s
+  meta.queued, meta.in_lane, meta.leased = meta.queued - 1, meta.in_lane - 1, meta.leased + 1
+  leave_lane(s, lane, job_id, has_followers)
+  call('ZADD', s.p .. 'jobs:due', wake_at >= 0 and wake_at < expires_at and wake_at or expires_at, job_id)
+  hold(s, worker_id, sequence)
+  local poll = s.p .. 'poll:' .. poll_id
   local earlier = read(s, poll)
-  if earlier and earlier ~= after.job_id then
+  if earlier and earlier ~= job_id then
     -- One poll, two leases: the newer one owns it, and the end of the older must leave it alone.
     local other = load(s, earlier)
     if other then
@@ -199,16 +146,13 @@ local function grant(s, after, offer, has_followers)
       save(s, other)
     end
   end
-  put(s, poll, after.job_id)
-  local worker = cjson.encode(offer.worker_id)
-  local lines = {string.format(
-    'a{"attempt_id":%s,"worker_id":%s,"lease_number":%d,"round":%d,"started_at":%.17g}\n',
-    cjson.encode(string.format('%s/%d/%d/%d', after.job_id, after.round, after.lease_number, s.meta.epoch)),
-    worker, after.lease_number, after.round, at)}
-  local data = string.format('{"worker_id":%s,"lease":%d,"attempt":%d}', worker, after.lease_number, after.attempts)
-  local numbered = add_facts(s, after, {{'leased', data}}, lines)
-  note(s, after.job_id, lines)
-  return written(s, after, save(s, after), numbered)
+  put(s, poll, job_id)
+  local leased = struct.pack(HEAD, sequence, class_number, facts + 1, 1, standing, 1, 0, 0, 0, round, revision + 1,
+    number + 1, attempts + 1, meta.epoch, reported, wake_at, cancel_requested_at, -1, leased_at, expires_at, #class_key,
+    class_key, #relaxed_class, relaxed_class, #worker_id, worker_id, #poll_id, poll_id, #offer.token, offer.token,
+    #record, record) .. text:sub(at)
+  put(s, s.p .. 'job:' .. job_id, leased)
+  return struct.pack('<d', leased_at) .. leased
 end
 
 local function lease_next(s, offer)
@@ -227,24 +171,63 @@ local function lease_next(s, offer)
       return false
     end
   end
-  local names = {}
-  wants_job(s, chosen.job_id, names)
-  preload(s, names)
-  return grant(s, load(s, chosen.job_id), offer, chosen.has_followers)
+  local job_id = chosen.job_id
+  return grant(s, job_id, read(s, s.p .. 'job:' .. job_id), offer, chosen.lane, chosen.has_followers), job_id
 end
 
-local function end_lease(s, job, lease, ended, lines)
-  local mine = {}
-  for _, job_id in ipairs(active_jobs(s, lease.worker_id)) do
-    if job_id ~= job.job_id then
-      mine[#mine + 1] = job_id
-    end
+-- A lease that ends its job, the commonest of all writes, on the text alone: as `write` would. `at` is where its arguments
+-- begin: job, round, number, epoch, token, phase, how the attempt ended (JSON), phase of the record, record (MessagePack map or
+-- ""), facts, result (JSON or ""), "1" if an earlier failure is forgotten. → written, or false
+local function finish(s, args, at)
+  local job_id, phase = args[at], args[at + 5]
+  local key = s.p .. 'job:' .. job_id
+  local text = read(s, key)
+  if not text then
+    return false
   end
-  set_active(s, lease.worker_id, mine)
-  if not job.poll_moved then
-    drop(s, s.p .. 'poll:' .. lease.poll_id)
+  local sequence, class_number, facts, _, standing, _, _, poll_moved, is_noted, round, revision, number, attempts, epoch,
+    reported, _, cancel_requested_at, _, leased_at, _, class_key, relaxed_class, worker_id, poll_id, token, record,
+    rest_at = struct.unpack(HEAD, text)
+  if epoch == 0 or round ~= tonumber(args[at + 1]) or number ~= tonumber(args[at + 2])
+    or epoch ~= tonumber(args[at + 3]) or redis.sha1hex(token) ~= redis.sha1hex(args[at + 4]) then
+    return false
   end
-  lines[#lines + 1] = string.format('e{"lease_number":%d,"ended_at":%.17g,"end":%s}\n', job.lease_number, now(s), ended)
+  local ended_at, meta = now(s), s.meta
+  local begun = is_noted == 1 and '' or attempt_line(job_id, round, number, epoch, worker_id, leased_at, attempts)
+  local lines, count = told(s, args[at + 9], round)
+  call('APPEND', key .. ':log', begun .. end_line(s, number, args[at + 6]) .. lines)
+  let_go(s, worker_id, sequence)
+  if poll_moved == 0 then
+    drop(s, s.p .. 'poll:' .. poll_id)
+  end
+  meta.leased, meta[phase] = meta.leased - 1, meta[phase] + 1
+  pin(s, class_key, -1)
+  if relaxed_class ~= '' then
+    pin(s, relaxed_class, -1)
+  end
+  call('ZADD', s.p .. 'jobs:' .. phase, serial(s), job_id)
+  if phase == 'failed' then
+    call('ZADD', s.p .. 'jobs:dead', 0, job_id)
+  end
+  call('ZREM', s.p .. 'jobs:due', job_id)
+  local changed = args[at + 8]
+  if record == '' then
+    record = changed
+  elseif changed ~= '' then
+    record = changed_record(record, unpacked(changed))
+  end
+  if args[at + 10] ~= '' then
+    put(s, key .. ':result', args[at + 10])
+  end
+  if args[at + 11] == '1' then
+    drop(s, key .. ':failure')
+  end
+  local ended = struct.pack(HEAD, sequence, class_number, facts + count, PHASE_CODES[phase], standing,
+    PHASE_CODES[args[at + 7]], 0, poll_moved, 0, round, revision + 1, number, attempts, 0, reported, -1,
+    cancel_requested_at, ended_at, -1, -1, #class_key, class_key, #relaxed_class, relaxed_class, 0, '', 0, '', 0, '',
+    #record, record) .. text:sub(rest_at)
+  put(s, key, ended)
+  return struct.pack('<d', ended_at) .. ended
 end
 
 local function extend(s, job, till)
@@ -253,13 +236,12 @@ local function extend(s, job, till)
   job.lease.expires_at = math.max(job.lease.expires_at, till)
   job.lease.is_acknowledged = true
   job.revision = job.revision + 1
-  if due_at(job) ~= was_due then
-    call('ZADD', s.p .. 'jobs:due', due_at(job), job.job_id)
-  end
+  set_due(s, job, was_due)
   save(s, job)
   return job.cancel_requested_at and 2 or 1
 end
 
+-- → written, or false
 local function write(s, job, w)
   if not job or not (w.ref and is_held(job, w.ref) or w.revision and job.revision == w.revision) then
     return false
@@ -267,10 +249,18 @@ local function write(s, job, w)
   -- The job is changed in this call's own memory; nothing is kept of it unless all of the write can be.
   local before, lease = snapshot(job), job.lease
   for name, value in pairs(w.set or NONE) do
-    job[name] = value
+    if IN_HEAD[name] then
+      job[name] = value
+    else
+      set_rest(job, name, value)
+    end
   end
   for _, name in ipairs(w.drop or NONE) do
-    job[name] = nil
+    if IN_HEAD[name] then
+      job[name] = nil
+    else
+      set_rest(job, name, nil)
+    end
   end
   job.revision = job.revision + 1
   local is_same = not FINAL[before.phase] and before.class_key == job.class_key
@@ -283,15 +273,25 @@ local function write(s, job, w)
   if ends and not w.ended then
     error({err = 'CFWRITE whoever ends a lease says how its attempt ended'})
   end
-  local key, lines = job_key(s, job.job_id), {}
+  local key, log = job_key(s, job.job_id), ''
+  if lease and (ends or w.facts) and not lease.is_noted then
+    log = attempt_line(job.job_id, before.round, lease.number, lease.epoch, lease.worker_id, lease.leased_at,
+      before.attempts)
+    lease.is_noted = true
+  end
   if ends then
-    end_lease(s, job, lease, w.ended, lines)
+    let_go(s, lease.worker_id, job.sequence)
+    if not job.poll_moved then
+      drop(s, s.p .. 'poll:' .. lease.poll_id)
+    end
+    log = log .. end_line(s, lease.number, w.ended)
   end
-  for name, value in pairs(w.record or NONE) do
-    job.record[name] = value
+  local record = w.record
+  if record and record.phase then
+    job.record_phase, record.phase = record.phase, nil
   end
-  for _, name in ipairs(w.record_drop or NONE) do
-    job.record[name] = nil
+  if record or w.record_drop then
+    job.record = changed_record(job.record, record, w.record_drop)
   end
   for name, text in pairs(w.texts or NONE) do
     put(s, key .. ':' .. name, text)
@@ -306,47 +306,93 @@ local function write(s, job, w)
   for _, pair in ipairs(w.lifted or NONE) do
     lift_block(s, pair[1], pair[2])
   end
-  local numbered = add_facts(s, job, w.facts or NONE, lines)
-  note(s, job.job_id, lines)
-  return written(s, job, save(s, job), numbered)
+  if w.facts then
+    local lines, count = told(s, w.facts, job.round)
+    job.facts = job.facts + count
+    log = log .. lines
+  end
+  if log ~= '' then
+    call('APPEND', key .. ':log', log)
+  end
+  return struct.pack('<d', now(s)) .. save(s, job)
 end
 
--- dispatch (MessagePack), payload (JSON), reference or "", facts (MessagePack), then "result" or "failure" and its JSON
-define('enqueue', function(s, args)
-  local job = unpacked(args[4])
-  if not FINAL[job.phase] and not has_classes(s, job) then
-    return false
+-- A call names what it does not change by false.
+local function write_of(text)
+  local parts = unpacked(text)
+  local guard = parts[2]
+  local w = {
+    job_id = parts[1], set = parts[3], drop = parts[4], ended = parts[5], record = parts[6], record_drop = parts[7],
+    texts = parts[8], texts_drop = parts[9], facts = parts[10], blocks = parts[11], lifted = parts[12],
+  }
+  if type(guard) == 'table' then
+    w.ref = {round = guard[1], number = guard[2], epoch = guard[3], token = guard[4]}
+  else
+    w.revision = guard
   end
-  local key = job_key(s, job.job_id)
-  if args[6] ~= '' then
-    local reference = job.tenant .. '\0' .. args[6]
-    local known = call('HGET', s.p .. 'references', reference)
-    if known then
-      return {call('GET', job_key(s, known)), -1, exact(now(s))}
+  return w
+end
+
+local function offer_at(args, place)
+  return {
+    worker_id = args[place], profile = args[place + 1], poll_id = args[place + 2], token = args[place + 3],
+    acknowledge_s = tonumber(args[place + 4]),
+  }
+end
+
+-- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "", facts,
+-- "1" if it is queued, in its lane, and nothing else is due, then "result" or "failure" and its JSON
+-- → sequence and time, or {the job that has this reference}
+define('enqueue', function(s, args)
+  local job_id, class, place, reference = args[4], args[6], args[7], args[9]
+  local key, meta, number, job = s.p .. 'job:' .. job_id, s.meta, 0, nil
+  if args[11] == '1' then
+    number = call('HGET', s.p .. 'classes:numbers', class)
+    if not number then
+      return false
     end
+  else
+    job = job_of(job_id, struct.pack(PLACE, 0, 0, 0) .. args[5])
+    job.place = place
+    if not FINAL[job.phase] and not has_classes(s, job) then
+      return false
+    end
+  end
+  local known = reference ~= '' and call('HGET', s.p .. 'references', reference)
+  if known then
+    return {call('GET', job_key(s, known))}
   end
   if read(s, key) then
     error({err = 'CFENQUEUE there is a job of this id: ids are made by the engine and never repeat'})
   end
-  if args[6] ~= '' then
-    call('HSET', s.p .. 'references', job.tenant .. '\0' .. args[6], job.job_id)
-    job.reference = args[6]
+  if reference ~= '' then
+    call('HSET', s.p .. 'references', reference, job_id)
   end
-  s.meta.sequence = s.meta.sequence + 1
-  job.sequence = s.meta.sequence
-  call('ZADD', s.p .. 'jobs', job.sequence, job.job_id)
-  put(s, key .. ':payload', args[5])
-  for i = 8, #args, 2 do
+  local sequence = meta.sequence + 1
+  meta.sequence = sequence
+  call('ZADD', s.p .. 'jobs', sequence, job_id)
+  local lines, count = told(s, args[10], 1)
+  if job then
+    job.sequence, job.facts = sequence, count
+    move(s, nil, job)
+    put(s, key, text_of(job))
+  else
+    meta.queued, meta.in_lane = meta.queued + 1, meta.in_lane + 1
+    pin(s, class, 1)
+    enter_lane(s, number .. ' ' .. place, job_id, sequence, class, true)
+    put(s, key, struct.pack(PLACE, sequence, number, count) .. args[5])
+  end
+  put(s, key .. ':payload', args[8])
+  put(s, key .. ':log', lines)
+  for i = 12, #args, 2 do
     put(s, key .. ':' .. args[i], args[i + 1])
   end
-  move(s, nil, job)
-  local lines = {}
-  local before = add_facts(s, job, unpacked(args[7]), lines)
-  put(s, key .. ':log', table.concat(lines))
-  return written(s, job, save(s, job), before)
+  return struct.pack('<dd', sequence, now(s))
+end, function(s, args, names)
+  names[#names + 1] = s.p .. 'job:' .. args[4]
 end)
 
--- job id, offer (MessagePack)
+-- job, worker, profile, poll, token, seconds until the first heartbeat
 define('lease', function(s, args)
   local job, offer = load(s, args[4]), s.offer
   if not job or not stands_in_lane(job) or s.meta.is_paused then
@@ -356,21 +402,21 @@ define('lease', function(s, args)
     return false
   end
   local blocked = blocked_targets(s, offer.worker_id)
-  if blocked[job.workflow_hash] or blocked[job.job_id] then
+  if blocked[rest(job).workflow_hash] or blocked[job.job_id] then
     return false
   end
-  return grant(s, job, offer)
+  return grant(s, job.job_id, read(s, job_key(s, job.job_id)), offer, lane_of(job))
 end, function(s, args, names)
-  s.offer = unpacked(args[5])
-  wants_job(s, args[4], names)
+  s.offer = offer_at(args, 5)
+  names[#names + 1] = job_key(s, args[4])
   wants_worker(s, s.offer, names)
 end)
 
--- offer (MessagePack)
+-- worker, profile, poll, token, seconds until the first heartbeat
 define('lease_next', function(s)
-  return lease_next(s, s.offer)
+  return (lease_next(s, s.offer))
 end, function(s, args, names)
-  s.offer = unpacked(args[4])
+  s.offer = offer_at(args, 4)
   wants_worker(s, s.offer, names)
 end)
 
@@ -378,20 +424,36 @@ end)
 define('write', function(s)
   return write(s, load(s, s.write.job_id), s.write)
 end, function(s, args, names)
-  s.write = unpacked(args[4])
-  wants_job(s, s.write.job_id, names)
+  s.write = write_of(args[4])
+  names[#names + 1] = job_key(s, s.write.job_id)
 end)
 
--- write, offer (MessagePack)
-define('finish_and_lease_next', function(s)
-  local finished = write(s, load(s, s.write.job_id), s.write)
-  if not finished then
-    return false
-  end
-  return {finished, lease_next(s, s.offer)}
+local function with_next(s, finished)
+  return finished and struct.pack('<I', #finished) .. finished .. (lease_next(s, s.offer) or '')
+end
+
+-- write (MessagePack), then as `lease_next` → length of the first answer, that, the second answer or nothing
+define('write_and_lease_next', function(s)
+  return with_next(s, write(s, load(s, s.write.job_id), s.write))
 end, function(s, args, names)
-  s.write, s.offer = unpacked(args[4]), unpacked(args[5])
-  wants_job(s, s.write.job_id, names)
+  s.write, s.offer = write_of(args[4]), offer_at(args, 5)
+  names[#names + 1] = job_key(s, s.write.job_id)
+  wants_worker(s, s.offer, names)
+end)
+
+-- see `finish`
+define('finish', function(s, args)
+  return finish(s, args, 4)
+end, function(s, args, names)
+  names[#names + 1] = job_key(s, args[4])
+end)
+
+-- as `lease_next`, then see `finish` → as `write_and_lease_next`
+define('finish_and_lease_next', function(s, args)
+  return with_next(s, finish(s, args, 9))
+end, function(s, args, names)
+  s.offer = offer_at(args, 4)
+  names[#names + 1] = job_key(s, args[9])
   wants_worker(s, s.offer, names)
 end)
 
@@ -433,25 +495,23 @@ define('peek', function(s, args)
   return answer
 end)
 
--- ttl, then leases (MessagePack map each) → for each 0 lost, 1 alive, 2 alive and to be cancelled
+-- ttl, then job, round, number, epoch and token of each lease → for each 0 lost, 1 alive, 2 alive and to be cancelled
 define('heartbeat', function(s, args)
   local till, answer, workers = now(s) + tonumber(args[4]), {}, {}
-  for place, ref in ipairs(s.refs) do
-    local job = load(s, ref.job_id)
-    answer[place] = 0
-    if job and is_held(job, ref) then
-      answer[place] = extend(s, job, till)
+  for place = 5, #args, 5 do
+    local job, state = load(s, args[place]), 0
+    if job and is_held(job, ref_at(args, place)) then
+      state = extend(s, job, till)
       workers[job.lease.worker_id] = true
     end
+    answer[#answer + 1] = state
   end
   for worker_id in pairs(workers) do
-    call('SET', s.p .. 'worker:' .. worker_id .. ':heartbeat', exact(now(s)), 'EX', HEARTBEAT_S)
+    call('SET', s.p .. 'worker:' .. worker_id .. ':heartbeat', now_text(s), 'EX', HEARTBEAT_S)
   end
   return answer
 end, function(s, args, names)
-  s.refs = {}
-  for place = 5, #args do
-    s.refs[place - 4] = unpacked(args[place])
-    names[#names + 1] = job_key(s, s.refs[place - 4].job_id)
+  for place = 5, #args, 5 do
+    names[#names + 1] = job_key(s, args[place])
   end
 end)

@@ -12,7 +12,8 @@ from typing import Any
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.redis.address import parse_address
 from comfyfleet.stores.redis.client import Argument, Client
-from comfyfleet.stores.redis.codec import Head, as_bytes, as_list, decode_head
+from comfyfleet.stores.redis.codec import Head, as_list, decode_head
+from comfyfleet.stores.redis.dispatches import as_bytes
 from comfyfleet.stores.redis.library import LIBRARY, installed_revision, library_text, revision_of
 from comfyfleet.stores.redis.server import check_server
 

@@ -22,7 +22,8 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.ports import Foreign
-from comfyfleet.stores.redis.codec import as_bytes, as_list
+from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.dispatches import as_bytes
 
 Call = Callable[..., Awaitable[object]]
 

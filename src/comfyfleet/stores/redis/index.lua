@@ -1,4 +1,4 @@
--- Part 2: which waiting job comes first for a profile, at a cost that does not grow with the jobs or classes that wait.
+-- Part 3: which waiting job comes first for a profile, at a cost that does not grow with the jobs or classes that wait.
 --
 -- A profile's index has two levels, (priority, tenant) and lanes. Both keep lower bounds: a lease moves the head of a
 -- lane up and touches no index; a bound that is too low is put right once it was looked at and another was chosen. Only
@@ -8,11 +8,6 @@ local CHUNK = 16
 -- How often, and how many at a time, entries of lanes that have emptied are looked for, in sets larger than a few. Two
 -- looks for each entry that is added keep a set at about twice what it must hold.
 local TIDY_EVERY, TIDY_AT_ONCE, FEW = 64, 128, 256
-
-local function lane_of(job)
-  local hash = job.workflow_hash
-  return whole(job.class_number) .. ' ' .. whole(job.priority) .. ' ' .. #hash .. ' ' .. hash .. job.tenant
-end
 
 local function parts_of(lane)
   local number, priority, length, rest = lane:match('^(%d+) (%-?%d+) (%d+) (.*)$')
@@ -66,25 +61,31 @@ local function tell(s, class, lane)
   end
 end
 
-local function enter_lane(s, job)
-  local name = lane_of(job)
+local function enter_lane(s, name, job_id, sequence, class, is_new)
   local lane = s.p .. 'lane:' .. name
-  call('ZADD', lane, job.sequence, job.job_id)
-  if call('ZRANGE', lane, 0, 0)[1] == job.job_id then
+  call('ZADD', lane, sequence, job_id)
+  -- A new job is the youngest of all: it is in front only if it is alone.
+  local is_head
+  if is_new then
+    is_head = call('ZCARD', lane) == 1
+  else
+    is_head = call('ZRANGE', lane, 0, 0)[1] == job_id
+  end
+  if is_head then
     local pending = s.p .. 'jobs:pending'
-    call('ZADD', pending, job.priority, name)
+    call('ZADD', pending, select(2, parts_of(name)), name)
     if s.meta.sequence % TIDY_EVERY == 0 and call('ZCARD', pending) > FEW then
       tidy(s, pending)
     end
-    tell(s, job.class_key, name)
+    tell(s, class, name)
+    -- Behind another job nobody needs to be told: who was told of that one finds this one too.
+    call('PUBLISH', s.p .. 'channel:hub:events', class)
   end
-  call('PUBLISH', s.p .. 'channel:hub:events', job.class_key)
 end
 
-local function leave_lane(s, job, has_followers)
-  local name = lane_of(job)
+local function leave_lane(s, name, job_id, has_followers)
   local lane = s.p .. 'lane:' .. name
-  call('ZREM', lane, job.job_id)
+  call('ZREM', lane, job_id)
   if not has_followers and call('EXISTS', lane) == 0 then
     call('ZREM', s.p .. 'jobs:pending', name)
   end
@@ -351,5 +352,5 @@ local function first(s, profile, skipped)
       return nil
     end
   end
-  return {job_id = jobs[1], has_followers = jobs[3] ~= nil}
+  return {job_id = jobs[1], lane = lanes[1], has_followers = jobs[3] ~= nil}
 end

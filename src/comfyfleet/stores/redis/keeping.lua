@@ -1,4 +1,4 @@
--- Part 5: the table profile × class, workers, lessons, and every question that changes nothing.
+-- Part 6: the table profile × class, workers, lessons, and every question that changes nothing.
 
 local function is_at(s, version)
   if tonumber(version) ~= s.meta.version then
@@ -97,7 +97,7 @@ end)
 define('put_worker', function(s, args)
   put(s, s.p .. 'worker:' .. args[4], args[5])
   call('ZADD', s.p .. 'workers:active', 'NX', serial(s), args[4])
-  call('SET', s.p .. 'worker:' .. args[4] .. ':heartbeat', exact(now(s)), 'EX', HEARTBEAT_S)
+  call('SET', s.p .. 'worker:' .. args[4] .. ':heartbeat', now_text(s), 'EX', HEARTBEAT_S)
   return 1
 end)
 
@@ -195,10 +195,11 @@ define_reading('position', function(s, args)
     return false
   end
   local ahead = 0
-  local lanes = call('ZRANGEBYSCORE', s.p .. 'jobs:pending', job.priority, '+inf', 'WITHSCORES')
+  local priority = rest(job).priority
+  local lanes = call('ZRANGEBYSCORE', s.p .. 'jobs:pending', priority, '+inf', 'WITHSCORES')
   for place = 1, #lanes, 2 do
     local lane = s.p .. 'lane:' .. lanes[place]
-    if tonumber(lanes[place + 1]) > job.priority then
+    if tonumber(lanes[place + 1]) > priority then
       ahead = ahead + call('ZCARD', lane)
     else
       ahead = ahead + call('ZCOUNT', lane, '-inf', '(' .. exact(job.sequence))
@@ -232,8 +233,9 @@ define('purge', function(s, args)
     call('ZREM', s.p .. 'jobs', job_id)
     call('ZREM', s.p .. 'jobs:dead', job_id)
     call('ZREM', s.p .. 'jobs:due', job_id)
-    if job.reference then
-      call('HDEL', s.p .. 'references', job.tenant .. '\0' .. job.reference)
+    local values = rest(job)
+    if values.reference then
+      call('HDEL', s.p .. 'references', values.tenant .. '\0' .. values.reference)
     end
     s.meta[args[4]] = s.meta[args[4]] - 1
     purged = purged + 1
@@ -257,7 +259,7 @@ define('mark_late', function(s, args)
   end
   local late = string.format('l{"lease_number":%s}\n', args[6])
   if not log:find(late, 1, true) then
-    put(s, key, log .. late)
+    call('APPEND', key, late)
   end
   return 1
 end)
@@ -281,8 +283,8 @@ define_reading('list', function(s, args)
     last = rows[place + 1]
     if not beyond or job_id > beyond then
       local text = call('GET', job_key(s, job_id))
-      local job = unpacked(text)
-      if (tenant == '' or job.tenant == tenant) and (phase == '' or job.phase == phase) then
+      local job = job_of(job_id, text)
+      if (tenant == '' or rest(job).tenant == tenant) and (phase == '' or job.phase == phase) then
         local key = job_key(s, job_id)
         found[#found + 1] = {text, call('GET', key .. ':payload'), call('GET', key .. ':result'), call('GET', key .. ':failure')}
         if #found == limit then

@@ -3,19 +3,19 @@
 -- All keys share one prefix with one hash tag, `{cf}:` unless the fleet was opened under another name, so they live on
 -- one shard. Each call declares one key, `<prefix>meta`, and builds the others from it.
 --
---   meta                      string   head of the fleet (MessagePack): epoch, run, table version, sequence, serial, counts
+--   meta                      string   head of the fleet: fifteen little-endian doubles as in META below, then the run
 --   request:<client>:<slot>   string   "<number> <answer>": the last answer given to this slot, for a call that is repeated
 --   clients                   zset     client -> when it was last seen (its slots are dropped a day later)
 --
---   job:<id>                  string   the dispatch (MessagePack map), with facts, record, class_number, ended_at
+--   job:<id>                  string   the dispatch: what moves as in HEAD of jobs.lua, then the rest (MessagePack map)
 --   job:<id>:payload          string   the job's record as it was submitted (JSON)
 --   job:<id>:result, :failure string   what came of it (JSON)
---   job:<id>:log              string   lines: f<fact>, a<attempt begun>, e<attempt ended>, l<reported late> (JSON each)
+--   job:<id>:log              string   lines: f<fact>, a<attempt begun, a fact too>, e<attempt ended>, l<late> (JSON each)
 --   job:<id>:progress         string   the newest progress (JSON), expires
 --   jobs                      zset     every job -> sequence
 --   jobs:pending              zset     lane -> priority: the lanes somebody waits in
 --   lane:<lane>               zset     job -> sequence: who waits there
---   jobs:active:<worker>      string   the jobs this worker holds leases on, oldest first (MessagePack array)
+--   jobs:active:<worker>      string   " <sequence> " of each job this worker holds a lease on, oldest first
 --   jobs:completed, :failed, :cancelled   zset   job -> serial: in the order they ended
 --   jobs:dead                 zset     the failed jobs by id (all scores 0)
 --   progress:<job>            stream   the last hundred reports of progress, expires
@@ -55,7 +55,7 @@
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
 -- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 2
+local REVISION = 3
 
 -- Neither `redis.call` nor the libraries are there yet while this text is loaded.
 local function call(...)
@@ -84,32 +84,73 @@ local function whole(number)
   return string.format('%d', number)
 end
 
+local META = '<ddddddddddddddd'
+
+-- The head as it was left by the last call, by prefix: equal text, equal table. Forgotten while a call is under way, so
+-- that one that ends in an error leaves nothing half changed behind.
+local LAST = {}
+
+local function meta_of(s, text)
+  local last = LAST[s.p]
+  LAST[s.p] = nil
+  if last and last.text == text then
+    return last
+  end
+  local epoch, version, sequence, serial, classes, is_paused, winds, queued, leased, completed, failed, cancelled,
+    in_lane, delayed, paused, at = struct.unpack(META, text)
+  return {
+    epoch = epoch, version = version, sequence = sequence, serial = serial, classes = classes,
+    is_paused = is_paused == 1, winds = winds == 1, queued = queued, leased = leased, completed = completed,
+    failed = failed, cancelled = cancelled, in_lane = in_lane, delayed = delayed, paused = paused, run = text:sub(at),
+    text = text,
+  }
+end
+
+local function meta_text(m)
+  return struct.pack(META, m.epoch, m.version, m.sequence, m.serial, m.classes, m.is_paused and 1 or 0,
+    m.winds and 1 or 0, m.queued, m.leased, m.completed, m.failed, m.cancelled, m.in_lane, m.delayed, m.paused) .. m.run
+end
+
 -- String keys are read once and written together at the end: one MSET, one DEL.
 
 local function read(s, key)
-  local value = s.cache[key]
-  if value == nil then
-    value = call('GET', key)
-    s.cache[key] = value
+  local names, values = s.names, s.values
+  for place = 1, #names do
+    if names[place] == key then
+      return values[place]
+    end
   end
+  local value = call('GET', key)
+  names[#names + 1] = key
+  values[#names] = value
   return value
 end
 
-local function preload(s, names)
-  local values = call('MGET', unpack(names))
-  for i = 1, #names do
-    s.cache[names[i]] = values[i]
+local function keep(s, key, value)
+  local names = s.names
+  for place = 1, #names do
+    if names[place] == key then
+      s.values[place] = value
+      return
+    end
   end
+  names[#names + 1] = key
+  s.values[#names] = value
 end
 
 local function put(s, key, value)
-  s.cache[key] = value
-  s.changed[key] = value
+  keep(s, key, value)
+  local sets, count = s.sets, #s.sets
+  sets[count + 1], sets[count + 2] = key, value
+  if s.drops then
+    s.drops[key] = nil
+  end
 end
 
 local function drop(s, key)
-  s.cache[key] = false
-  s.changed[key] = false
+  keep(s, key, false)
+  s.drops = s.drops or {}
+  s.drops[key] = true
 end
 
 local function serial(s)
@@ -131,34 +172,41 @@ local function now(s)
   return s.now
 end
 
+local function now_text(s)
+  if not s.now_text then
+    s.now_text = exact(now(s))
+  end
+  return s.now_text
+end
+
 local function open(keys, args, wants)
-  if #keys ~= 1 or keys[1]:sub(-4) ~= 'meta' or #args < 3 then
+  local meta = keys[1]
+  if #keys ~= 1 or meta:sub(-4) ~= 'meta' or #args < 3 then
     error({err = 'CFCALL declare one key, <prefix>meta, and begin the arguments with request, number and time'})
   end
-  local s = {p = keys[1]:sub(1, -5), cache = {}, changed = {}, time = args[3]}
-  local names = {keys[1]}
+  local names = {meta}
+  local s = {p = meta:sub(1, -5), names = names, sets = {}, time = args[3]}
   if args[1] ~= '' then
     s.request = s.p .. 'request:' .. args[1]
+    s.number = args[2]
     names[2] = s.request
   end
   if wants then
     wants(s, args, names)
   end
-  preload(s, names)
-  local head = s.cache[keys[1]]
-  if head then
-    s.meta = unpacked(head)
-    s.head = head
-  end
-  if s.request then
-    local last = s.cache[s.request]
-    if last then
-      local number, answer = last:match('^(%d+) (.*)$')
-      if number == args[2] then
-        s.answer = unpacked(answer)
-      end
+  local values = call('MGET', unpack(names))
+  s.values = values
+  local head, last = values[1], s.request and values[2]
+  if last then
+    local length = #s.number
+    if last:byte(length + 1) == 32 and last:sub(1, length) == s.number then
+      local answer = last:sub(length + 3)
+      s.answer = last:byte(length + 2) == 116 and {answer} or unpacked(answer)
+      return s
     end
-    s.number = args[2]
+  end
+  if head then
+    s.meta = meta_of(s, head)
   end
   return s
 end
@@ -179,46 +227,49 @@ local function forget_clients(s, before)
   end
 end
 
--- A no is not remembered: it changed nothing, so asking again may as well find a yes.
+-- A no is not remembered: it changed nothing, so asking again may as well find a yes. A text is kept as it is, after a t;
+-- anything else as MessagePack, after an m.
 local function close(s, answer)
-  local head = pack(s.meta)
-  if head ~= s.head then
-    s.changed[s.p .. 'meta'] = head
+  local meta, sets, count = s.meta, s.sets, #s.sets
+  local text = meta_text(meta)
+  if text ~= meta.text then
+    sets[count + 1], sets[count + 2] = s.p .. 'meta', text
+    count = count + 2
+    meta.text = text
   end
   if s.request and answer then
-    s.changed[s.request] = s.number .. ' ' .. pack({answer})
-    if not s.cache[s.request] or s.number % NOTED_EVERY == 0 then
+    local kept = type(answer) == 'string' and s.number .. ' t' .. answer or s.number .. ' m' .. pack({answer})
+    sets[count + 1], sets[count + 2] = s.request, kept
+    count = count + 2
+    if not s.values[2] or s.number % NOTED_EVERY == 0 then
       note_client(s)
     end
   end
-  local sets, dels = {}, {}
-  for key, value in pairs(s.changed) do
-    if value then
-      sets[#sets + 1] = key
-      sets[#sets + 1] = value
-    else
-      dels[#dels + 1] = key
-    end
-  end
-  if #sets > 0 then
+  if count > 0 then
     call('MSET', unpack(sets))
   end
-  if #dels > 0 then
-    call('DEL', unpack(dels))
+  if s.drops and next(s.drops) then
+    local drops = {}
+    for key in pairs(s.drops) do
+      drops[#drops + 1] = key
+    end
+    call('DEL', unpack(drops))
   end
+  LAST[s.p] = meta
   return answer
 end
 
 local function run(body, wants, keys, args, is_reading)
   local s = open(keys, args, wants)
-  if not s.meta then
-    error({err = 'CFCLOSED there is no fleet under this prefix: an engine opens it first'})
-  end
   if s.answer then
     return s.answer[1]
   end
+  if not s.meta then
+    error({err = 'CFCLOSED there is no fleet under this prefix: an engine opens it first'})
+  end
   local answer = body(s, args)
   if is_reading then
+    LAST[s.p] = s.meta
     return answer
   end
   return close(s, answer)
@@ -260,7 +311,7 @@ redis.register_function('cf1_open', function(keys, args)
   if not s.meta then
     s.meta = {
       epoch = 1, run = run_id, winds = winds, version = 0, sequence = 0, serial = 0, classes = 0, is_paused = false,
-      queued = 0, leased = 0, completed = 0, failed = 0, cancelled = 0, in_lane = 0, delayed = 0, paused = 0,
+      queued = 0, leased = 0, completed = 0, failed = 0, cancelled = 0, in_lane = 0, delayed = 0, paused = 0, text = '',
     }
   elseif winds and not s.meta.winds then
     error({err = 'CFTIME this fleet runs on the clock of its server; open another prefix for tests'})

@@ -14,7 +14,10 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.stores.redis.client import ServerError
 
 LIBRARY = "comfyfleet1"
-PARTS = ("keys.lua", "index.lua", "blocks.lua", "dispatches.lua", "keeping.lua", "workers.lua", "moving.lua")
+PARTS = (
+    *("keys.lua", "jobs.lua", "index.lua", "blocks.lua"),
+    *("dispatches.lua", "keeping.lua", "workers.lua", "moving.lua"),
+)
 
 Send = Callable[..., Awaitable[object]]
 

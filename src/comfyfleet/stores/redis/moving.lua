@@ -1,17 +1,24 @@
--- Part 7: jobs that come from, or go to, another store.
+-- Part 8: jobs that come from, or go to, another store.
+
+local function reference_of(job)
+  local values = rest(job)
+  return values.reference and values.tenant .. '\0' .. values.reference
+end
 
 local function known_as(s, job)
   if read(s, job_key(s, job.job_id)) then
     return job.job_id
   end
-  return job.reference and call('HGET', s.p .. 'references', job.tenant .. '\0' .. job.reference)
+  local reference = reference_of(job)
+  return reference and call('HGET', s.p .. 'references', reference)
 end
 
--- for each job: dispatch (MessagePack), payload (JSON), log, result or "", failure or "" (JSON)
+-- for each job: dispatch (see jobs.lua; its place and the number of its class are given here), payload (JSON), log, result or "", failure or "" (JSON)
 define('adopt', function(s, args)
   local jobs = {}
   for i = 4, #args, 5 do
-    local job = unpacked(args[i])
+    local job = job_of('', args[i])
+    job.job_id = rest(job).job_id
     if job.lease or not FINAL[job.phase] and not has_classes(s, job) then
       return false
     end
@@ -24,8 +31,9 @@ define('adopt', function(s, args)
       answer[place] = read(s, job_key(s, known))
     else
       local key, at = job_key(s, job.job_id), 4 + (place - 1) * 5
-      if job.reference then
-        call('HSET', s.p .. 'references', job.tenant .. '\0' .. job.reference, job.job_id)
+      local reference = reference_of(job)
+      if reference then
+        call('HSET', s.p .. 'references', reference, job.job_id)
       end
       s.meta.sequence = s.meta.sequence + 1
       job.sequence = s.meta.sequence
@@ -46,7 +54,7 @@ end)
 
 local function forget(s, job)
   local key = job_key(s, job.job_id)
-  count(s, job, -1)
+  count(s, job.phase, job.standing, -1)
   if FINAL[job.phase] then
     call('ZREM', s.p .. 'jobs:' .. job.phase, job.job_id)
     call('ZREM', s.p .. 'jobs:dead', job.job_id)
@@ -56,13 +64,14 @@ local function forget(s, job)
       pin(s, job.relaxed_class, -1)
     end
     if stands_in_lane(job) then
-      leave_lane(s, job)
+      leave_lane(s, lane_of(job), job.job_id)
     end
   end
   call('ZREM', s.p .. 'jobs', job.job_id)
   call('ZREM', s.p .. 'jobs:due', job.job_id)
-  if job.reference then
-    call('HDEL', s.p .. 'references', job.tenant .. '\0' .. job.reference)
+  local reference = reference_of(job)
+  if reference then
+    call('HDEL', s.p .. 'references', reference)
   end
   for _, name in ipairs({'', ':payload', ':log', ':result', ':failure', ':progress'}) do
     drop(s, key .. name)

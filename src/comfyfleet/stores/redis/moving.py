@@ -12,7 +12,8 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.redis import codec
-from comfyfleet.stores.redis.codec import as_bytes, as_list, decode_dispatch
+from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch, encode_dispatch, encode_place
 
 if TYPE_CHECKING:
     from comfyfleet.stores.redis.store import RedisStore
@@ -57,16 +58,17 @@ class RedisMoving:
 
 def _encode(whole: WholeJob) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     job = whole.job
-    dispatch, payload = codec.encode_kept(whole.dispatch, job, len(whole.facts))
+    text = encode_dispatch(whole.dispatch, job.phase, codec.encode_record(job), job.reference)
+    dispatch = encode_place(len(whole.facts)) + text
     log = b"".join(line + b"\n" for line in _log(whole))
     result = b"" if job.result is None else _json(job.result)
     failure = b"" if job.failure is None else _json(job.failure)
-    return dispatch, payload, log, result, failure
+    return dispatch, codec.encode_payload(job), log, result, failure
 
 
 def _log(whole: WholeJob) -> Iterator[bytes]:
     for fact in whole.facts:
-        line = {"number": fact.number, "kind": fact.kind, "at": fact.at, "round": fact.round}
+        line = {"kind": fact.kind, "at": fact.at, "round": fact.round}
         yield b"f" + _json(line if fact.data is None else {**line, "data": fact.data})
     for attempt in whole.attempts:
         yield from _attempt_lines(attempt)

@@ -11,7 +11,8 @@ import msgspec
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.redis.client import Send, ServerError
-from comfyfleet.stores.redis.codec import as_bytes, as_list
+from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.dispatches import as_bytes
 
 Durability = Literal["durable", "everysec", "none"]
 

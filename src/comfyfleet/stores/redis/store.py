@@ -33,7 +33,8 @@ from comfyfleet.stores.index import MAX_IDLE_CLASSES
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
 from comfyfleet.stores.redis.client import Argument, Client, Send
-from comfyfleet.stores.redis.codec import as_bytes, as_list, decode_dispatch
+from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
 from comfyfleet.stores.redis.foreign import RedisForeign
 from comfyfleet.stores.redis.library import ensure_library
 from comfyfleet.stores.redis.listening import Listener
@@ -184,7 +185,7 @@ class RedisStore:
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
         answer = await self._do("enqueue", *codec.encode_enqueue(dispatch, job, facts))
-        return codec.decode_written(answer, facts)
+        return codec.decode_enqueued(answer, dispatch, facts)
 
     async def load(self, job_id: JobId) -> Dispatch | None:
         text = await self._get(f"job:{job_id}")
@@ -203,18 +204,23 @@ class RedisStore:
         return [_candidate(as_list(row)) for row in as_list(found)]
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
-        return codec.decode_leased(await self._do("lease", job_id, codec.encode_offer(offer)), offer)
+        return codec.decode_leased(await self._do("lease", job_id, *codec.encode_offer(offer)))
 
     async def lease_next(self, offer: LeaseOffer) -> Written | None:
-        return codec.decode_leased(await self._do("lease_next", codec.encode_offer(offer)), offer)
+        return codec.decode_leased(await self._do("lease_next", *codec.encode_offer(offer)))
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         text = await self._ask("leased_by_poll", poll_id)
         return None if text is None else decode_dispatch(text)
 
     async def write(self, write: Write) -> Written | None:
-        text = codec.encode_write(write, await self._new_payload(write))
-        return codec.decode_written(await self._do("write", text), write.facts)
+        arguments = codec.encode_finish(write)
+        if arguments is None:
+            message = codec.encode_write(write, await self._new_payload(write))
+            answer = await self._do("write", message)
+        else:
+            answer = await self._do("finish", *arguments)
+        return codec.decode_written(answer, write.facts)
 
     async def _new_payload(self, write: Write) -> bytes | None:
         """Read before the write: nothing else ever changes what a job was submitted with."""
@@ -226,17 +232,19 @@ class RedisStore:
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
     ) -> tuple[Written | None, Written | None]:
-        text = codec.encode_write(write, await self._new_payload(write))
-        answer = await self._do("finish_and_lease_next", text, codec.encode_offer(offer))
-        if answer is None:
-            return None, None
-        finished, leased = as_list(answer)
-        return codec.decode_written(finished, write.facts), codec.decode_leased(leased, offer)
+        arguments = codec.encode_finish(write)
+        if arguments is None:
+            message = codec.encode_write(write, await self._new_payload(write))
+            answer = await self._do("write_and_lease_next", message, *codec.encode_offer(offer))
+        else:
+            answer = await self._do("finish_and_lease_next", *codec.encode_offer(offer), *arguments)
+        return codec.decode_finished_and_leased(answer, write.facts)
 
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         if not refs:
             return []
-        states = as_list(await self._do("heartbeat", repr(ttl_s), *map(codec.encode_ref, refs)))
+        leases = [part for ref in refs for part in codec.encode_ref(ref)]
+        states = as_list(await self._do("heartbeat", repr(ttl_s), *leases))
         return [LeaseState(ref, state != 0, state == 2) for ref, state in zip(refs, states, strict=True)]
 
     async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
@@ -291,10 +299,15 @@ class RedisStore:
     # what is kept with a job
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
-        return codec.decode_facts(job_id, await self._get(f"job:{job_id}:log"), after)
+        return codec.decode_facts(job_id, await self._log(job_id), after)
 
     async def attempts(self, job_id: JobId) -> list[Attempt]:
-        return codec.decode_attempts(await self._get(f"job:{job_id}:log"))
+        return codec.decode_attempts(await self._log(job_id))
+
+    async def _log(self, job_id: JobId) -> list[object]:
+        """With the dispatch: a lease is in the log only when something has followed it."""
+        key = f"{self.prefix}job:{job_id}"
+        return as_list(await self._client.call("MGET", key, f"{key}:log"))
 
     async def mark_late(self, ref: LeaseRef) -> None:
         await self._do("mark_late", ref.attempt_id, ref.job_id, ref.number)

@@ -1,4 +1,4 @@
--- Part 6: the functions of a worker that has a Redis client and nothing else, and what engines do for it.
+-- Part 7: the functions of a worker that has a Redis client and nothing else, and what engines do for it.
 --
 -- Plain arguments, plain answers. A lease is shown as five arguments: job, round, number, epoch, token. Answers to a
 -- report: 0 the lease is lost and nothing was changed, 1 done, 2 done, and the job is to be stopped.
@@ -10,15 +10,8 @@ local COMMANDS_S = 3600
 local COMMANDS_KEPT = 100
 local REFUSED_S = 60
 
-local function ref_at(args, place)
-  return {
-    job_id = args[place], round = tonumber(args[place + 1]), number = tonumber(args[place + 2]),
-    epoch = tonumber(args[place + 3]), token = args[place + 4],
-  }
-end
-
 local function wants_ref(s, args, names)
-  wants_job(s, args[4], names)
+  names[#names + 1] = job_key(s, args[4])
 end
 
 local function held(s, args)
@@ -120,11 +113,12 @@ define('worker_lease_next', function(s, args)
   elseif worker.is_draining or worker.is_paused or is_kept_off then
     return false
   else
-    local leased = lease_next(s, offer)
+    local leased
+    leased, known = lease_next(s, offer)
     if not leased then
       return false
     end
-    job = unpacked(leased[1])
+    job = load(s, known)
   end
   local lease = job.lease
   local left = string.format('%.3f', lease.expires_at - now(s))
@@ -177,7 +171,7 @@ define('worker_complete', function(s, args)
   call('LTRIM', finished, -REPORTS_KEPT, -1)
   return settle(s, ref, 'completed', {phase = 'completed'}, {'lease', 'wake_at'},
     {phase = 'completed', worker_id = worker_id, completed_at = now(s)}, {result = args[9]}, {'failure'},
-    {{'completed', data}})
+    fact_line('completed', data))
 end, wants_ref)
 
 -- lease, reason: back to its place, or cancelled if that was asked for
@@ -188,10 +182,10 @@ define('worker_release', function(s, args)
   end
   if job.cancel_requested_at then
     return settle(s, ref, 'cancelled', {phase = 'cancelled'}, {'lease', 'wake_at'},
-      {phase = 'cancelled', completed_at = now(s)}, {}, {}, {{'cancelled', ''}})
+      {phase = 'cancelled', completed_at = now(s)}, {}, {}, fact_line('cancelled'))
   end
-  return settle(s, ref, 'released', {phase = 'queued', releases = (job.releases or 0) + 1}, {'lease'},
-    {phase = 'queued'}, {}, {}, {{'released', '{"reason":' .. cjson.encode(args[9]) .. '}'}})
+  return settle(s, ref, 'released', {phase = 'queued', releases = (rest(job).releases or 0) + 1}, {'lease'},
+    {phase = 'queued'}, {}, {}, fact_line('released', '{"reason":' .. cjson.encode(args[9]) .. '}'))
 end, wants_ref)
 
 -- lease, failure (JSON): kept for an engine, whose verdict it is; if none comes, the lease runs out

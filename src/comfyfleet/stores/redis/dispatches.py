@@ -1,0 +1,212 @@
+"""A dispatch as the function library keeps it, and back: a fixed head, then a MessagePack map of the rest.
+
+The library reads and changes the head with every lease and leaves the rest alone. What is asked of it is the codec's.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Standing
+from comfyfleet.model.ids import (
+    ClassKey,
+    JobId,
+    LeaseToken,
+    PollId,
+    TenantId,
+    WorkerId,
+    WorkflowHash,
+)
+
+_PHASES = (Phase.QUEUED, Phase.LEASED, Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
+_STANDINGS = (Standing.IN_LANE, Standing.DELAYED, Standing.PAUSED)
+_PHASE_CODES = {phase: code for code, phase in enumerate(_PHASES)}
+_STANDING_CODES = {standing: code for code, standing in enumerate(_STANDINGS)}
+
+# As HEAD in jobs.lua, which names the fields. The library itself puts the first three before a new one.
+_PLACE = struct.Struct("<dII")
+_STATE = struct.Struct("<6B6I5d")
+_HEAD = struct.Struct("<dII6B6I5d")
+_NO_TIME = -1.0
+
+
+class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What is in no head."""
+
+    job_id: JobId
+    workflow_hash: WorkflowHash
+    priority: int
+    tenant: TenantId
+    queued_at: float = 0.0
+    not_before: float | None = None
+    charged: int = 0
+    worker_faults: int = 0
+    releases: int = 0
+    max_attempts: int = 3
+    failed_on: tuple[WorkerId, ...] = ()
+    expired_on: tuple[WorkerId, ...] = ()
+    relax_at: float | None = None
+    base_priority: int = 0
+    deadline_at: float | None = None
+    fails_at_deadline: bool = True
+    expires_at: float | None = None
+    reference: str | None = None
+
+
+_pack = msgspec.msgpack.encode
+_rests = msgspec.msgpack.Decoder(_Rest)
+
+
+class Kept(msgspec.Struct, frozen=True, gc=False):
+    """What stands beside a dispatch in its text."""
+
+    dispatch: Dispatch
+    facts: int
+    is_unnoted: bool
+    """There is a lease that the log of the job does not tell of yet."""
+
+
+def decode_dispatch(value: object) -> Dispatch:
+    return decode_kept(as_bytes(value), 0).dispatch
+
+
+def decode_kept(data: bytes, start: int) -> Kept:
+    head = _HEAD.unpack_from(data, start)
+    sequence, _, facts, phase, standing, _, is_acknowledged, _, is_noted, number_of_round = head[:10]
+    revision, lease_number, attempts, epoch, _, wake_at, cancel_requested_at, _, leased_at, expires_at = head[
+        10:
+    ]
+    (class_key, relaxed_class, worker_id, poll_id, token, _), at = _texts(data, start)
+    rest = _rests.decode(data[at:])
+    lease = None
+    if epoch:
+        lease = Lease(
+            WorkerId(worker_id.decode()),
+            lease_number,
+            epoch,
+            LeaseToken(token.decode()),
+            PollId(poll_id.decode()),
+            leased_at,
+            expires_at,
+            bool(is_acknowledged),
+        )
+    dispatch = Dispatch(
+        rest.job_id,
+        ClassKey(class_key.decode()),
+        rest.workflow_hash,
+        rest.priority,
+        int(sequence),
+        rest.tenant,
+        number_of_round,
+        revision,
+        _PHASES[phase],
+        _STANDINGS[standing],
+        rest.queued_at,
+        None if wake_at < 0 else wake_at,
+        rest.not_before,
+        lease,
+        lease_number,
+        attempts,
+        rest.charged,
+        rest.worker_faults,
+        rest.releases,
+        rest.max_attempts,
+        rest.failed_on,
+        rest.expired_on,
+        None if cancel_requested_at < 0 else cancel_requested_at,
+        ClassKey(relaxed_class.decode()) if relaxed_class else None,
+        rest.relax_at,
+        rest.base_priority,
+        rest.deadline_at,
+        rest.fails_at_deadline,
+        rest.expires_at,
+    )
+    return Kept(dispatch, facts, lease is not None and not is_noted)
+
+
+def _texts(data: bytes, start: int) -> tuple[list[bytes], int]:
+    """Class, relaxed class, worker, poll, token and record, and where the rest begins."""
+    at, texts = start + _HEAD.size, []
+    for _ in range(6):
+        end = at + 2 + data[at] + 256 * data[at + 1]
+        texts.append(data[at + 2 : end])
+        at = end
+    return texts, at
+
+
+def decode_record(value: object) -> tuple[Phase, bytes]:
+    """The phase of the job's record, and its other small parts (a MessagePack map, or nothing)."""
+    data = as_bytes(value)
+    return _PHASES[data[_PLACE.size + 2]], _texts(data, 0)[0][-1]
+
+
+def encode_place(facts: int) -> bytes:
+    """What stands before a dispatch that comes with a log of so many facts; the library fills in the rest."""
+    return _PLACE.pack(0, 0, facts)
+
+
+def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, reference: str | None) -> bytes:
+    """Of a new one: without its place in line, which the library gives it."""
+    lease, wake_at, cancel_requested_at = dispatch.lease, dispatch.wake_at, dispatch.cancel_requested_at
+    state = _STATE.pack(
+        _PHASE_CODES[dispatch.phase],
+        _STANDING_CODES[dispatch.standing],
+        _PHASE_CODES[record_phase],
+        lease is not None and lease.is_acknowledged,
+        0,
+        0,
+        dispatch.round,
+        dispatch.revision,
+        dispatch.lease_number,
+        dispatch.attempts,
+        0 if lease is None else lease.epoch,
+        0,
+        _NO_TIME if wake_at is None else wake_at,
+        _NO_TIME if cancel_requested_at is None else cancel_requested_at,
+        _NO_TIME,
+        _NO_TIME if lease is None else lease.leased_at,
+        _NO_TIME if lease is None else lease.expires_at,
+    )
+    class_key, relaxed_class = dispatch.class_key.encode(), (dispatch.relaxed_class or "").encode()
+    parts = [state, _sized(class_key), _sized(relaxed_class)]
+    if lease is None:
+        parts.append(_NO_HOLDER)
+    else:
+        parts += [_sized(text.encode()) for text in (lease.worker_id, lease.poll_id, lease.token)]
+    parts.append(_sized(record))
+    rest = _Rest(
+        dispatch.job_id,
+        dispatch.workflow_hash,
+        dispatch.priority,
+        dispatch.tenant,
+        dispatch.queued_at,
+        dispatch.not_before,
+        dispatch.charged,
+        dispatch.worker_faults,
+        dispatch.releases,
+        dispatch.max_attempts,
+        dispatch.failed_on,
+        dispatch.expired_on,
+        dispatch.relax_at,
+        dispatch.base_priority,
+        dispatch.deadline_at,
+        dispatch.fails_at_deadline,
+        dispatch.expires_at,
+        reference,
+    )
+    parts.append(_pack(rest))
+    return b"".join(parts)
+
+
+_NO_HOLDER = bytes(6)
+
+
+def _sized(text: bytes) -> bytes:
+    return len(text).to_bytes(2, "little") + text
+
+
+def as_bytes(value: object) -> bytes:
+    assert isinstance(value, bytes), f"the library answered {type(value).__name__} instead of text"
+    return value

@@ -1,0 +1,164 @@
+-- Part 2: a dispatch as text, and back. What moves with every lease stands in front, in a fixed form that is read without
+-- looking at the rest; the rest is a MessagePack map, unpacked when it is needed and packed when it was changed.
+--
+-- HEAD: sequence, class number, facts · phase, standing, phase of the record, whether the lease is acknowledged, whether
+-- its poll has another lease, whether the log tells of it · round, revision, lease number, attempts, epoch of the lease
+-- (0: there is none), lease that was reported as failed · wake_at, cancel_requested_at, ended_at, leased_at, expires_at
+-- (below 0: none) · class, relaxed class, worker, poll, token, record (MessagePack map or empty), each after its length.
+
+local HEAD = '<dIIBBBBBBIIIIIIdddddHc0Hc0Hc0Hc0Hc0Hc0'
+-- What an enqueue puts before the rest of a head.
+local PLACE = '<dII'
+local PHASES = {[0] = 'queued', 'leased', 'completed', 'failed', 'cancelled'}
+local PHASE_CODES = {queued = 0, leased = 1, completed = 2, failed = 3, cancelled = 4}
+local STANDINGS = {[0] = 'in_lane', 'delayed', 'paused'}
+local STANDING_CODES = {in_lane = 0, delayed = 1, paused = 2}
+local FINAL = {completed = true, failed = true, cancelled = true}
+-- The fields an engine changes that stand in the head. All others are in the rest.
+local IN_HEAD = {
+  phase = true, standing = true, class_key = true, relaxed_class = true, round = true, wake_at = true, lease = true,
+  attempts = true, cancel_requested_at = true,
+}
+
+local function job_key(s, job_id)
+  return s.p .. 'job:' .. job_id
+end
+
+local function job_of(job_id, text)
+  local sequence, class_number, facts, phase, standing, record_phase, is_acknowledged, poll_moved, is_noted, round,
+    revision, lease_number, attempts, epoch, reported, wake_at, cancel_requested_at, ended_at, leased_at, expires_at,
+    class_key, relaxed_class, worker_id, poll_id, token, record, at = struct.unpack(HEAD, text)
+  return {
+    job_id = job_id, phase = PHASES[phase], standing = STANDINGS[standing], record_phase = PHASES[record_phase],
+    poll_moved = poll_moved == 1, round = round, revision = revision, lease_number = lease_number, attempts = attempts,
+    facts = facts, class_number = class_number, reported = reported, sequence = sequence,
+    wake_at = wake_at >= 0 and wake_at or nil,
+    cancel_requested_at = cancel_requested_at >= 0 and cancel_requested_at or nil,
+    ended_at = ended_at >= 0 and ended_at or nil, class_key = class_key,
+    relaxed_class = relaxed_class ~= '' and relaxed_class or nil, record = record, packed_rest = text:sub(at),
+    lease = epoch > 0 and {
+      worker_id = worker_id, number = lease_number, epoch = epoch, token = token, poll_id = poll_id,
+      leased_at = leased_at, expires_at = expires_at, is_acknowledged = is_acknowledged == 1, is_noted = is_noted == 1,
+    } or nil,
+  }
+end
+
+local NO_LEASE = {epoch = 0, worker_id = '', poll_id = '', token = '', leased_at = -1, expires_at = -1}
+
+local function text_of(job)
+  local lease, record, relaxed = job.lease or NO_LEASE, job.record, job.relaxed_class or ''
+  return struct.pack(HEAD, job.sequence, job.class_number, job.facts, PHASE_CODES[job.phase],
+    STANDING_CODES[job.standing], PHASE_CODES[job.record_phase], lease.is_acknowledged and 1 or 0,
+    job.poll_moved and 1 or 0, lease.is_noted and 1 or 0, job.round, job.revision, job.lease_number, job.attempts,
+    lease.epoch, job.reported, job.wake_at or -1, job.cancel_requested_at or -1, job.ended_at or -1, lease.leased_at,
+    lease.expires_at, #job.class_key, job.class_key, #relaxed, relaxed, #lease.worker_id, lease.worker_id,
+    #lease.poll_id, lease.poll_id, #lease.token, lease.token, #record, record) .. job.packed_rest
+end
+
+-- What does not move: tenant, workflow hash, priority, limits, counters.
+local function rest(job)
+  if not job.rest then
+    job.rest = unpacked(job.packed_rest)
+  end
+  return job.rest
+end
+
+local function set_rest(job, name, value)
+  local values = rest(job)
+  values[name] = value
+  job.packed_rest = pack(values)
+  job.place = nil
+end
+
+local function load(s, job_id)
+  local text = read(s, job_key(s, job_id))
+  return text and job_of(job_id, text) or nil
+end
+
+local function save(s, job)
+  local text = text_of(job)
+  put(s, job_key(s, job.job_id), text)
+  return text
+end
+
+local function stands_in_lane(job)
+  return job.phase == 'queued' and job.standing == 'in_lane'
+end
+
+-- A lane is "<class number> <place>", and a place "<priority> <length of the hash> <hash><tenant>".
+local function lane_of(job)
+  if not job.place then
+    local values = rest(job)
+    local hash = values.workflow_hash
+    job.place = whole(values.priority) .. ' ' .. #hash .. ' ' .. hash .. values.tenant
+  end
+  return whole(job.class_number) .. ' ' .. job.place
+end
+
+-- The small parts of the job's record that change, beside its phase.
+local function changed_record(record, values, drops)
+  local known = record ~= '' and unpacked(record) or {}
+  for name, value in pairs(values or {}) do
+    known[name] = value
+  end
+  for _, name in ipairs(drops or {}) do
+    known[name] = nil
+  end
+  -- Without a name in it, it would be packed as a list.
+  return next(known) and pack(known) or ''
+end
+
+-- Facts are lines of the log, numbered by their order in the step that makes them true: there \1 stands for the time,
+-- and \2 for the round.
+
+local function fact_line(kind, data)
+  return 'f{"kind":"' .. kind .. '","at":\1,"round":\2' .. (data and ',"data":' .. data or '') .. '}\n'
+end
+
+-- → lines, how many
+local function told(s, facts, round)
+  local lines, count = facts:gsub('\1', now_text(s))
+  return (lines:gsub('\2', round)), count
+end
+
+-- An attempt that begins is the fact that the job was leased. It is written when something follows; until then the lease
+-- itself tells it.
+local function attempt_line(job_id, round, number, epoch, worker_id, leased_at, attempts)
+  return 'a{"attempt_id":' .. cjson.encode(job_id .. '/' .. round .. '/' .. number .. '/' .. epoch) .. ',"worker_id":'
+    .. cjson.encode(worker_id) .. ',"lease_number":' .. number .. ',"round":' .. round .. ',"started_at":'
+    .. exact(leased_at) .. ',"attempt":' .. attempts .. '}\n'
+end
+
+local function end_line(s, number, ended)
+  return 'e{"lease_number":' .. number .. ',"ended_at":' .. now_text(s) .. ',"end":' .. ended .. '}\n'
+end
+
+-- The jobs a worker holds, by sequence.
+
+local function hold(s, worker_id, sequence)
+  local key = s.p .. 'jobs:active:' .. worker_id
+  put(s, key, (read(s, key) or '') .. ' ' .. sequence .. ' ')
+end
+
+local function let_go(s, worker_id, sequence)
+  local key = s.p .. 'jobs:active:' .. worker_id
+  local held = read(s, key) or ''
+  local from, to = held:find(' ' .. sequence .. ' ', 1, true)
+  if not from then
+    return
+  end
+  held = held:sub(1, from - 1) .. held:sub(to + 1)
+  if held ~= '' then
+    put(s, key, held)
+  else
+    drop(s, key)
+  end
+end
+
+local function active_jobs(s, worker_id)
+  local jobs = {}
+  for sequence in (read(s, s.p .. 'jobs:active:' .. worker_id) or ''):gmatch('%d+') do
+    jobs[#jobs + 1] = call('ZRANGEBYSCORE', s.p .. 'jobs', sequence, sequence)[1]
+  end
+  return jobs
+end
