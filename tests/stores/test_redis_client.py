@@ -129,7 +129,7 @@ async def test_a_client_that_is_gone_for_a_day_is_forgotten_with_its_answers(
 ) -> None:
     store = bench.store
     assert isinstance(store, RedisStore)
-    await asyncio.gather(*[bench.enqueue() for _ in range(5)])
+    await asyncio.gather(*[store.charge_tenant(TenantId("ann"), 1.0) for _ in range(5)])
     clients = await store.diagnose("ZRANGE", f"{store.prefix}clients", 0, -1)
     assert isinstance(clients, list)
     (client,) = clients

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import hiredis
@@ -22,6 +22,8 @@ Send = Callable[..., Awaitable[object]]
 
 _packed: Callable[[tuple[Argument, ...]], bytes] = cast("Any", hiredis.pack_command)
 
+# How many calls go as one.
+_AT_ONCE = 32
 # Answers that speak of the server's state, not of the call: another connection may find it better.
 _PASSING = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
 
@@ -35,13 +37,39 @@ class ServerError(Fault):
 
 
 class _Call:
-    __slots__ = ("answer", "began", "packed", "slot")
+    """`packed` is empty until it is known whether it goes alone or as one of the `parts` of a joint call."""
 
-    def __init__(self, packed: bytes, answer: asyncio.Future[object], began: float, slot: int | None) -> None:
+    __slots__ = ("answer", "arguments", "began", "name", "packed", "parts", "slot", "time")
+
+    def __init__(
+        self,
+        packed: bytes,
+        answer: asyncio.Future[object] | None,
+        began: float,
+        slot: int | None = None,
+        name: str = "",
+        time: str = "",
+        arguments: tuple[Argument, ...] = (),
+    ) -> None:
         self.packed = packed
         self.answer = answer
         self.began = began
         self.slot = slot
+        self.name = name
+        self.time = time
+        self.arguments = arguments
+        self.parts: list[_Call] = []
+
+    def settle(self, answer: object) -> None:
+        if self.answer is not None:
+            if not self.answer.done():
+                _settle(self.answer, answer)
+        elif isinstance(answer, list):
+            for part, each in zip(self.parts, answer, strict=True):
+                part.settle(each)
+        else:
+            for part in self.parts:
+                part.settle(answer)
 
 
 class _Wire(asyncio.Protocol):
@@ -89,6 +117,7 @@ class Client:
     ) -> None:
         self.client_id = client_id
         self._address = address
+        self._meta = f"{address.prefix}meta"
         self._greet = greet
         self._patience_s = patience_s
         self._silence_s = silence_s
@@ -118,28 +147,42 @@ class Client:
         self, name: str, *arguments: Argument, time: str = "", is_reading: bool = False
     ) -> object:
         """A function of the library; one that writes gets a request id, under which a repeat finds its answer."""
-        meta = f"{self._address.prefix}meta"
         if is_reading:
             return await self._submit(
-                _packed(("FCALL", f"cf1_{name}", 1, meta, "", "", time, *arguments)), None
+                _packed(("FCALL", f"cf1_{name}", 1, self._meta, "", "", time, *arguments)), None
             )
+        slot = self._slot()
+        return await self._submit(self._request(slot, name, time, arguments), slot)
+
+    def joined(self, name: str, *arguments: Argument, time: str = "") -> asyncio.Future[object]:
+        """As `function`, for those that may be called many at a time: those of one turn of the loop go as one."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[object] = loop.create_future()
+        return self._wait(_Call(b"", answer, loop.time(), None, name, time, arguments), answer)
+
+    def _slot(self) -> int:
         # A slot serves one call at a time, so the server keeps one answer for each, and not many.
         if self._free_slots:
-            slot = self._free_slots.pop()
-        else:
-            slot, self._slots = self._slots, self._slots + 1
+            return self._free_slots.pop()
+        self._slots += 1
+        return self._slots - 1
+
+    def _request(self, slot: int, name: str, time: str, arguments: Sequence[Argument]) -> bytes:
         self._numbers += 1
         request = f"{self.client_id}:{slot}"
-        packed = _packed(("FCALL", f"cf1_{name}", 1, meta, request, self._numbers, time, *arguments))
-        return await self._submit(packed, slot)
+        return _packed(("FCALL", f"cf1_{name}", 1, self._meta, request, self._numbers, time, *arguments))
 
     def _submit(self, packed: bytes, slot: int | None) -> asyncio.Future[object]:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[object] = loop.create_future()
+        return self._wait(_Call(packed, answer, loop.time(), slot), answer)
+
+    def _wait(self, call: _Call, answer: asyncio.Future[object]) -> asyncio.Future[object]:
         if self._is_closed:
             answer.set_exception(Fault("the Redis store is closed"))
             return answer
-        self._unsent.append(_Call(packed, answer, loop.time(), slot))
+        self._unsent.append(call)
+        loop = asyncio.get_running_loop()
         if not self._is_flushing and self._is_ready:
             self._is_flushing = True
             loop.call_soon(self._flush)
@@ -154,9 +197,39 @@ class Client:
             return
         if not self._sent:
             self._quiet_since = asyncio.get_running_loop().time()
-        wire.transport.write(b"".join([call.packed for call in self._unsent]))
-        self._sent.extend(self._unsent)
+        calls = self._packed_calls()
+        wire.transport.write(b"".join([call.packed for call in calls]))
+        self._sent.extend(calls)
         self._unsent.clear()
+
+    def _packed_calls(self) -> list[_Call]:
+        """In their order; those that may go together do, a few at a time, so that nobody waits long for a stranger."""
+        calls: list[_Call] = []
+        group: list[_Call] = []
+        for call in self._unsent:
+            is_joining = not call.packed and (not group or group[0].time == call.time)
+            if group and (not is_joining or len(group) == _AT_ONCE):
+                calls.append(self._together(group))
+                group = []
+            if call.packed:
+                calls.append(call)
+            else:
+                group.append(call)
+        if group:
+            calls.append(self._together(group))
+        return calls
+
+    def _together(self, group: list[_Call]) -> _Call:
+        first, slot = group[0], self._slot()
+        if len(group) == 1:
+            first.packed, first.slot = self._request(slot, first.name, first.time, first.arguments), slot
+            return first
+        arguments: list[Argument] = []
+        for call in group:
+            arguments += (call.name, len(call.arguments), *call.arguments)
+        joint = _Call(self._request(slot, "many", first.time, arguments), None, first.began, slot)
+        joint.parts = group
+        return joint
 
     def _take(self, wire: _Wire, answer: object) -> None:
         if wire is not self._wire:
@@ -174,8 +247,7 @@ class Client:
         call = self._sent.popleft()
         if call.slot is not None:
             self._free_slots.append(call.slot)
-        if not call.answer.done():
-            _settle(call.answer, answer)
+        call.settle(answer)
 
     def _hear(self) -> None:
         self._quiet_since = asyncio.get_running_loop().time()
@@ -277,13 +349,12 @@ class Client:
                 self._drop(self._wire)
         while self._unsent and self._unsent[0].began + self._patience_s < now:
             call = self._unsent.popleft()
-            if not call.answer.done():
-                call.answer.set_exception(
-                    Fault(
-                        f"the Redis at {self._address.name} did not answer for {self._patience_s:g} s "
-                        f"({self._trouble}): whether the call took effect is not known; look before repeating it"
-                    )
+            call.settle(
+                Fault(
+                    f"the Redis at {self._address.name} did not answer for {self._patience_s:g} s "
+                    f"({self._trouble}): whether the call took effect is not known; look before repeating it"
                 )
+            )
         if self._sent or self._unsent:
             self._watch = loop.call_later(self._silence_s / 8, self._look_at_the_clock)
 
@@ -302,8 +373,7 @@ class Client:
         if wire is not None:
             self._drop(wire)
         for call in (*self._sent, *self._unsent):
-            if not call.answer.done():
-                call.answer.set_exception(Fault("the Redis store was closed before this call was answered"))
+            call.settle(Fault("the Redis store was closed before this call was answered"))
         self._sent.clear()
         self._unsent.clear()
         # The transport says good-bye in the next turn of the loop.
@@ -312,6 +382,6 @@ class Client:
 
 def _settle(future: asyncio.Future[object], answer: object) -> None:
     if isinstance(answer, Exception):
-        future.set_exception(ServerError(str(answer)))
+        future.set_exception(answer if isinstance(answer, Fault) else ServerError(str(answer)))
     else:
         future.set_result(answer)

@@ -16,16 +16,6 @@ local function due_at(job)
   return wake and math.min(wake, lease.expires_at) or lease.expires_at
 end
 
-local function pin(s, class, by)
-  local pins = call('HINCRBY', s.p .. 'classes:pins', class, by)
-  if pins == 0 then
-    call('HDEL', s.p .. 'classes:pins', class)
-    call('ZADD', s.p .. 'classes:idle', serial(s), class)
-  elseif pins == 1 and by == 1 then
-    call('ZREM', s.p .. 'classes:idle', class)
-  end
-end
-
 local function count(s, phase, standing, by)
   local meta = s.meta
   meta[phase] = meta[phase] + by
@@ -46,10 +36,10 @@ local function set_due(s, job, was_due)
   local is_due = due_at(job)
   if is_due then
     if is_due ~= was_due then
-      call('ZADD', s.p .. 'jobs:due', is_due, job.job_id)
+      score(s, s.p .. 'jobs:due', job.job_id, is_due)
     end
   elseif was_due then
-    call('ZREM', s.p .. 'jobs:due', job.job_id)
+    score(s, s.p .. 'jobs:due', job.job_id, false)
   end
 end
 
@@ -100,9 +90,15 @@ local function move(s, before, after)
   set_due(s, after, before and before.due)
 end
 
+local function class_number(s, class)
+  s.numbers = s.numbers or {}
+  s.numbers[class] = s.numbers[class] or call('HGET', s.p .. 'classes:numbers', class)
+  return s.numbers[class]
+end
+
 -- The number of a job's class, if all of its classes are in the table.
 local function has_classes(s, job)
-  local number = call('HGET', s.p .. 'classes:numbers', job.class_key)
+  local number = class_number(s, job.class_key)
   if not number or (job.relaxed_class and call('HEXISTS', s.p .. 'classes', job.relaxed_class) == 0) then
     return false
   end
@@ -134,7 +130,7 @@ local function grant(s, job_id, text, offer, lane, has_followers)
   local expires_at = leased_at + offer.acknowledge_s
   meta.queued, meta.in_lane, meta.leased = meta.queued - 1, meta.in_lane - 1, meta.leased + 1
   leave_lane(s, lane, job_id, has_followers)
-  call('ZADD', s.p .. 'jobs:due', wake_at >= 0 and wake_at < expires_at and wake_at or expires_at, job_id)
+  score(s, s.p .. 'jobs:due', job_id, wake_at >= 0 and wake_at < expires_at and wake_at or expires_at)
   hold(s, worker_id, sequence)
   local poll = s.p .. 'poll:' .. poll_id
   local earlier = read(s, poll)
@@ -205,11 +201,11 @@ local function finish(s, args, at)
   if relaxed_class ~= '' then
     pin(s, relaxed_class, -1)
   end
-  call('ZADD', s.p .. 'jobs:' .. phase, serial(s), job_id)
+  score(s, s.p .. 'jobs:' .. phase, job_id, serial(s))
   if phase == 'failed' then
-    call('ZADD', s.p .. 'jobs:dead', 0, job_id)
+    score(s, s.p .. 'jobs:dead', job_id, 0)
   end
-  call('ZREM', s.p .. 'jobs:due', job_id)
+  score(s, s.p .. 'jobs:due', job_id, false)
   local changed = args[at + 8]
   if record == '' then
     record = changed
@@ -343,16 +339,16 @@ end
 -- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "", facts,
 -- "1" if it is queued, in its lane, and nothing else is due, then "result" or "failure" and its JSON
 -- → sequence and time, or {the job that has this reference}
-define('enqueue', function(s, args)
-  local job_id, class, place, reference = args[4], args[6], args[7], args[9]
+define_joined('enqueue', function(s, args, at, last)
+  local job_id, class, place, reference = args[at], args[at + 2], args[at + 3], args[at + 5]
   local key, meta, number, job = s.p .. 'job:' .. job_id, s.meta, 0, nil
-  if args[11] == '1' then
-    number = call('HGET', s.p .. 'classes:numbers', class)
+  if args[at + 7] == '1' then
+    number = class_number(s, class)
     if not number then
       return false
     end
   else
-    job = job_of(job_id, struct.pack(PLACE, 0, 0, 0) .. args[5])
+    job = job_of(job_id, struct.pack(PLACE, 0, 0, 0) .. args[at + 1])
     job.place = place
     if not FINAL[job.phase] and not has_classes(s, job) then
       return false
@@ -370,8 +366,8 @@ define('enqueue', function(s, args)
   end
   local sequence = meta.sequence + 1
   meta.sequence = sequence
-  call('ZADD', s.p .. 'jobs', sequence, job_id)
-  local lines, count = told(s, args[10], 1)
+  score(s, s.p .. 'jobs', job_id, sequence)
+  local lines, count = told(s, args[at + 6], 1)
   if job then
     job.sequence, job.facts = sequence, count
     move(s, nil, job)
@@ -380,16 +376,16 @@ define('enqueue', function(s, args)
     meta.queued, meta.in_lane = meta.queued + 1, meta.in_lane + 1
     pin(s, class, 1)
     enter_lane(s, number .. ' ' .. place, job_id, sequence, class, true)
-    put(s, key, struct.pack(PLACE, sequence, number, count) .. args[5])
+    put(s, key, struct.pack(PLACE, sequence, number, count) .. args[at + 1])
   end
-  put(s, key .. ':payload', args[8])
+  put(s, key .. ':payload', args[at + 4])
   put(s, key .. ':log', lines)
-  for i = 12, #args, 2 do
+  for i = at + 8, last, 2 do
     put(s, key .. ':' .. args[i], args[i + 1])
   end
   return struct.pack('<dd', sequence, now(s))
-end, function(s, args, names)
-  names[#names + 1] = s.p .. 'job:' .. args[4]
+end, function(s, args, names, at)
+  names[#names + 1] = s.p .. 'job:' .. args[at]
 end)
 
 -- job, worker, profile, poll, token, seconds until the first heartbeat
@@ -412,13 +408,17 @@ end, function(s, args, names)
   wants_worker(s, s.offer, names)
 end)
 
+local function wants_offer(s, args, names, at)
+  local count = #names
+  names[count + 1] = s.p .. 'blocks:' .. args[at]
+  names[count + 2] = s.p .. 'poll:' .. args[at + 2]
+  names[count + 3] = s.p .. 'jobs:active:' .. args[at]
+end
+
 -- worker, profile, poll, token, seconds until the first heartbeat
-define('lease_next', function(s)
-  return (lease_next(s, s.offer))
-end, function(s, args, names)
-  s.offer = offer_at(args, 4)
-  wants_worker(s, s.offer, names)
-end)
+define_joined('lease_next', function(s, args, at)
+  return (lease_next(s, offer_at(args, at)))
+end, wants_offer)
 
 -- write (MessagePack)
 define('write', function(s)
@@ -428,33 +428,32 @@ end, function(s, args, names)
   names[#names + 1] = job_key(s, s.write.job_id)
 end)
 
-local function with_next(s, finished)
-  return finished and struct.pack('<I', #finished) .. finished .. (lease_next(s, s.offer) or '')
+local function with_next(s, finished, offer)
+  return finished and struct.pack('<I', #finished) .. finished .. (lease_next(s, offer) or '')
 end
 
 -- write (MessagePack), then as `lease_next` → length of the first answer, that, the second answer or nothing
-define('write_and_lease_next', function(s)
-  return with_next(s, write(s, load(s, s.write.job_id), s.write))
+define('write_and_lease_next', function(s, args)
+  return with_next(s, write(s, load(s, s.write.job_id), s.write), offer_at(args, 5))
 end, function(s, args, names)
-  s.write, s.offer = write_of(args[4]), offer_at(args, 5)
+  s.write = write_of(args[4])
   names[#names + 1] = job_key(s, s.write.job_id)
-  wants_worker(s, s.offer, names)
+  wants_offer(s, args, names, 5)
 end)
 
 -- see `finish`
-define('finish', function(s, args)
-  return finish(s, args, 4)
-end, function(s, args, names)
-  names[#names + 1] = job_key(s, args[4])
+define_joined('finish', function(s, args, at)
+  return finish(s, args, at)
+end, function(s, args, names, at)
+  names[#names + 1] = job_key(s, args[at])
 end)
 
 -- as `lease_next`, then see `finish` → as `write_and_lease_next`
-define('finish_and_lease_next', function(s, args)
-  return with_next(s, finish(s, args, 9))
-end, function(s, args, names)
-  s.offer = offer_at(args, 4)
-  names[#names + 1] = job_key(s, args[9])
-  wants_worker(s, s.offer, names)
+define_joined('finish_and_lease_next', function(s, args, at)
+  return with_next(s, finish(s, args, at + 5), offer_at(args, at))
+end, function(s, args, names, at)
+  wants_offer(s, args, names, at)
+  names[#names + 1] = job_key(s, args[at + 5])
 end)
 
 -- profile, worker, slots, lanes, quantum, then workflow hashes to leave out

@@ -79,7 +79,10 @@ local function enter_lane(s, name, job_id, sequence, class, is_new)
     end
     tell(s, class, name)
     -- Behind another job nobody needs to be told: who was told of that one finds this one too.
-    call('PUBLISH', s.p .. 'channel:hub:events', class)
+    if s.hinted ~= class then
+      s.hinted = class
+      call('PUBLISH', s.p .. 'channel:hub:events', class)
+    end
   end
 end
 

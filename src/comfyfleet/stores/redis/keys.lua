@@ -111,46 +111,66 @@ local function meta_text(m)
     m.winds and 1 or 0, m.queued, m.leased, m.completed, m.failed, m.cancelled, m.in_lane, m.delayed, m.paused) .. m.run
 end
 
--- String keys are read once and written together at the end: one MSET, one DEL.
+-- String keys are read once and written together at the end, one MSET and one DEL, and so are the scores that nothing reads
+-- in between: what several calls in one have in common is done once.
 
 local function read(s, key)
-  local names, values = s.names, s.values
-  for place = 1, #names do
-    if names[place] == key then
-      return values[place]
-    end
+  local value = s.cache[key]
+  if value == nil then
+    value = call('GET', key)
+    s.cache[key] = value
   end
-  local value = call('GET', key)
-  names[#names + 1] = key
-  values[#names] = value
   return value
 end
 
-local function keep(s, key, value)
-  local names = s.names
-  for place = 1, #names do
-    if names[place] == key then
-      s.values[place] = value
-      return
-    end
-  end
-  names[#names + 1] = key
-  s.values[#names] = value
-end
-
 local function put(s, key, value)
-  keep(s, key, value)
-  local sets, count = s.sets, #s.sets
-  sets[count + 1], sets[count + 2] = key, value
+  s.cache[key] = value
+  local sets, place = s.sets, s.places[key]
+  if not place then
+    place = #sets + 1
+    s.places[key] = place
+    sets[place] = key
+  end
+  sets[place + 1] = value
   if s.drops then
     s.drops[key] = nil
   end
 end
 
 local function drop(s, key)
-  keep(s, key, false)
+  s.cache[key] = false
   s.drops = s.drops or {}
   s.drops[key] = true
+end
+
+-- false takes the member out.
+local function score(s, key, member, value)
+  local scores = s.scores[key]
+  if not scores then
+    scores = {}
+    s.scores[key] = scores
+  end
+  scores[member] = value
+end
+
+local function write_scores(s)
+  for key, scores in pairs(s.scores) do
+    local added, removed = {}, {}
+    for member, value in pairs(scores) do
+      if value then
+        local count = #added
+        added[count + 1], added[count + 2] = value, member
+      else
+        removed[#removed + 1] = member
+      end
+    end
+    if #added > 0 then
+      call('ZADD', key, unpack(added))
+    end
+    if #removed > 0 then
+      call('ZREM', key, unpack(removed))
+    end
+  end
 end
 
 local function serial(s)
@@ -185,7 +205,8 @@ local function open(keys, args, wants)
     error({err = 'CFCALL declare one key, <prefix>meta, and begin the arguments with request, number and time'})
   end
   local names = {meta}
-  local s = {p = meta:sub(1, -5), names = names, sets = {}, time = args[3]}
+  local cache = {}
+  local s = {p = meta:sub(1, -5), cache = cache, sets = {}, places = {}, scores = {}, time = args[3]}
   if args[1] ~= '' then
     s.request = s.p .. 'request:' .. args[1]
     s.number = args[2]
@@ -195,7 +216,9 @@ local function open(keys, args, wants)
     wants(s, args, names)
   end
   local values = call('MGET', unpack(names))
-  s.values = values
+  for place = 1, #names do
+    cache[names[place]] = values[place]
+  end
   local head, last = values[1], s.request and values[2]
   if last then
     local length = #s.number
@@ -227,9 +250,40 @@ local function forget_clients(s, before)
   end
 end
 
+-- A class is pinned by the open jobs that belong to it; one without any is idle, and the longest idle go first.
+
+local function pin(s, class, by)
+  if not s.pins then
+    s.pins, s.pinned = {}, {}
+  end
+  if not s.pins[class] then
+    s.pins[class] = 0
+    s.pinned[#s.pinned + 1] = class
+  end
+  s.pins[class] = s.pins[class] + by
+end
+
+local function write_pins(s)
+  local pins, idle = s.p .. 'classes:pins', s.p .. 'classes:idle'
+  for _, class in ipairs(s.pinned) do
+    local by = s.pins[class]
+    local count = by ~= 0 and call('HINCRBY', pins, class, by)
+    if count == 0 then
+      call('HDEL', pins, class)
+      call('ZADD', idle, serial(s), class)
+    elseif count and count == by then
+      call('ZREM', idle, class)
+    end
+  end
+end
+
 -- A no is not remembered: it changed nothing, so asking again may as well find a yes. A text is kept as it is, after a t;
 -- anything else as MessagePack, after an m.
 local function close(s, answer)
+  if s.pins then
+    write_pins(s)
+  end
+  write_scores(s)
   local meta, sets, count = s.meta, s.sets, #s.sets
   local text = meta_text(meta)
   if text ~= meta.text then
@@ -241,7 +295,7 @@ local function close(s, answer)
     local kept = type(answer) == 'string' and s.number .. ' t' .. answer or s.number .. ' m' .. pack({answer})
     sets[count + 1], sets[count + 2] = s.request, kept
     count = count + 2
-    if not s.values[2] or s.number % NOTED_EVERY == 0 then
+    if not s.cache[s.request] or s.number % NOTED_EVERY == 0 then
       note_client(s)
     end
   end
@@ -267,6 +321,9 @@ local function run(body, wants, keys, args, is_reading)
   if not s.meta then
     error({err = 'CFCLOSED there is no fleet under this prefix: an engine opens it first'})
   end
+  if s.time ~= '' then
+    now(s)
+  end
   local answer = body(s, args)
   if is_reading then
     LAST[s.p] = s.meta
@@ -285,6 +342,43 @@ local function define(name, body, wants, flags)
     flags = flags or {},
   })
 end
+
+-- Functions that may be called many at a time: `body` and `wants` get the places of their first and last argument, too.
+local JOINED = {}
+
+local function define_joined(name, body, wants)
+  JOINED[name] = {body = body, wants = wants}
+  define(name, function(s, args)
+    return body(s, args, 4, #args)
+  end, function(s, args, names)
+    wants(s, args, names, 4)
+  end)
+end
+
+-- name, how many arguments, and these, of each call → their answers, an error among them that of its call alone
+define('many', function(s, args)
+  local answers, at = {}, 4
+  while at < #args do
+    local last = at + 1 + tonumber(args[at + 1])
+    local is_done, answer = pcall(JOINED[args[at]].body, s, args, at + 2, last)
+    if not is_done and type(answer) ~= 'table' then
+      answer = {err = 'ERR ' .. tostring(answer)}
+    end
+    answers[#answers + 1] = answer
+    at = last + 1
+  end
+  return answers
+end, function(s, args, names)
+  local at = 4
+  while at < #args do
+    local joined = JOINED[args[at]]
+    if not joined then
+      error({err = 'CFCALL only enqueue, lease_next, finish and finish_and_lease_next are called many at a time'})
+    end
+    joined.wants(s, args, names, at + 2)
+    at = at + 2 + tonumber(args[at + 1])
+  end
+end)
 
 local function define_reading(name, body)
   redis.register_function({

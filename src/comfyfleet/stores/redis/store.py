@@ -6,7 +6,7 @@ Everything that must happen in one step happens in the library; here values are 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 import msgspec
 
@@ -126,6 +126,9 @@ class RedisStore:
     async def _do(self, name: str, *arguments: Argument) -> object:
         return await self._client.function(name, *arguments, time=self._time())
 
+    def _join(self, name: str, *arguments: Argument) -> Awaitable[object]:
+        return self._client.joined(name, *arguments, time=self._time())
+
     async def _ask(self, name: str, *arguments: Argument) -> object:
         return await self._client.function(name, *arguments, time=self._time(), is_reading=True)
 
@@ -184,7 +187,7 @@ class RedisStore:
     # dispatches
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
-        answer = await self._do("enqueue", *codec.encode_enqueue(dispatch, job, facts))
+        answer = await self._join("enqueue", *codec.encode_enqueue(dispatch, job, facts))
         return codec.decode_enqueued(answer, dispatch, facts)
 
     async def load(self, job_id: JobId) -> Dispatch | None:
@@ -207,7 +210,7 @@ class RedisStore:
         return codec.decode_leased(await self._do("lease", job_id, *codec.encode_offer(offer)))
 
     async def lease_next(self, offer: LeaseOffer) -> Written | None:
-        return codec.decode_leased(await self._do("lease_next", *codec.encode_offer(offer)))
+        return codec.decode_leased(await self._join("lease_next", *codec.encode_offer(offer)))
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         text = await self._ask("leased_by_poll", poll_id)
@@ -219,7 +222,7 @@ class RedisStore:
             message = codec.encode_write(write, await self._new_payload(write))
             answer = await self._do("write", message)
         else:
-            answer = await self._do("finish", *arguments)
+            answer = await self._join("finish", *arguments)
         return codec.decode_written(answer, write.facts)
 
     async def _new_payload(self, write: Write) -> bytes | None:
@@ -237,7 +240,7 @@ class RedisStore:
             message = codec.encode_write(write, await self._new_payload(write))
             answer = await self._do("write_and_lease_next", message, *codec.encode_offer(offer))
         else:
-            answer = await self._do("finish_and_lease_next", *codec.encode_offer(offer), *arguments)
+            answer = await self._join("finish_and_lease_next", *codec.encode_offer(offer), *arguments)
         return codec.decode_finished_and_leased(answer, write.facts)
 
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
