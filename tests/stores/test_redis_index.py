@@ -6,20 +6,32 @@ import asyncio
 import itertools
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
-from comfyfleet.contract.bench import FAST, FOR_FAST, A, Bench, completion
+from comfyfleet.contract.bench import FAST, FOR_BOTH, FOR_FAST, SLOW, A, Bench, MakeStore, completion
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, LeaseOffer, Phase, Standing, Write
+from comfyfleet.model.dispatch import (
+    AtRevision,
+    Change,
+    Dispatch,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Standing,
+    Write,
+    Written,
+)
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.ports import Peek
+from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.redis.store import RedisStore
 
 CLASSES = [RequirementClass(Requirements(models=(f"model-{number}",))) for number in range(4)]
@@ -332,3 +344,89 @@ async def _pile(bench: Bench, store: RedisStore, what: str, number: int) -> None
             await bench.enqueue(FOR_FAST)
         case "lanes":
             await bench.enqueue(workflow_hash=WorkflowHash(f"lane-{number}"))
+
+
+groups = st.lists(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("enqueue"), st.sampled_from([FOR_FAST, FOR_BOTH]), st.sampled_from(HASHES)),
+            st.tuples(st.just("lease_next"), st.sampled_from([FAST, SLOW])),
+            st.tuples(st.just("finish"), st.integers(0, 9)),
+            st.tuples(st.just("finish_and_lease_next"), st.integers(0, 9), st.sampled_from([FAST, SLOW])),
+            st.tuples(st.just("block"), st.sampled_from(HASHES), st.booleans()),
+        ),
+        min_size=1,
+        max_size=40,
+    ),
+    min_size=6,
+    max_size=12,
+)
+
+
+class Joint:
+    """Groups of calls on one store; who is finished is decided before a group begins."""
+
+    def __init__(self, make_store: MakeStore) -> None:
+        self.bench = Bench(make_store)
+        self.refs: list[LeaseRef] = []
+
+    async def play(self, group: list[tuple[Any, ...]]) -> list[Any]:
+        refs = list(self.refs)
+        answers = await asyncio.gather(*[self._do(step, refs) for step in group])
+        for answer in answers:
+            for each in answer if isinstance(answer, tuple) else (answer,):
+                if isinstance(each, Written) and each.dispatch.lease is not None:
+                    self.refs.append(each.dispatch.lease_ref())
+        return answers
+
+    async def _do(self, step: tuple[Any, ...], refs: list[LeaseRef]) -> Any:
+        bench = self.bench
+        match step:
+            case ("enqueue", cls, workflow_hash):
+                return await bench.enqueue(cls, workflow_hash=workflow_hash)
+            case ("lease_next", profile):
+                return await bench.store.lease_next(bench.offer(A, profile))
+            case ("finish", which):
+                return await bench.store.write(completion(refs[-1 - which])) if which < len(refs) else None
+            case ("finish_and_lease_next", which, profile):
+                offer = bench.offer(A, profile)
+                if which >= len(refs):
+                    return None
+                return await bench.store.finish_and_lease_next(completion(refs[-1 - which]), offer)
+            case ("block", workflow_hash, is_blocked):
+                until = bench.clock.now() + 100.0 if is_blocked else None
+                return await bench.store.put_block(Block(A, workflow_hash, BlockReason.FAILURES, 1, until))
+        raise AssertionError(f"no such step: {step}")
+
+
+async def play_together(url: str, day: list[list[tuple[Any, ...]]]) -> None:
+    reference, other = (
+        Joint(MemoryStore),
+        Joint(lambda clock: RedisStore(with_prefix(url), winding=clock)),
+    )
+    await reference.bench.open()
+    await other.bench.open()
+    try:
+        for group in day:
+            assert await other.play(group) == await reference.play(group)
+        assert await other.bench.state() == await reference.bench.state()
+    finally:
+        await other.bench.store.close()
+        await reference.bench.store.close()
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.large_base_example,
+    ],
+)
+@given(groups)
+def test_calls_that_go_together_answer_as_if_they_went_one_after_the_other(
+    server_url: str, day: list[list[tuple[Any, ...]]]
+) -> None:
+    asyncio.run(play_together(server_url, day))

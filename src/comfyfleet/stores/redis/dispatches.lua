@@ -67,7 +67,7 @@ local function move(s, before, after)
   end
   local stood, stands = before and before.lane, stands_in_lane(after)
   if stood and not (stands and lane_of(after) == stood) then
-    leave_lane(s, stood, after.job_id)
+    leave_lane(s, stood, {after.job_id})
     stood = false
   end
   if stands and not stood then
@@ -122,14 +122,17 @@ end
 
 -- *written* is the time of the step, and the dispatch as it is after it.
 
--- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. → written
+-- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. Without a lane, it leaves its own
+-- with others. → written
 local function grant(s, job_id, text, offer, lane, has_followers)
   local sequence, class_number, facts, _, standing, _, _, _, _, round, revision, number, attempts, _, reported, wake_at,
     cancel_requested_at, _, _, _, class_key, relaxed_class, _, _, _, record, at = struct.unpack(HEAD, text)
   local leased_at, meta, worker_id, poll_id = now(s), s.meta, offer.worker_id, offer.poll_id
   local expires_at = leased_at + offer.acknowledge_s
   meta.queued, meta.in_lane, meta.leased = meta.queued - 1, meta.in_lane - 1, meta.leased + 1
-  leave_lane(s, lane, job_id, has_followers)
+  if lane then
+    leave_lane(s, lane, {job_id}, has_followers)
+  end
   score(s, s.p .. 'jobs:due', job_id, wake_at >= 0 and wake_at < expires_at and wake_at or expires_at)
   hold(s, worker_id, sequence)
   local poll = s.p .. 'poll:' .. poll_id
@@ -156,19 +159,18 @@ local function lease_next(s, offer)
     return false
   end
   local blocked = blocked_targets(s, offer.worker_id)
-  local chosen = first(s, offer.profile, blocked)
-  if not chosen then
-    local put_bounds_right
-    chosen, put_bounds_right = walk(s, offer.profile, blocked, 1, function()
+  local job_id, lane, has_followers = first(s, offer.profile, blocked), nil, nil
+  if not job_id then
+    local chosen, put_bounds_right = walk(s, offer.profile, blocked, 1, function()
       return true
     end)
     put_bounds_right(true)
     if not chosen then
       return false
     end
+    job_id, lane, has_followers = chosen.job_id, chosen.lane, chosen.has_followers
   end
-  local job_id = chosen.job_id
-  return grant(s, job_id, read(s, s.p .. 'job:' .. job_id), offer, chosen.lane, chosen.has_followers), job_id
+  return grant(s, job_id, read(s, s.p .. 'job:' .. job_id), offer, lane, has_followers), job_id
 end
 
 -- A lease that ends its job, the commonest of all writes, on the text alone: as `write` would. `at` is where its arguments

@@ -61,8 +61,28 @@ local function tell(s, class, lane)
   end
 end
 
+local function leave_lane(s, name, job_ids, has_followers)
+  local lane = s.p .. 'lane:' .. name
+  call('ZREM', lane, unpack(job_ids))
+  if not has_followers and call('EXISTS', lane) == 0 then
+    call('ZREM', s.p .. 'jobs:pending', name)
+  end
+end
+
+-- What several leases in one call take from the front of one lane leaves it together, before anybody looks again.
+local function leave_front(s)
+  local front = s.front
+  s.front = nil
+  if front and #front.taken > 0 then
+    leave_lane(s, front.lane, front.taken, front.jobs[front.at] ~= nil)
+  end
+end
+
 local function enter_lane(s, name, job_id, sequence, class, is_new)
   local lane = s.p .. 'lane:' .. name
+  if s.front and s.front.lane == name then
+    leave_front(s)
+  end
   call('ZADD', lane, sequence, job_id)
   -- A new job is the youngest of all: it is in front only if it is alone.
   local is_head
@@ -77,20 +97,13 @@ local function enter_lane(s, name, job_id, sequence, class, is_new)
     if s.meta.sequence % TIDY_EVERY == 0 and call('ZCARD', pending) > FEW then
       tidy(s, pending)
     end
+    leave_front(s)
     tell(s, class, name)
     -- Behind another job nobody needs to be told: who was told of that one finds this one too.
     if s.hinted ~= class then
       s.hinted = class
       call('PUBLISH', s.p .. 'channel:hub:events', class)
     end
-  end
-end
-
-local function leave_lane(s, name, job_id, has_followers)
-  local lane = s.p .. 'lane:' .. name
-  call('ZREM', lane, job_id)
-  if not has_followers and call('EXISTS', lane) == 0 then
-    call('ZREM', s.p .. 'jobs:pending', name)
   end
 end
 
@@ -317,9 +330,10 @@ local function walk(s, profile, skipped, deep, visit)
   end
 end
 
--- The common case of a walk without its apparatus: the job in front, if the bounds of all others say so. What was read
--- is kept for the walk that follows when they do not.
-local function first(s, profile, skipped)
+-- The common case of a walk without its apparatus: the job in front, if the bounds of all others say so. What was read is
+-- kept for the walk that follows when they do not, and for the leases that come in the same call.
+local function read_front(s, profile)
+  leave_front(s)
   local index = s.p .. 'index:' .. profile
   local entries = page(index, 0, 2)
   s.pages = {[index] = entries}
@@ -331,29 +345,57 @@ local function first(s, profile, skipped)
   local group = group_of(s, profile, whole(-level), tenant)
   local lanes = page(group, 0, 2)
   s.pages[group] = lanes
-  if not lanes[1] then
+  local lane = lanes[1]
+  if not lane then
     return nil
   end
-  local _, _, hash = parts_of(lanes[1])
-  if skipped[hash] then
-    return nil
-  end
-  local lane = s.p .. 'lane:' .. lanes[1]
-  local jobs = page(lane, 0, 2)
-  s.pages[lane] = jobs
-  if not jobs[1] or skipped[jobs[1]] then
-    return nil
-  end
-  local sequence = tonumber(jobs[2])
-  if lanes[3] and tonumber(lanes[4]) < sequence then
-    return nil
-  end
-  if entries[3] and tonumber(entries[4]) == tonumber(level) then
-    local time, bound = struct.unpack('>dd', entries[3])
-    local own = virtual_time(s, tenant)
-    if time < own or (time == own and bound < sequence) then
-      return nil
+  local key, count = s.p .. 'lane:' .. lane, s.count or 1
+  local jobs = page(key, 0, count + 1)
+  if count == 1 then
+    s.pages[key] = jobs
+  else
+    local names = {}
+    for place = 1, #jobs, 2 do
+      names[#names + 1] = s.p .. 'job:' .. jobs[place]
+    end
+    if #names > 0 then
+      preload(s, names)
     end
   end
-  return {job_id = jobs[1], lane = lanes[1], has_followers = jobs[3] ~= nil}
+  local _, _, hash = parts_of(lane)
+  local front = {
+    profile = profile, lane = lane, hash = hash, jobs = jobs, at = 1, taken = {},
+    bound = lanes[3] and tonumber(lanes[4]) or math.huge, time = math.huge, own = 0, other = math.huge,
+  }
+  if entries[3] and tonumber(entries[4]) == tonumber(level) then
+    front.time, front.other = struct.unpack('>dd', entries[3])
+    front.own = virtual_time(s, tenant)
+  end
+  return front
+end
+
+local function first(s, profile, skipped)
+  local front = s.front
+  if not front or front.profile ~= profile or not front.jobs[front.at] then
+    front = read_front(s, profile)
+  end
+  if not front then
+    return nil
+  end
+  local jobs, at = front.jobs, front.at
+  local job_id, sequence = jobs[at], tonumber(jobs[at + 1])
+  local is_first = job_id and not skipped[front.hash] and not skipped[job_id] and sequence <= front.bound
+    and (front.own < front.time or front.own == front.time and sequence <= front.other)
+  if not is_first then
+    if #front.taken > 0 then
+      -- What was read is no longer so.
+      s.front, s.pages = front, nil
+      leave_front(s)
+    end
+    return nil
+  end
+  s.front, s.leave = front, leave_front
+  front.at = at + 2
+  front.taken[#front.taken + 1] = job_id
+  return job_id
 end

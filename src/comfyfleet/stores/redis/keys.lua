@@ -123,6 +123,15 @@ local function read(s, key)
   return value
 end
 
+local function preload(s, names)
+  local values, cache = call('MGET', unpack(names)), s.cache
+  for place = 1, #names do
+    if cache[names[place]] == nil then
+      cache[names[place]] = values[place]
+    end
+  end
+end
+
 local function put(s, key, value)
   s.cache[key] = value
   local sets, place = s.sets, s.places[key]
@@ -215,11 +224,8 @@ local function open(keys, args, wants)
   if wants then
     wants(s, args, names)
   end
-  local values = call('MGET', unpack(names))
-  for place = 1, #names do
-    cache[names[place]] = values[place]
-  end
-  local head, last = values[1], s.request and values[2]
+  preload(s, names)
+  local head, last = cache[meta], s.request and cache[s.request]
   if last then
     local length = #s.number
     if last:byte(length + 1) == 32 and last:sub(1, length) == s.number then
@@ -280,6 +286,9 @@ end
 -- A no is not remembered: it changed nothing, so asking again may as well find a yes. A text is kept as it is, after a t;
 -- anything else as MessagePack, after an m.
 local function close(s, answer)
+  if s.front then
+    s.leave(s)
+  end
   if s.pins then
     write_pins(s)
   end
@@ -376,6 +385,7 @@ end, function(s, args, names)
       error({err = 'CFCALL only enqueue, lease_next, finish and finish_and_lease_next are called many at a time'})
     end
     joined.wants(s, args, names, at + 2)
+    s.count = (s.count or 0) + 1
     at = at + 2 + tonumber(args[at + 1])
   end
 end)

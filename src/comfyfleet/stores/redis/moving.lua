@@ -64,7 +64,7 @@ local function forget(s, job)
       pin(s, job.relaxed_class, -1)
     end
     if stands_in_lane(job) then
-      leave_lane(s, lane_of(job), job.job_id)
+      leave_lane(s, lane_of(job), {job.job_id})
     end
   end
   call('ZREM', s.p .. 'jobs', job.job_id)
