@@ -33,6 +33,7 @@ from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Job, JobResult
 from comfyfleet.stores.redis.client import Argument
 from comfyfleet.stores.redis.dispatches import (
+    Kept,
     as_bytes,
     decode_dispatch,
     decode_kept,
@@ -47,7 +48,6 @@ _json = msgspec.json.encode
 # Large parts of a record stand in keys of their own.
 _TEXTS = ("result", "failure")
 _TIME = struct.Struct("<d")
-_LENGTH = struct.Struct("<I")
 _PLACED = struct.Struct("<dd")
 _META = struct.Struct("<15d")
 
@@ -309,12 +309,20 @@ def _split(values: dict[str, Any]) -> tuple[dict[str, Any] | bool, list[str] | b
 
 
 def decode_written(answer: object, drafts: Sequence[FactDraft]) -> Written | None:
-    return None if answer is None else _written(as_bytes(answer), 0, drafts)
+    if answer is None:
+        return None
+    data = as_bytes(answer)
+    return _written(decode_kept(data, _TIME.size), _TIME.unpack_from(data)[0], drafts)
 
 
-def _written(data: bytes, start: int, drafts: Sequence[FactDraft]) -> Written:
-    (now,) = _TIME.unpack_from(data, start)
-    kept = decode_kept(data, start + _TIME.size)
+def decode_finished(answer: object, drafts: Sequence[FactDraft]) -> Written | None:
+    if answer is None:
+        return None
+    kept = decode_kept(as_bytes(answer), 0)
+    return _written(kept, kept.ended_at, drafts)
+
+
+def _written(kept: Kept, now: float, drafts: Sequence[FactDraft]) -> Written:
     return Written(kept.dispatch, _numbered(kept.dispatch, kept.facts - len(drafts), now, drafts))
 
 
@@ -328,11 +336,9 @@ def _numbered(dispatch: Dispatch, before: int, now: float, drafts: Sequence[Fact
 
 
 def decode_leased(answer: object) -> Written | None:
-    return None if answer is None else _leased(as_bytes(answer), 0)
-
-
-def _leased(data: bytes, start: int) -> Written:
-    kept = decode_kept(data, start + _TIME.size)
+    if answer is None:
+        return None
+    kept = decode_kept(as_bytes(answer), 0)
     return Written(kept.dispatch, (_fact_of_lease(kept.dispatch, kept.facts),))
 
 
@@ -341,17 +347,6 @@ def _fact_of_lease(dispatch: Dispatch, number: int) -> Fact:
     assert lease is not None, "the library answers a job it has just leased"
     data = {"worker_id": lease.worker_id, "lease": lease.number, "attempt": dispatch.attempts}
     return Fact(dispatch.job_id, number, FactKind.LEASED, lease.leased_at, dispatch.round, data)
-
-
-def decode_finished_and_leased(
-    answer: object, drafts: Sequence[FactDraft]
-) -> tuple[Written | None, Written | None]:
-    if answer is None:
-        return None, None
-    data = as_bytes(answer)
-    end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    finished = _written(data[:end], _LENGTH.size, drafts)
-    return finished, _leased(data, end) if end < len(data) else None
 
 
 # blocks

@@ -123,10 +123,10 @@ end
 -- *written* is the time of the step, and the dispatch as it is after it.
 
 -- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. Without a lane, it leaves its own
--- with others. → written
+-- with others. → the dispatch
 local function grant(s, job_id, text, offer, lane, has_followers)
   local sequence, class_number, facts, _, standing, _, _, _, _, round, revision, number, attempts, _, reported, wake_at,
-    cancel_requested_at, _, _, _, class_key, relaxed_class, _, _, _, record, at = struct.unpack(HEAD, text)
+    cancel_requested_at, _, _, _, class_key, relaxed_class, _, _, _, record, packed_rest = struct.unpack(HEAD, text)
   local leased_at, meta, worker_id, poll_id = now(s), s.meta, offer.worker_id, offer.poll_id
   local expires_at = leased_at + offer.acknowledge_s
   meta.queued, meta.in_lane, meta.leased = meta.queued - 1, meta.in_lane - 1, meta.leased + 1
@@ -149,9 +149,9 @@ local function grant(s, job_id, text, offer, lane, has_followers)
   local leased = struct.pack(HEAD, sequence, class_number, facts + 1, 1, standing, 1, 0, 0, 0, round, revision + 1,
     number + 1, attempts + 1, meta.epoch, reported, wake_at, cancel_requested_at, -1, leased_at, expires_at, #class_key,
     class_key, #relaxed_class, relaxed_class, #worker_id, worker_id, #poll_id, poll_id, #offer.token, offer.token,
-    #record, record) .. text:sub(at)
+    #record, record, #packed_rest, packed_rest)
   put(s, s.p .. 'job:' .. job_id, leased)
-  return struct.pack('<d', leased_at) .. leased
+  return leased
 end
 
 local function lease_next(s, offer)
@@ -175,7 +175,7 @@ end
 
 -- A lease that ends its job, the commonest of all writes, on the text alone: as `write` would. `at` is where its arguments
 -- begin: job, round, number, epoch, token, phase, how the attempt ended (JSON), phase of the record, record (MessagePack map or
--- ""), facts, result (JSON or ""), "1" if an earlier failure is forgotten. → written, or false
+-- ""), facts, result (JSON or ""), "1" if an earlier failure is forgotten. → the dispatch, or false
 local function finish(s, args, at)
   local job_id, phase = args[at], args[at + 5]
   local key = s.p .. 'job:' .. job_id
@@ -185,7 +185,7 @@ local function finish(s, args, at)
   end
   local sequence, class_number, facts, _, standing, _, _, poll_moved, is_noted, round, revision, number, attempts, epoch,
     reported, _, cancel_requested_at, _, leased_at, _, class_key, relaxed_class, worker_id, poll_id, token, record,
-    rest_at = struct.unpack(HEAD, text)
+    packed_rest = struct.unpack(HEAD, text)
   if epoch == 0 or round ~= tonumber(args[at + 1]) or number ~= tonumber(args[at + 2])
     or epoch ~= tonumber(args[at + 3]) or redis.sha1hex(token) ~= redis.sha1hex(args[at + 4]) then
     return false
@@ -223,9 +223,9 @@ local function finish(s, args, at)
   local ended = struct.pack(HEAD, sequence, class_number, facts + count, PHASE_CODES[phase], standing,
     PHASE_CODES[args[at + 7]], 0, poll_moved, 0, round, revision + 1, number, attempts, 0, reported, -1,
     cancel_requested_at, ended_at, -1, -1, #class_key, class_key, #relaxed_class, relaxed_class, 0, '', 0, '', 0, '',
-    #record, record) .. text:sub(rest_at)
+    #record, record, #packed_rest, packed_rest)
   put(s, key, ended)
-  return struct.pack('<d', ended_at) .. ended
+  return ended
 end
 
 local function extend(s, job, till)
@@ -431,10 +431,10 @@ end, function(s, args, names)
 end)
 
 local function with_next(s, finished, offer)
-  return finished and struct.pack('<I', #finished) .. finished .. (lease_next(s, offer) or '')
+  return finished and {finished, (lease_next(s, offer))}
 end
 
--- write (MessagePack), then as `lease_next` → length of the first answer, that, the second answer or nothing
+-- write (MessagePack), then as `lease_next` → both answers
 define('write_and_lease_next', function(s, args)
   return with_next(s, write(s, load(s, s.write.job_id), s.write), offer_at(args, 5))
 end, function(s, args, names)

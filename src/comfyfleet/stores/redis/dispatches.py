@@ -29,6 +29,7 @@ _STANDING_CODES = {standing: code for code, standing in enumerate(_STANDINGS)}
 _PLACE = struct.Struct("<dII")
 _STATE = struct.Struct("<6B6I5d")
 _HEAD = struct.Struct("<dII6B6I5d")
+_LENGTH = struct.Struct("<I")
 _NO_TIME = -1.0
 
 
@@ -64,6 +65,7 @@ class Kept(msgspec.Struct, frozen=True, gc=False):
 
     dispatch: Dispatch
     facts: int
+    ended_at: float
     is_unnoted: bool
     """There is a lease that the log of the job does not tell of yet."""
 
@@ -75,11 +77,10 @@ def decode_dispatch(value: object) -> Dispatch:
 def decode_kept(data: bytes, start: int) -> Kept:
     head = _HEAD.unpack_from(data, start)
     sequence, _, facts, phase, standing, _, is_acknowledged, _, is_noted, number_of_round = head[:10]
-    revision, lease_number, attempts, epoch, _, wake_at, cancel_requested_at, _, leased_at, expires_at = head[
-        10:
-    ]
+    revision, lease_number, attempts, epoch, _, wake_at, cancel_requested_at, ended_at = head[10:18]
+    leased_at, expires_at = head[18:]
     (class_key, relaxed_class, worker_id, poll_id, token, _), at = _texts(data, start)
-    rest = _rests.decode(data[at:])
+    rest = _rests.decode(data[at + _LENGTH.size :])
     lease = None
     if epoch:
         lease = Lease(
@@ -123,7 +124,7 @@ def decode_kept(data: bytes, start: int) -> Kept:
         rest.fails_at_deadline,
         rest.expires_at,
     )
-    return Kept(dispatch, facts, lease is not None and not is_noted)
+    return Kept(dispatch, facts, ended_at, lease is not None and not is_noted)
 
 
 def _texts(data: bytes, start: int) -> tuple[list[bytes], int]:
@@ -196,7 +197,8 @@ def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, refe
         dispatch.expires_at,
         reference,
     )
-    parts.append(_pack(rest))
+    packed = _pack(rest)
+    parts += (_LENGTH.pack(len(packed)), packed)
     return b"".join(parts)
 
 

@@ -4,9 +4,10 @@
 -- HEAD: sequence, class number, facts · phase, standing, phase of the record, whether the lease is acknowledged, whether
 -- its poll has another lease, whether the log tells of it · round, revision, lease number, attempts, epoch of the lease
 -- (0: there is none), lease that was reported as failed · wake_at, cancel_requested_at, ended_at, leased_at, expires_at
--- (below 0: none) · class, relaxed class, worker, poll, token, record (MessagePack map or empty), each after its length.
+-- (below 0: none) · class, relaxed class, worker, poll, token, record (MessagePack map or empty), each after its length in
+-- two bytes · the rest, after its length in four.
 
-local HEAD = '<dIIBBBBBBIIIIIIdddddHc0Hc0Hc0Hc0Hc0Hc0'
+local HEAD = '<dIIBBBBBBIIIIIIdddddHc0Hc0Hc0Hc0Hc0Hc0Ic0'
 -- What an enqueue puts before the rest of a head.
 local PLACE = '<dII'
 local PHASES = {[0] = 'queued', 'leased', 'completed', 'failed', 'cancelled'}
@@ -27,7 +28,7 @@ end
 local function job_of(job_id, text)
   local sequence, class_number, facts, phase, standing, record_phase, is_acknowledged, poll_moved, is_noted, round,
     revision, lease_number, attempts, epoch, reported, wake_at, cancel_requested_at, ended_at, leased_at, expires_at,
-    class_key, relaxed_class, worker_id, poll_id, token, record, at = struct.unpack(HEAD, text)
+    class_key, relaxed_class, worker_id, poll_id, token, record, packed_rest = struct.unpack(HEAD, text)
   return {
     job_id = job_id, phase = PHASES[phase], standing = STANDINGS[standing], record_phase = PHASES[record_phase],
     poll_moved = poll_moved == 1, round = round, revision = revision, lease_number = lease_number, attempts = attempts,
@@ -35,7 +36,7 @@ local function job_of(job_id, text)
     wake_at = wake_at >= 0 and wake_at or nil,
     cancel_requested_at = cancel_requested_at >= 0 and cancel_requested_at or nil,
     ended_at = ended_at >= 0 and ended_at or nil, class_key = class_key,
-    relaxed_class = relaxed_class ~= '' and relaxed_class or nil, record = record, packed_rest = text:sub(at),
+    relaxed_class = relaxed_class ~= '' and relaxed_class or nil, record = record, packed_rest = packed_rest,
     lease = epoch > 0 and {
       worker_id = worker_id, number = lease_number, epoch = epoch, token = token, poll_id = poll_id,
       leased_at = leased_at, expires_at = expires_at, is_acknowledged = is_acknowledged == 1, is_noted = is_noted == 1,
@@ -52,7 +53,7 @@ local function text_of(job)
     job.poll_moved and 1 or 0, lease.is_noted and 1 or 0, job.round, job.revision, job.lease_number, job.attempts,
     lease.epoch, job.reported, job.wake_at or -1, job.cancel_requested_at or -1, job.ended_at or -1, lease.leased_at,
     lease.expires_at, #job.class_key, job.class_key, #relaxed, relaxed, #lease.worker_id, lease.worker_id,
-    #lease.poll_id, lease.poll_id, #lease.token, lease.token, #record, record) .. job.packed_rest
+    #lease.poll_id, lease.poll_id, #lease.token, lease.token, #record, record, #job.packed_rest, job.packed_rest)
 end
 
 -- What does not move: tenant, workflow hash, priority, limits, counters.

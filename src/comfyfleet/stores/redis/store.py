@@ -220,10 +220,8 @@ class RedisStore:
         arguments = codec.encode_finish(write)
         if arguments is None:
             message = codec.encode_write(write, await self._new_payload(write))
-            answer = await self._do("write", message)
-        else:
-            answer = await self._join("finish", *arguments)
-        return codec.decode_written(answer, write.facts)
+            return codec.decode_written(await self._do("write", message), write.facts)
+        return codec.decode_finished(await self._join("finish", *arguments), write.facts)
 
     async def _new_payload(self, write: Write) -> bytes | None:
         """Read before the write: nothing else ever changes what a job was submitted with."""
@@ -239,9 +237,14 @@ class RedisStore:
         if arguments is None:
             message = codec.encode_write(write, await self._new_payload(write))
             answer = await self._do("write_and_lease_next", message, *codec.encode_offer(offer))
+            decode = codec.decode_written
         else:
             answer = await self._join("finish_and_lease_next", *codec.encode_offer(offer), *arguments)
-        return codec.decode_finished_and_leased(answer, write.facts)
+            decode = codec.decode_finished
+        if answer is None:
+            return None, None
+        finished, leased = as_list(answer)
+        return decode(finished, write.facts), codec.decode_leased(leased)
 
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         if not refs:
