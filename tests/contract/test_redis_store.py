@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
 from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.differential import play, steps
 from comfyfleet.contract.moving import MovingContract
 from comfyfleet.contract.refusing import NoRoom, RefusingContract
 from comfyfleet.contract.store import StoreContract
@@ -40,6 +45,27 @@ class TestRedisStore(StoreContract, MovingContract):
             return RedisStore(with_prefix(url), winding=clock)
 
         return make
+
+    @settings(
+        max_examples=25,
+        suppress_health_check=[
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.large_base_example,
+        ],
+    )
+    @given(day=st.lists(steps, min_size=60, max_size=100))
+    def test_a_long_day_goes_as_on_the_memory_store(
+        self, make_store: MakeStore, day: list[tuple[Any, ...]]
+    ) -> None:
+        """Short days show little here: the bounds of the index must have had time to grow stale."""
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(play(make_store, day))
+        finally:
+            loop.close()
 
 
 class TestRedisStoreOutOfMemory(RefusingContract):

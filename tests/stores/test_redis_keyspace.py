@@ -221,6 +221,6 @@ def test_every_key_of_the_layout_is_used_and_every_command_is_as_old_as_redis_7(
         *("RPUSH", "LTRIM", "LLEN", "LRANGE", "LREM", "LPOP"),
         *("SADD", "SREM", "SMEMBERS", "SISMEMBER"),
         *("ZADD", "ZREM", "ZCARD", "ZCOUNT", "ZSCORE", "ZPOPMIN", "ZRANDMEMBER", "ZRANGE"),
-        *("ZRANGEBYSCORE", "ZRANGEBYLEX", "ZREMRANGEBYSCORE"),
+        *("ZRANGEBYSCORE", "ZRANGEBYLEX", "ZREMRANGEBYSCORE", "ZMSCORE"),
     }
     assert commands == known

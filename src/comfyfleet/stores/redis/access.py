@@ -23,7 +23,7 @@ WORKER_FUNCTIONS = (
 _INSIDE = (
     *("get", "set", "mget", "mset", "append", "del", "exists", "expire", "time", "publish"),
     *("hget", "hset", "hdel", "hexists", "hincrby", "rpush", "ltrim", "xadd", "smembers"),
-    *("zadd", "zrem", "zcard", "zrange", "zrangebyscore", "zremrangebyscore", "zrandmember"),
+    *("zadd", "zrem", "zcard", "zrange", "zrangebyscore", "zremrangebyscore", "zrandmember", "zmscore"),
 )
 
 

@@ -38,10 +38,19 @@ end
 
 -- A profile nobody polls for must not collect lanes that have emptied.
 local function tidy(s, key)
-  local gone = {}
+  local lanes = {}
   for _, lane in ipairs(call('ZRANDMEMBER', key, TIDY_AT_ONCE)) do
-    if lane:match('^%d+ %-?%d+ %d+ ') and call('EXISTS', s.p .. 'lane:' .. lane) == 0 then
-      gone[#gone + 1] = lane
+    if lane:match('^%d+ %-?%d+ %d+ ') then
+      lanes[#lanes + 1] = lane
+    end
+  end
+  if #lanes == 0 then
+    return
+  end
+  local gone = {}
+  for place, priority in ipairs(call('ZMSCORE', s.p .. 'jobs:pending', unpack(lanes))) do
+    if not priority then
+      gone[#gone + 1] = lanes[place]
     end
   end
   remove(key, gone)
@@ -92,11 +101,7 @@ local function enter_lane(s, name, job_id, sequence, class, is_new)
     is_head = call('ZRANGE', lane, 0, 0)[1] == job_id
   end
   if is_head then
-    local pending = s.p .. 'jobs:pending'
-    call('ZADD', pending, select(2, parts_of(name)), name)
-    if s.meta.sequence % TIDY_EVERY == 0 and call('ZCARD', pending) > FEW then
-      tidy(s, pending)
-    end
+    call('ZADD', s.p .. 'jobs:pending', select(2, parts_of(name)), name)
     leave_front(s)
     tell(s, class, name)
     -- Behind another job nobody needs to be told: who was told of that one finds this one too.
