@@ -1,4 +1,4 @@
--- Part 6: the table profile × class, workers, lessons, and every question that changes nothing.
+-- Part 7: the table profile × class, workers, lessons, and every question that changes nothing.
 
 local function is_at(s, version)
   if tonumber(version) ~= s.meta.version then

@@ -1,4 +1,4 @@
--- Part 8: jobs that come from, or go to, another store.
+-- Part 9: jobs that come from, or go to, another store.
 
 local function reference_of(job)
   local values = rest(job)

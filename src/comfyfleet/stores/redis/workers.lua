@@ -1,4 +1,4 @@
--- Part 7: the functions of a worker that has a Redis client and nothing else, and what engines do for it.
+-- Part 8: the functions of a worker that has a Redis client and nothing else, and what engines do for it.
 --
 -- Plain arguments, plain answers. A lease is shown as five arguments: job, round, number, epoch, token. Answers to a
 -- report: 0 the lease is lost and nothing was changed, 1 done, 2 done, and the job is to be stopped.

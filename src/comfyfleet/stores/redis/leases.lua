@@ -1,0 +1,250 @@
+-- Part 6: leases: how one is given to a worker, kept alive, and ends together with its job.
+
+local function wants_worker(s, offer, names)
+  names[#names + 1] = s.p .. 'blocks:' .. offer.worker_id
+  names[#names + 1] = s.p .. 'poll:' .. offer.poll_id
+  names[#names + 1] = s.p .. 'jobs:active:' .. offer.worker_id
+end
+
+local function offer_at(args, place)
+  return {
+    worker_id = args[place], profile = args[place + 1], poll_id = args[place + 2], token = args[place + 3],
+    acknowledge_s = tonumber(args[place + 4]),
+  }
+end
+
+-- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. Without a lane, it leaves its own
+-- with others. → the dispatch
+local function grant(s, job_id, text, offer, lane, has_followers)
+  local sequence, class_number, facts, _, standing, _, _, _, _, round, revision, number, attempts, _, reported, wake_at,
+    cancel_requested_at, _, _, _, class_key, relaxed_class, _, _, _, record, packed_rest = struct.unpack(HEAD, text)
+  local leased_at, meta, worker_id, poll_id = now(s), s.meta, offer.worker_id, offer.poll_id
+  local expires_at = leased_at + offer.acknowledge_s
+  meta.queued, meta.in_lane, meta.leased = meta.queued - 1, meta.in_lane - 1, meta.leased + 1
+  if lane then
+    leave_lane(s, lane, {job_id}, has_followers)
+  end
+  score(s, s.p .. 'jobs:due', job_id, wake_at >= 0 and wake_at < expires_at and wake_at or expires_at)
+  hold(s, worker_id, sequence)
+  local poll = s.p .. 'poll:' .. poll_id
+  local earlier = read(s, poll)
+  if earlier and earlier ~= job_id then
+    -- One poll, two leases: the newer one owns it, and the end of the older must leave it alone.
+    local other = load(s, earlier)
+    if other then
+      other.poll_moved = true
+      save(s, other)
+    end
+  end
+  put(s, poll, job_id)
+  local leased = struct.pack(HEAD, sequence, class_number, facts + 1, 1, standing, 1, 0, 0, 0, round, revision + 1,
+    number + 1, attempts + 1, meta.epoch, reported, wake_at, cancel_requested_at, -1, leased_at, expires_at, #class_key,
+    class_key, #relaxed_class, relaxed_class, #worker_id, worker_id, #poll_id, poll_id, #offer.token, offer.token,
+    #record, record, #packed_rest, packed_rest)
+  put(s, s.p .. 'job:' .. job_id, leased)
+  return leased
+end
+
+local function lease_next(s, offer)
+  if s.meta.is_paused then
+    return false
+  end
+  local blocked = blocked_targets(s, offer.worker_id)
+  local job_id, lane, has_followers = first(s, offer.profile, blocked), nil, nil
+  if not job_id then
+    local chosen, put_bounds_right = walk(s, offer.profile, blocked, 1, function()
+      return true
+    end)
+    put_bounds_right(true)
+    if not chosen then
+      return false
+    end
+    job_id, lane, has_followers = chosen.job_id, chosen.lane, chosen.has_followers
+  end
+  return grant(s, job_id, read(s, s.p .. 'job:' .. job_id), offer, lane, has_followers), job_id
+end
+
+-- A lease that ends its job, the commonest of all writes, on the text alone: as `write` would. `at` is where its arguments
+-- begin: job, round, number, epoch, token, phase, how the attempt ended (JSON), phase of the record, record (MessagePack map or
+-- ""), facts, result (JSON or ""), "1" if an earlier failure is forgotten. → the dispatch, or false
+local function finish(s, args, at)
+  local job_id, phase = args[at], args[at + 5]
+  local key = s.p .. 'job:' .. job_id
+  local text = read(s, key)
+  if not text then
+    return false
+  end
+  local sequence, class_number, facts, _, standing, _, _, poll_moved, is_noted, round, revision, number, attempts, epoch,
+    reported, _, cancel_requested_at, _, leased_at, _, class_key, relaxed_class, worker_id, poll_id, token, record,
+    packed_rest = struct.unpack(HEAD, text)
+  if epoch == 0 or round ~= tonumber(args[at + 1]) or number ~= tonumber(args[at + 2])
+    or epoch ~= tonumber(args[at + 3]) or redis.sha1hex(token) ~= redis.sha1hex(args[at + 4]) then
+    return false
+  end
+  local ended_at, meta = now(s), s.meta
+  local begun = is_noted == 1 and '' or attempt_line(job_id, round, number, epoch, worker_id, leased_at, attempts)
+  local lines, count = told(s, args[at + 9], round)
+  call('APPEND', key .. ':log', begun .. end_line(s, number, args[at + 6]) .. lines)
+  let_go(s, worker_id, sequence)
+  if poll_moved == 0 then
+    drop(s, s.p .. 'poll:' .. poll_id)
+  end
+  meta.leased, meta[phase] = meta.leased - 1, meta[phase] + 1
+  pin(s, class_key, -1)
+  if relaxed_class ~= '' then
+    pin(s, relaxed_class, -1)
+  end
+  score(s, s.p .. 'jobs:' .. phase, job_id, serial(s))
+  if phase == 'failed' then
+    score(s, s.p .. 'jobs:dead', job_id, 0)
+  end
+  score(s, s.p .. 'jobs:due', job_id, false)
+  local changed = args[at + 8]
+  if record == '' then
+    record = changed
+  elseif changed ~= '' then
+    record = changed_record(record, unpacked(changed))
+  end
+  if args[at + 10] ~= '' then
+    put(s, key .. ':result', args[at + 10])
+  end
+  if args[at + 11] == '1' then
+    drop(s, key .. ':failure')
+  end
+  local ended = struct.pack(HEAD, sequence, class_number, facts + count, PHASE_CODES[phase], standing,
+    PHASE_CODES[args[at + 7]], 0, poll_moved, 0, round, revision + 1, number, attempts, 0, reported, -1,
+    cancel_requested_at, ended_at, -1, -1, #class_key, class_key, #relaxed_class, relaxed_class, 0, '', 0, '', 0, '',
+    #record, record, #packed_rest, packed_rest)
+  put(s, key, ended)
+  return ended
+end
+
+local function extend(s, job, till)
+  local was_due = due_at(job)
+  -- A heartbeat never shortens a lease: two of them can arrive in the wrong order.
+  job.lease.expires_at = math.max(job.lease.expires_at, till)
+  job.lease.is_acknowledged = true
+  job.revision = job.revision + 1
+  set_due(s, job, was_due)
+  save(s, job)
+  return job.cancel_requested_at and 2 or 1
+end
+
+-- job, worker, profile, poll, token, seconds until the first heartbeat
+define('lease', function(s, args)
+  local job, offer = load(s, args[4]), s.offer
+  if not job or not stands_in_lane(job) or s.meta.is_paused then
+    return false
+  end
+  if call('SISMEMBER', s.p .. 'profile:' .. offer.profile .. ':classes', job.class_key) == 0 then
+    return false
+  end
+  local blocked = blocked_targets(s, offer.worker_id)
+  if blocked[rest(job).workflow_hash] or blocked[job.job_id] then
+    return false
+  end
+  return grant(s, job.job_id, read(s, job_key(s, job.job_id)), offer, lane_of(job))
+end, function(s, args, names)
+  s.offer = offer_at(args, 5)
+  names[#names + 1] = job_key(s, args[4])
+  wants_worker(s, s.offer, names)
+end)
+
+local function wants_offer(s, args, names, at)
+  local count = #names
+  names[count + 1] = s.p .. 'blocks:' .. args[at]
+  names[count + 2] = s.p .. 'poll:' .. args[at + 2]
+  names[count + 3] = s.p .. 'jobs:active:' .. args[at]
+end
+
+-- worker, profile, poll, token, seconds until the first heartbeat
+define_joined('lease_next', function(s, args, at)
+  return (lease_next(s, offer_at(args, at)))
+end, wants_offer)
+
+local function with_next(s, finished, offer)
+  return finished and {finished, (lease_next(s, offer))}
+end
+
+-- write (MessagePack), then as `lease_next` → both answers
+define('write_and_lease_next', function(s, args)
+  return with_next(s, write(s, load(s, s.write.job_id), s.write), offer_at(args, 5))
+end, function(s, args, names)
+  s.write = write_of(args[4])
+  names[#names + 1] = job_key(s, s.write.job_id)
+  wants_offer(s, args, names, 5)
+end)
+
+-- see `finish`
+define_joined('finish', function(s, args, at)
+  return finish(s, args, at)
+end, function(s, args, names, at)
+  names[#names + 1] = job_key(s, args[at])
+end)
+
+-- as `lease_next`, then see `finish` → as `write_and_lease_next`
+define_joined('finish_and_lease_next', function(s, args, at)
+  return with_next(s, finish(s, args, at + 5), offer_at(args, at))
+end, function(s, args, names, at)
+  wants_offer(s, args, names, at)
+  names[#names + 1] = job_key(s, args[at + 5])
+end)
+
+-- profile, worker, slots, lanes, quantum, then workflow hashes to leave out
+define('peek', function(s, args)
+  if s.meta.is_paused then
+    return {}
+  end
+  local skipped = blocked_targets(s, args[5])
+  for i = 9, #args do
+    skipped[args[i]] = true
+  end
+  local slots, lanes, quantum = tonumber(args[6]), tonumber(args[7]), tonumber(args[8])
+  local found, seen, seen_count, level, least = {}, {}, 0, nil, 0
+  local _, put_bounds_right = walk(s, args[4], skipped, slots, function(item)
+    if #found >= slots then
+      if item.level ~= level or seen_count >= lanes or item.time > least + quantum then
+        return true
+      end
+      if seen[item.lane] then
+        return false
+      end
+    end
+    if #found == 0 or item.level ~= level then
+      level, least, seen, seen_count = item.level, item.time, {}, 0
+    end
+    if not seen[item.lane] then
+      seen[item.lane] = true
+      seen_count = seen_count + 1
+    end
+    found[#found + 1] = item
+    return false
+  end)
+  put_bounds_right(false)
+  local answer = {}
+  for place, item in ipairs(found) do
+    answer[place] = {read(s, job_key(s, item.job_id)), exact(item.time)}
+  end
+  return answer
+end)
+
+-- ttl, then job, round, number, epoch and token of each lease → for each 0 lost, 1 alive, 2 alive and to be cancelled
+define('heartbeat', function(s, args)
+  local till, answer, workers = now(s) + tonumber(args[4]), {}, {}
+  for place = 5, #args, 5 do
+    local job, state = load(s, args[place]), 0
+    if job and is_held(job, ref_at(args, place)) then
+      state = extend(s, job, till)
+      workers[job.lease.worker_id] = true
+    end
+    answer[#answer + 1] = state
+  end
+  for worker_id in pairs(workers) do
+    call('SET', s.p .. 'worker:' .. worker_id .. ':heartbeat', now_text(s), 'EX', HEARTBEAT_S)
+  end
+  return answer
+end, function(s, args, names)
+  for place = 5, #args, 5 do
+    names[#names + 1] = job_key(s, args[place])
+  end
+end)
