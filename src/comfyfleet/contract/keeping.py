@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 
 from comfyfleet.contract.bench import (
     FAST,
@@ -28,7 +29,7 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, WorkflowHash
-from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.job import Attachment, Job, JobResult, Submission
 from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 
@@ -175,6 +176,55 @@ class KeepingContract:
         assert found is not None
         assert found.job_id == job.job_id
         assert await bench.store.records.by_reference(tenant("bob"), "mine") is None
+
+    async def test_a_priority_changed_in_the_record_stays_there_and_moves_the_job(self, bench: Bench) -> None:
+        first, second = await bench.enqueue(), await bench.enqueue()
+        raised = await bench.change(second, Change(priority=5), job={"priority": 5})
+        assert raised is not None
+        assert await bench.peek() == [second.job_id, first.job_id]
+
+        async def kept() -> int | None:
+            record = await bench.store.records.get(second.job_id)
+            assert record is not None
+            return record.priority
+
+        assert await kept() == 5
+        leased = await bench.lease_next()
+        assert leased is not None and leased.job_id == second.job_id
+        under_lease = HeldBy(leased.lease_ref())
+        changed = Write(second.job_id, under_lease, Change(priority=0), job={"priority": 0})
+        assert await bench.store.write(changed) is not None
+        assert await kept() == 0
+        assert await bench.store.write(completion(leased.lease_ref())) is not None
+        assert await kept() == 0, "the end of the job does not forget it"
+
+    @pytest.mark.parametrize("takes_another", [False, True])
+    async def test_a_payload_replaced_at_the_end_is_the_one_that_is_kept(
+        self, bench: Bench, takes_another: bool
+    ) -> None:
+        attached = Attachment("cat.png", b"\0\xff" * 100, "1", "image")
+        submission = Submission(
+            {"1": {"class_type": "Load"}}, attachments=(attached,), metadata={"user": "é"}
+        )
+        template = await bench.enqueue()
+        dispatch = msgspec.structs.replace(template, job_id=JobId("with-a-file"))
+        job = Job(dispatch.job_id, dispatch.tenant, HASH, 0.0, submission, seeds={"1": 7})
+        assert await bench.store.enqueue(dispatch, job, QUEUED) is not None
+        leased = await bench.store.lease(dispatch.job_id, bench.offer())
+        assert leased is not None
+        dropped = msgspec.structs.replace(submission, attachments=())
+        end = completion(leased.dispatch.lease_ref())
+        end = msgspec.structs.replace(end, job={**(end.job or {}), "payload": dropped, "completed_at": 2.0})
+        if takes_another:
+            finished, taken = await bench.store.finish_and_lease_next(end, bench.offer())
+            assert taken is not None and taken.dispatch.job_id == template.job_id
+        else:
+            finished = await bench.store.write(end)
+        assert finished is not None and finished.dispatch.phase is Phase.COMPLETED
+        expected = msgspec.structs.replace(
+            job, payload=dropped, phase=Phase.COMPLETED, result=JobResult(), completed_at=2.0
+        )
+        assert await bench.store.records.get(dispatch.job_id) == expected
 
     # workers, blocks, lessons
 

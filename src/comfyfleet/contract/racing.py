@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -14,6 +15,13 @@ from comfyfleet.model.fact import FactDraft, FactKind
 
 class RacingContract:
     # who is first
+
+    async def test_of_two_jobs_under_one_reference_in_one_turn_one_is_taken_in(self, bench: Bench) -> None:
+        first, second = await asyncio.gather(bench.enqueue(reference="mine"), bench.enqueue(reference="mine"))
+        assert first == second
+        assert (await bench.store.counts()).waiting == 1
+        found = await bench.store.records.by_reference(first.tenant, "mine")
+        assert found is not None and found.job_id == first.job_id
 
     async def test_a_cancel_that_comes_first_leaves_nothing_for_the_report(self, bench: Bench) -> None:
         dispatch, ref = await bench.leased()

@@ -228,7 +228,7 @@ define_joined('enqueue', function(s, args, at, last)
   end
   local known = reference ~= '' and call('HGET', s.p .. 'references', reference)
   if known then
-    return {call('GET', job_key(s, known))}
+    return {read(s, job_key(s, known))}
   end
   if read(s, key) then
     error({err = 'CFENQUEUE there is a job of this id: ids are made by the engine and never repeat'})
