@@ -219,10 +219,12 @@ async def test_another_process_that_takes_a_job_in_wakes_those_who_listen(
     try:
         async with asyncio.timeout(5):
             await woken.wait()  # at the start of the subscription: something may have come before it
+            look = Peek(bench.offer().profile, WorkerId("a"), 1, 1, 0.0)
+            assert await listening.peek(look) == []
             woken.clear()
             await bench.enqueue(workflow_hash=WorkflowHash("x"))
             await woken.wait()
-        seen = await listening.peek(Peek(bench.offer().profile, WorkerId("a"), 1, 1, 0.0))
+        seen = await listening.peek(look)
         assert [each.job_id for each in seen] == bench.jobs
     finally:
         await bench.store.close()

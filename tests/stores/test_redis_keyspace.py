@@ -16,6 +16,7 @@ from comfyfleet.contract.bench import (
     FOR_FAST,
     QUEUED,
     SLOW,
+    A,
     B,
     Bench,
     completion,
@@ -144,7 +145,15 @@ async def test_after_a_soak_and_a_purge_the_keys_are_those_that_are_promised(
     left = Counter(
         re.sub(r":(t\d|[0-9a-f]{16}|[0-9a-f]{24})(:|$).*", r":…", key) for key in await keys(bench)
     )
-    standing = ("meta", "clients", "profiles", "classes", "classes:numbers", "classes:idle")
+    standing = (
+        "meta",
+        "clients",
+        "profiles",
+        "profiles:sought",
+        "classes",
+        "classes:numbers",
+        "classes:idle",
+    )
     expected = {f"{{cf}}:{name}" for name in standing}
     expected |= {f"{{cf}}:profile:{profile}:classes" for profile in (FAST, SLOW)}
     expected |= {"{cf}:class:…", "{cf}:tenant:…", "{cf}:request:…"}
@@ -162,6 +171,8 @@ async def test_after_a_soak_and_a_purge_the_keys_are_those_that_are_promised(
 
 
 async def test_a_finished_job_leaves_its_own_keys_and_no_others(bench: Bench) -> None:
+    for profile in (FAST, SLOW):
+        assert await bench.lease_next(A, profile) is None
     before = await keys(bench)
     _, ref = await bench.leased()
     assert await bench.store.write(completion(ref)) is not None
@@ -170,6 +181,9 @@ async def test_a_finished_job_leaves_its_own_keys_and_no_others(bench: Bench) ->
     own = f"{{cf}}:job:{ref.job_id}"
     made = {key for key in await keys(bench) - before if ":request:" not in key}
     assert made == {own, f"{own}:payload", f"{own}:log", f"{own}:result", "{cf}:jobs", "{cf}:jobs:completed"}
+    assert isinstance(bench.store, RedisStore)
+    await bench.store.drop_profiles([FAST, SLOW])
+    assert "{cf}:profiles:sought" not in await keys(bench)
 
 
 async def test_blocks_leave_nothing_when_they_are_over(bench: Bench) -> None:
@@ -219,7 +233,7 @@ def test_every_key_of_the_layout_is_used_and_every_command_is_as_old_as_redis_7(
         *("GET", "SET", "MGET", "MSET", "APPEND", "DEL", "EXISTS", "EXPIRE", "TIME", "PUBLISH"),
         *("HGET", "HSET", "HDEL", "HGETALL", "HEXISTS", "HINCRBY", "XADD"),
         *("RPUSH", "LTRIM", "LLEN", "LRANGE", "LREM", "LPOP"),
-        *("SADD", "SREM", "SMEMBERS", "SISMEMBER"),
+        *("SADD", "SREM", "SMEMBERS", "SISMEMBER", "SINTER"),
         *("ZADD", "ZREM", "ZCARD", "ZCOUNT", "ZSCORE", "ZPOPMIN", "ZRANDMEMBER", "ZRANGE"),
         *("ZRANGEBYSCORE", "ZRANGEBYLEX", "ZREMRANGEBYSCORE", "ZMSCORE"),
     }

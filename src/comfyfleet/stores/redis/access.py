@@ -22,7 +22,8 @@ WORKER_FUNCTIONS = (
 # What those functions do inside, and nothing that reads or removes much at once.
 _INSIDE = (
     *("get", "set", "mget", "mset", "append", "del", "exists", "expire", "time", "publish"),
-    *("hget", "hset", "hdel", "hexists", "hincrby", "rpush", "ltrim", "xadd", "smembers"),
+    *("hget", "hset", "hdel", "hexists", "hincrby", "rpush", "ltrim", "xadd"),
+    *("smembers", "sadd", "srem", "sinter"),
     *("zadd", "zrem", "zcard", "zrange", "zrangebyscore", "zremrangebyscore", "zrandmember", "zmscore"),
 )
 

@@ -141,7 +141,7 @@ def as_list(value: object) -> list[object]:
 
 def decode_head(value: object) -> Head:
     numbers = _META.unpack_from(as_bytes(value))
-    return Head(int(numbers[0]), bool(numbers[5]), *(int(number) for number in numbers[7:]))
+    return Head(int(numbers[0]), bool(numbers[5]), *(int(number) for number in numbers[7:15]))
 
 
 # calls

@@ -70,6 +70,34 @@ local function tell(s, class, lane)
   end
 end
 
+local function tell_engines(s, what)
+  call('PUBLISH', s.p .. 'channel:hub:events', what)
+end
+
+-- Whoever looked and did not get all it could take waits for a hint: one comes with the next job of a class it may take, at
+-- the head of a lane or behind others, as the head may be one that it must not have, or that another is about to take.
+-- After a hint everybody looks again, and notes again what is still missing.
+
+local function note_search(s, profile)
+  if s.sought ~= profile then
+    s.sought = profile
+    s.meta.sought = s.meta.sought + call('SADD', s.p .. 'profiles:sought', profile)
+  end
+end
+
+local function end_search(s, profiles)
+  s.sought = nil
+  s.meta.sought = s.meta.sought - call('SREM', s.p .. 'profiles:sought', unpack(profiles))
+end
+
+local function hint(s, class)
+  local profiles = call('SINTER', s.p .. 'profiles:sought', s.p .. 'class:' .. class .. ':profiles')
+  if #profiles > 0 then
+    end_search(s, profiles)
+    tell_engines(s, class)
+  end
+end
+
 local function leave_lane(s, name, job_ids, has_followers)
   local lane = s.p .. 'lane:' .. name
   call('ZREM', lane, unpack(job_ids))
@@ -104,11 +132,9 @@ local function enter_lane(s, name, job_id, sequence, class, is_new)
     call('ZADD', s.p .. 'jobs:pending', select(2, parts_of(name)), name)
     leave_front(s)
     tell(s, class, name)
-    -- Behind another job nobody needs to be told: who was told of that one finds this one too.
-    if s.hinted ~= class then
-      s.hinted = class
-      call('PUBLISH', s.p .. 'channel:hub:events', class)
-    end
+  end
+  if s.meta.sought > 0 then
+    hint(s, class)
   end
 end
 

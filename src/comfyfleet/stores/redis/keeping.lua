@@ -82,6 +82,7 @@ define('drop_profiles', function(s, args)
         call('DEL', group_of(s, profile, whole(-tonumber(entries[place + 1])), entries[place]:sub(25)))
       end
       call('DEL', classes, index)
+      end_search(s, {profile})
     end
   end
   return 1
@@ -146,7 +147,11 @@ end)
 
 -- "1" or "0"
 define('pause_queue', function(s, args)
+  local was_paused = s.meta.is_paused
   s.meta.is_paused = args[4] == '1'
+  if was_paused and not s.meta.is_paused then
+    tell_engines(s, 'queue')
+  end
   return 1
 end)
 

@@ -3,7 +3,7 @@
 -- All keys share one prefix with one hash tag, `{cf}:` unless the fleet was opened under another name, so they live on
 -- one shard. Each call declares one key, `<prefix>meta`, and builds the others from it.
 --
---   meta                      string   head of the fleet: fifteen little-endian doubles as in META below, then the run
+--   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, then the run
 --   request:<client>:<slot>   string   "<number> <answer>": the last answer given to this slot, for a call that is repeated
 --   clients                   zset     client -> when it was last seen (its slots are dropped a day later)
 --
@@ -30,6 +30,7 @@
 --   classes:pins              hash     class -> open jobs that belong to it
 --   class:<class>:profiles    set      profiles that may take it
 --   profiles                  set      the profiles that are known
+--   profiles:sought           set      those somebody has looked for in vain since a hint was given
 --   profile:<profile>:classes set      classes it may take
 --   index:<profile>           zset     level 1: <virtual time><sequence><-priority><tenant> -> -priority; news: <lane> -> -inf
 --   group:<profile>:<priority>:<tenant>   zset   level 2: lane -> lower bound of its head
@@ -48,7 +49,7 @@
 --   lessons, lessons:order    hash, zset   workflow hash -> lesson (JSON), serial
 --   reports                   list     failures told by workers without an engine, for an engine to judge (JSON)
 --   finished                  list     runs completed by workers without an engine, for an engine to learn from (JSON)
---   channel:hub:events        channel  something began to wait: a hint that may be lost
+--   channel:hub:events        channel  something waits that was looked for in vain: a hint that may be lost
 --   channel:worker:<id>       channel  a command to this worker, as in its stream: a hint that may be lost
 --   channel:workers:all       channel  every command to every worker, for engines
 --
@@ -84,7 +85,7 @@ local function whole(number)
   return string.format('%d', number)
 end
 
-local META = '<ddddddddddddddd'
+local META = '<dddddddddddddddd'
 
 -- The head as it was left by the last call, by prefix: equal text, equal table. Forgotten while a call is under way, so
 -- that one that ends in an error leaves nothing half changed behind.
@@ -97,18 +98,19 @@ local function meta_of(s, text)
     return last
   end
   local epoch, version, sequence, serial, classes, is_paused, winds, queued, leased, completed, failed, cancelled,
-    in_lane, delayed, paused, at = struct.unpack(META, text)
+    in_lane, delayed, paused, sought, at = struct.unpack(META, text)
   return {
     epoch = epoch, version = version, sequence = sequence, serial = serial, classes = classes,
     is_paused = is_paused == 1, winds = winds == 1, queued = queued, leased = leased, completed = completed,
-    failed = failed, cancelled = cancelled, in_lane = in_lane, delayed = delayed, paused = paused, run = text:sub(at),
+    failed = failed, cancelled = cancelled, in_lane = in_lane, delayed = delayed, paused = paused, sought = sought, run = text:sub(at),
     text = text,
   }
 end
 
 local function meta_text(m)
   return struct.pack(META, m.epoch, m.version, m.sequence, m.serial, m.classes, m.is_paused and 1 or 0,
-    m.winds and 1 or 0, m.queued, m.leased, m.completed, m.failed, m.cancelled, m.in_lane, m.delayed, m.paused) .. m.run
+    m.winds and 1 or 0, m.queued, m.leased, m.completed, m.failed, m.cancelled, m.in_lane, m.delayed, m.paused,
+    m.sought) .. m.run
 end
 
 -- String keys are read once and written together at the end, one MSET and one DEL, and so are the scores that nothing reads
@@ -415,7 +417,8 @@ redis.register_function('cf1_open', function(keys, args)
   if not s.meta then
     s.meta = {
       epoch = 1, run = run_id, winds = winds, version = 0, sequence = 0, serial = 0, classes = 0, is_paused = false,
-      queued = 0, leased = 0, completed = 0, failed = 0, cancelled = 0, in_lane = 0, delayed = 0, paused = 0, text = '',
+      queued = 0, leased = 0, completed = 0, failed = 0, cancelled = 0, in_lane = 0, delayed = 0, paused = 0, sought = 0,
+      text = '',
     }
   elseif winds and not s.meta.winds then
     error({err = 'CFTIME this fleet runs on the clock of its server; open another prefix for tests'})

@@ -57,6 +57,7 @@ local function lease_next(s, offer)
     end)
     put_bounds_right(true)
     if not chosen then
+      note_search(s, offer.profile)
       return false
     end
     job_id, lane, has_followers = chosen.job_id, chosen.lane, chosen.has_followers
@@ -221,6 +222,9 @@ define('peek', function(s, args)
     return false
   end)
   put_bounds_right(false)
+  if #found < slots then
+    note_search(s, args[4])
+  end
   local answer = {}
   for place, item in ipairs(found) do
     answer[place] = {read(s, job_key(s, item.job_id)), exact(item.time)}

@@ -57,10 +57,6 @@ local function worker_of(s, worker_id)
   return text and cjson.decode(text) or nil
 end
 
-local function tell_engines(s, what)
-  call('PUBLISH', s.p .. 'channel:hub:events', what)
-end
-
 -- Whatever a worker asks is a sign of life. Its own entry, as others write the record.
 local function seen(s, worker_id)
   call('SET', s.p .. 'worker:' .. worker_id .. ':heartbeat', exact(now(s)), 'EX', HEARTBEAT_S)
