@@ -135,6 +135,16 @@ async def test_two_workers_that_choose_the_same_poll_id_get_leases_of_their_own(
     assert answer[0] == second.job_id
 
 
+async def test_a_name_that_is_too_long_to_be_kept_is_refused_and_takes_no_job(
+    bench: Bench, worker: Worker
+) -> None:
+    job = await bench.enqueue()
+    await admit(bench)
+    with pytest.raises(ResponseError, match="CFCALL"):
+        worker.call("lease_next", A, "p1", "t" * 70_000, 10)
+    assert worker.lease_next("p2") == job.job_id
+
+
 async def test_what_no_reader_could_read_is_refused_at_the_door_and_changes_nothing(
     bench: Bench, worker: Worker
 ) -> None:

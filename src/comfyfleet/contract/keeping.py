@@ -198,6 +198,19 @@ class KeepingContract:
         assert await bench.store.write(completion(leased.lease_ref())) is not None
         assert await kept() == 0, "the end of the job does not forget it"
 
+    async def test_what_a_worker_calls_its_run_is_kept_however_long(self, bench: Bench) -> None:
+        _, ref = await bench.leased()
+        name = "p" * 70_000
+        assert (
+            await bench.store.write(Write(ref.job_id, HeldBy(ref), Change(), job={"prompt_id": name}))
+            is not None
+        )
+        finished = await bench.store.write(completion(ref))
+        assert finished is not None
+        assert await bench.store.load(ref.job_id) == finished.dispatch
+        record = await bench.store.records.get(ref.job_id)
+        assert record is not None and record.prompt_id == name
+
     @pytest.mark.parametrize("takes_another", [False, True])
     async def test_a_payload_replaced_at_the_end_is_the_one_that_is_kept(
         self, bench: Bench, takes_another: bool

@@ -79,7 +79,8 @@ def decode_kept(data: bytes, start: int) -> Kept:
     sequence, _, facts, phase, standing, _, is_acknowledged, _, is_noted, number_of_round = head[:10]
     revision, lease_number, attempts, epoch, _, wake_at, cancel_requested_at, ended_at = head[10:18]
     leased_at, expires_at = head[18:]
-    (class_key, relaxed_class, worker_id, poll_id, token, _), at = _texts(data, start)
+    (class_key, relaxed_class, worker_id, poll_id, token), at = _texts(data, start)
+    at += _LENGTH.size + _LENGTH.unpack_from(data, at)[0]
     rest = _rests.decode(data[at + _LENGTH.size :])
     lease = None
     if epoch:
@@ -128,9 +129,9 @@ def decode_kept(data: bytes, start: int) -> Kept:
 
 
 def _texts(data: bytes, start: int) -> tuple[list[bytes], int]:
-    """Class, relaxed class, worker, poll, token and record, and where the rest begins."""
+    """Class, relaxed class, worker, poll and token, and where the record begins."""
     at, texts = start + _HEAD.size, []
-    for _ in range(6):
+    for _ in range(5):
         end = at + 2 + data[at] + 256 * data[at + 1]
         texts.append(data[at + 2 : end])
         at = end
@@ -140,7 +141,9 @@ def _texts(data: bytes, start: int) -> tuple[list[bytes], int]:
 def decode_record(value: object) -> tuple[Phase, bytes]:
     """The phase of the job's record, and its other small parts (a MessagePack map, or nothing)."""
     data = as_bytes(value)
-    return _PHASES[data[_PLACE.size + 2]], _texts(data, 0)[0][-1]
+    at = _texts(data, 0)[1]
+    start = at + _LENGTH.size
+    return _PHASES[data[_PLACE.size + 2]], data[start : start + _LENGTH.unpack_from(data, at)[0]]
 
 
 def encode_place(facts: int) -> bytes:
@@ -176,7 +179,7 @@ def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, refe
         parts.append(_NO_HOLDER)
     else:
         parts += [_sized(text.encode()) for text in (lease.worker_id, lease.poll_id, lease.token)]
-    parts.append(_sized(record))
+    parts += (_LENGTH.pack(len(record)), record)
     rest = _Rest(
         dispatch.job_id,
         dispatch.workflow_hash,

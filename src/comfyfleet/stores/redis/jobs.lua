@@ -4,10 +4,10 @@
 -- HEAD: sequence, class number, facts · phase, standing, phase of the record, whether the lease is acknowledged, whether
 -- its poll has another lease, whether the log tells of it · round, revision, lease number, attempts, epoch of the lease
 -- (0: there is none), lease that was reported as failed · wake_at, cancel_requested_at, ended_at, leased_at, expires_at
--- (below 0: none) · class, relaxed class, worker, poll, token, record (MessagePack map or empty), each after its length in
--- two bytes · the rest, after its length in four.
+-- (below 0: none) · class, relaxed class, worker, poll, token, each after its length in two bytes · record (MessagePack map or
+-- empty), the rest, each after its length in four.
 
-local HEAD = '<dIIBBBBBBIIIIIIdddddHc0Hc0Hc0Hc0Hc0Hc0Ic0'
+local HEAD = '<dIIBBBBBBIIIIIIdddddHc0Hc0Hc0Hc0Hc0Ic0Ic0'
 -- What an enqueue puts before the rest of a head.
 local PLACE = '<dII'
 local PHASES = {[0] = 'queued', 'leased', 'completed', 'failed', 'cancelled'}

@@ -1,5 +1,7 @@
 -- Part 6: leases: how one is given to a worker, kept alive, and ends together with its job.
 
+local LONGEST = 65535
+
 local function wants_worker(s, offer, names)
   names[#names + 1] = s.p .. 'blocks:' .. offer.worker_id
   names[#names + 1] = s.p .. 'poll:' .. offer.poll_id
@@ -45,7 +47,15 @@ local function grant(s, job_id, text, offer, lane, has_followers)
   return leased
 end
 
+-- What is longer than a head can say would make it unreadable.
+local function check_names(offer)
+  if #offer.worker_id > LONGEST or #offer.poll_id > LONGEST or #offer.token > LONGEST then
+    error({err = 'CFCALL a worker, a poll and a token are named in at most ' .. LONGEST .. ' bytes each'})
+  end
+end
+
 local function lease_next(s, offer)
+  check_names(offer)
   if s.meta.is_paused then
     return false
   end
@@ -134,6 +144,7 @@ end
 -- job, worker, profile, poll, token, seconds until the first heartbeat
 define('lease', function(s, args)
   local job, offer = load(s, args[4]), s.offer
+  check_names(offer)
   if not job or not stands_in_lane(job) or s.meta.is_paused then
     return false
   end
