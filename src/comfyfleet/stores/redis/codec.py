@@ -160,12 +160,12 @@ def encode_enqueue(dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> 
         f"{dispatch.priority} {len(workflow_hash.encode())} {workflow_hash}{dispatch.tenant}",
         _json(job) if is_fresh else encode_payload(job),
         f"{dispatch.tenant}\0{reference}" if reference else "",
-        _lines(facts, str(dispatch.round)),
         "1" if is_plain else "0",
+        str(2 * len(texts)),
     ]
     for name, value in texts:
         arguments += (name, _json(value))
-    return arguments
+    return arguments + _pieces(facts, dispatch.round)
 
 
 def encode_record(job: Job) -> bytes:
@@ -210,6 +210,11 @@ def _lines(facts: Sequence[FactDraft], round_text: str) -> str:
             for draft in facts
         ]
     )
+
+
+def _pieces(facts: Sequence[FactDraft], number_of_round: int) -> list[str]:
+    """Lines of the log in pieces: between two of them the library puts the time."""
+    return _lines(facts, str(number_of_round)).split("\1")
 
 
 def encode_offer(offer: LeaseOffer) -> tuple[str, str, str, str, str]:
@@ -259,9 +264,9 @@ def encode_finish(write: Write) -> tuple[Argument, ...] | None:
         _json(end),
         record_phase.value,
         _pack(record) if record else b"",
-        _lines(write.facts, "\2"),
         result,
         forgets,
+        *_pieces(write.facts, ref.round),
     )
 
 

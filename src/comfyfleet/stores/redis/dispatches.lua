@@ -109,9 +109,9 @@ end
 
 local function is_held(job, ref)
   local lease = job.lease
-  -- Digests, so that the time a comparison takes says nothing about a token.
+  -- Lua keeps equal texts once and compares where they are: the time it takes says nothing about a token.
   return lease ~= nil and job.round == ref.round and lease.number == ref.number and lease.epoch == ref.epoch
-    and redis.sha1hex(lease.token) == redis.sha1hex(ref.token)
+    and lease.token == ref.token
 end
 
 -- *written* is the time of the step, and the dispatch as it is after it.
@@ -208,13 +208,14 @@ local function write_of(text)
   return w
 end
 
--- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "", facts,
--- "1" if it is queued, in its lane, and nothing else is due, then "result" or "failure" and its JSON
+-- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "", "1" if it
+-- is queued, in its lane, and nothing else is due, how many arguments follow, "result" or "failure" and its JSON, then facts
+-- in pieces, between which goes the time
 -- → sequence and time, or {the job that has this reference}
 define_joined('enqueue', function(s, args, at, last)
   local job_id, class, place, reference = args[at], args[at + 2], args[at + 3], args[at + 5]
   local key, meta, number, job = s.p .. 'job:' .. job_id, s.meta, 0, nil
-  if args[at + 7] == '1' then
+  if args[at + 6] == '1' then
     number = class_number(s, class)
     if not number then
       return false
@@ -239,7 +240,8 @@ define_joined('enqueue', function(s, args, at, last)
   local sequence = meta.sequence + 1
   meta.sequence = sequence
   score(s, s.p .. 'jobs', job_id, sequence)
-  local lines, count = told(s, args[at + 6], 1)
+  local facts = at + 8 + args[at + 7]
+  local lines, count = table.concat(args, now_text(s), facts, last), last - facts
   if job then
     job.sequence, job.facts = sequence, count
     move(s, nil, job)
@@ -252,7 +254,7 @@ define_joined('enqueue', function(s, args, at, last)
   end
   put(s, key .. ':payload', args[at + 4])
   put(s, key .. ':log', lines)
-  for i = at + 8, last, 2 do
+  for i = at + 8, facts - 1, 2 do
     put(s, key .. ':' .. args[i], args[i + 1])
   end
   return struct.pack('<dd', sequence, now(s))

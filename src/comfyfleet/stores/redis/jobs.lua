@@ -122,11 +122,16 @@ local function told(s, facts, round)
   return (lines:gsub('\2', round)), count
 end
 
+-- As in JSON, between its quotes. Names rarely have anything in them that needs a second look.
+local function escaped(name)
+  return name:find('[^%w%-_.:]') and cjson.encode(name):sub(2, -2) or name
+end
+
 -- An attempt that begins is the fact that the job was leased. It is written when something follows; until then the lease
 -- itself tells it.
 local function attempt_line(job_id, round, number, epoch, worker_id, leased_at, attempts)
-  return 'a{"attempt_id":' .. cjson.encode(job_id .. '/' .. round .. '/' .. number .. '/' .. epoch) .. ',"worker_id":'
-    .. cjson.encode(worker_id) .. ',"lease_number":' .. number .. ',"round":' .. round .. ',"started_at":'
+  return 'a{"attempt_id":"' .. escaped(job_id) .. '\\/' .. round .. '\\/' .. number .. '\\/' .. epoch .. '","worker_id":"'
+    .. escaped(worker_id) .. '","lease_number":' .. number .. ',"round":' .. round .. ',"started_at":'
     .. exact(leased_at) .. ',"attempt":' .. attempts .. '}\n'
 end
 

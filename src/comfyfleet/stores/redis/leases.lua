@@ -77,8 +77,8 @@ end
 
 -- A lease that ends its job, the commonest of all writes, on the text alone: as `write` would. `at` is where its arguments
 -- begin: job, round, number, epoch, token, phase, how the attempt ended (JSON), phase of the record, record (MessagePack map or
--- ""), facts, result (JSON or ""), "1" if an earlier failure is forgotten. → the dispatch, or false
-local function finish(s, args, at)
+-- ""), result (JSON or ""), "1" if an earlier failure is forgotten, facts as of `enqueue`. → the dispatch, or false
+local function finish(s, args, at, last)
   local job_id, phase = args[at], args[at + 5]
   local key = s.p .. 'job:' .. job_id
   local text = read(s, key)
@@ -89,13 +89,15 @@ local function finish(s, args, at)
     reported, _, cancel_requested_at, _, leased_at, _, class_key, relaxed_class, worker_id, poll_id, token, record,
     packed_rest = struct.unpack(HEAD, text)
   if epoch == 0 or round ~= tonumber(args[at + 1]) or number ~= tonumber(args[at + 2])
-    or epoch ~= tonumber(args[at + 3]) or redis.sha1hex(token) ~= redis.sha1hex(args[at + 4]) then
+    or epoch ~= tonumber(args[at + 3]) or token ~= args[at + 4] then
     return false
   end
   local ended_at, meta = now(s), s.meta
-  local begun = is_noted == 1 and '' or attempt_line(job_id, round, number, epoch, worker_id, leased_at, attempts)
-  local lines, count = told(s, args[at + 9], round)
-  call('APPEND', key .. ':log', begun .. end_line(s, number, args[at + 6]) .. lines)
+  local begun = is_noted == 1 and '' or attempt_line(job_id, args[at + 1], args[at + 2], args[at + 3], worker_id,
+    leased_at, attempts)
+  local facts_at = at + 11
+  local lines, count = table.concat(args, now_text(s), facts_at, last), last - facts_at
+  call('APPEND', key .. ':log', begun .. end_line(s, args[at + 2], args[at + 6]) .. lines)
   let_go(s, worker_id, sequence)
   if poll_moved == 0 then
     drop(s, s.p .. 'poll:' .. poll_id)
@@ -116,10 +118,10 @@ local function finish(s, args, at)
   elseif changed ~= '' then
     record = changed_record(record, unpacked(changed))
   end
-  if args[at + 10] ~= '' then
-    put(s, key .. ':result', args[at + 10])
+  if args[at + 9] ~= '' then
+    put(s, key .. ':result', args[at + 9])
   end
-  if args[at + 11] == '1' then
+  if args[at + 10] == '1' then
     drop(s, key .. ':failure')
   end
   local ended = struct.pack(HEAD, sequence, class_number, facts + count, PHASE_CODES[phase], standing,
@@ -188,15 +190,15 @@ end, function(s, args, names)
 end)
 
 -- see `finish`
-define_joined('finish', function(s, args, at)
-  return finish(s, args, at)
+define_joined('finish', function(s, args, at, last)
+  return finish(s, args, at, last)
 end, function(s, args, names, at)
   names[#names + 1] = job_key(s, args[at])
 end)
 
 -- as `lease_next`, then see `finish` → as `write_and_lease_next`
-define_joined('finish_and_lease_next', function(s, args, at)
-  return with_next(s, finish(s, args, at + 5), offer_at(args, at))
+define_joined('finish_and_lease_next', function(s, args, at, last)
+  return with_next(s, finish(s, args, at + 5, last), offer_at(args, at))
 end, function(s, args, names, at)
   wants_offer(s, args, names, at)
   names[#names + 1] = job_key(s, args[at + 5])
