@@ -218,7 +218,8 @@ def _causes(lines: Sequence[Line]) -> Callable[[Line, Line], Cause | None]:
 
     def cause_of(first: Line, repeat: Line) -> Cause | None:
         since, until = sorted((first.at, repeat.at))
-        own = [away for away in of_process[first.who] if away.meets(since, until)]
+        # A lease may be granted to a worker that sleeps: it begins late, under a lease that is nearly over.
+        own = [away for away in of_process[first.who] if away.meets(since - LEASE_S, until)]
         # What others have to reconnect to is felt a little longer than it is away.
         shared = of_server + (of_engines if first.is_bridged else [])
         causes = own + [away for away in shared if away.meets(since - LEASE_S - SLACK_S, until)]

@@ -191,6 +191,16 @@ def test_a_worker_that_begins_an_old_lease_late_is_explained_by_its_own_stop() -
     assert finding.is_clean
 
 
+@pytest.mark.parametrize(("asleep_until", "is_explained"), [(9.9, True), (10 - LEASE_S - 0.1, False)])
+def test_a_lease_granted_to_a_sleeping_worker_is_explained_by_that_sleep(
+    asleep_until: float, is_explained: bool
+) -> None:
+    story = Story().submit().tell(1, "conductor", "stopping", role="worker", value="worker-0.0")
+    story.tell(asleep_until, "conductor", "continued", value="worker-0.0")
+    story.begin(10, "worker-0.0", 1).begin(11.5, "worker-1.0", 2).report(12, "worker-1.0", 2).see(13, "e2")
+    assert story.check().is_clean == is_explained
+
+
 def test_logs_are_read_back_in_the_order_of_time_without_a_line_that_was_cut_off(tmp_path: Path) -> None:
     first, second = Log(tmp_path, "a.0"), Log(tmp_path, "b.0")
     first.write("submitting", reference="r")
