@@ -91,6 +91,17 @@ async def test_what_a_repeat_answers_is_what_was_done_though_the_world_moved_on(
     assert [block.target for block in lifted] == ["x"]
 
 
+async def test_a_copy_that_arrives_when_its_slot_has_gone_on_does_nothing(bench: Bench) -> None:
+    """A network may deliver what was sent over a connection given up long ago, after all that came later."""
+    assert isinstance(bench.store, RedisStore)
+    ann, head = TenantId("ann"), f"{bench.store.prefix}meta"
+    for number in (9, 10):
+        await bench.store.diagnose("FCALL", "cf1_charge_tenant", 1, head, "somebody:0", number, "", ann, 1.0)
+    with pytest.raises(Fault, match="CFREPEATED"):
+        await bench.store.diagnose("FCALL", "cf1_charge_tenant", 1, head, "somebody:0", 9, "", ann, 1.0)
+    assert await bench.store.moving.virtual_time(ann) == 2.0
+
+
 async def test_a_storm_of_cuts_doubles_and_loses_nothing(bench: Bench, proxy: CuttingProxy) -> None:
     chance = random.Random(7)
     ann = TenantId("ann")

@@ -235,6 +235,10 @@ local function open(keys, args, wants)
       s.answer = last:byte(length + 2) == 116 and {answer} or unpacked(answer)
       return s
     end
+    -- A copy that was long on its way, over a connection given up since: its caller has the answer of another.
+    if (tonumber(s.number) or math.huge) < (tonumber(last:match('^%S+')) or 0) then
+      error({err = 'CFREPEATED this slot has gone on to a later number: nothing was done'})
+    end
   end
   if head then
     s.meta = meta_of(s, head)
