@@ -17,11 +17,15 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.foreign import ForeignDesk
+from comfyfleet.engine.workers import WorkerDesk
 from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.calls import FailureReport, JobFilter, RegisterWorker, Settled
 from comfyfleet.model.dispatch import AttemptOutcome, Phase
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Submission
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.address import parse_address
 from comfyfleet.stores.redis.store import RedisStore
@@ -281,6 +285,82 @@ async def test_a_declaration_that_cannot_be_read_is_refused_with_the_place(url: 
         with pytest.raises(ResponseError, match=r"CFDECLARED .*services"):
             await guest.register({"services": "comfyui"})
         await guest.register()
+
+
+# What the server's own reader of JSON lets pass and others do not: some languages write such things.
+UNREADABLE = [b"NaN", b'"\xff"', b"1e999"]
+
+
+@pytest.mark.parametrize("value", UNREADABLE)
+async def test_a_failure_that_nobody_can_read_is_judged_and_holds_up_nobody(url: str, value: bytes) -> None:
+    async with engine_on(url) as engine, Guest(url) as guest:
+        await guest.register()
+        job_id = (await engine.submit(Submission(graph(), max_attempts=1))).job_id
+        lease = await guest.take()
+    # Told while no engine is there: the next one must be able to start.
+    async with Guest(url) as guest:
+        assert await guest.call("fail", *lease, b'{"kind": "node_error", "message": %b}' % value) == 1
+    async with engine_on(url) as engine, Guest(url, "another") as guest:
+        await guest.register()
+
+        async def ended() -> bool:
+            return (await engine.get(job_id)).job.phase is Phase.FAILED
+
+        await until(ended)
+        failure = (await engine.get(job_id)).job.failure
+        assert failure is not None
+        assert failure.kind is FailureKind.UNKNOWN
+        assert await reports(engine) == 0
+
+
+@pytest.mark.parametrize("value", UNREADABLE)
+async def test_a_result_that_nobody_can_read_is_shown_as_it_came_and_hides_no_other_job(
+    url: str, value: bytes
+) -> None:
+    async with engine_on(url) as engine, Guest(url) as guest:
+        await guest.register()
+        job_id = (await engine.submit(Submission(graph()))).job_id
+        text = b'{"outputs": {"9": {"text": [%b]}}}' % value
+        assert await guest.call("complete", *await guest.take(), text) == 1
+        job = (await engine.get(job_id)).job
+        assert job.phase is Phase.COMPLETED
+        assert job.result is not None
+        assert '"9"' in str(job.result.outputs[""]["text"])
+        assert [each.job_id for each in (await engine.listing(JobFilter())).jobs] == [job_id]
+
+
+async def test_one_that_cannot_be_admitted_or_judged_holds_up_nobody(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_register, real_fail = WorkerDesk.register, WorkerDesk.fail
+
+    async def register(desk: WorkerDesk, call: RegisterWorker) -> WorkerRecord:
+        if call.worker_id == "a-bad-one":
+            raise Refusal(RefusalCode.INVALID_REQUEST, "not this one")
+        return await real_register(desk, call)
+
+    async def fail(desk: WorkerDesk, call: FailureReport) -> Settled:
+        if call.failure.message == "bad":
+            raise Refusal(RefusalCode.INVALID_REQUEST, "not this one")
+        return await real_fail(desk, call)
+
+    monkeypatch.setattr(WorkerDesk, "register", register)
+    monkeypatch.setattr(WorkerDesk, "fail", fail)
+    async with engine_on(url) as engine, Guest(url) as guest, Guest(url, "a-bad-one") as bad:
+        with pytest.raises(ResponseError, match="CFDECLARED not this one"):
+            await bad.register()
+        await guest.register()
+        for number in range(2):
+            await engine.submit(Submission(graph(seed=number), max_attempts=1))
+        first, second = await guest.take(), await guest.take()
+        assert await guest.call("fail", *first, json.dumps({"kind": "node_error", "message": "bad"})) == 1
+        await guest.fail(second)
+
+        async def is_judged() -> bool:
+            return (await engine.get(JobId(second[0]))).job.phase is Phase.FAILED
+
+        await until(is_judged)
+        assert await reports(engine) == 1, "its lease ends by itself"
 
 
 async def test_what_an_engine_decides_is_written_to_the_workers_stream(url: str) -> None:

@@ -95,29 +95,35 @@ class ForeignDesk:
             self._context.fleet.heard_of(worker_id, at)
 
     async def _admit(self, door: ForeignWorkers, applicant: Applicant) -> bool:
-        worker_id = applicant.worker_id
-        if applicant.problem:
-            _LOG.warning("worker %s was not admitted: %s", worker_id, applicant.problem)
-            await door.refuse(applicant, applicant.problem)
-        elif applicant.call is None:
-            await self._workers.unregister(worker_id, "it left")
-            await door.admitted(applicant)
+        worker_id, problem = applicant.worker_id, applicant.problem
+        try:
+            if applicant.call is not None:
+                await self._workers.register(applicant.call)
+            elif not problem:
+                await self._workers.unregister(worker_id, "it left")
+        except Refusal as refusal:
+            problem = str(refusal)
+        except Exception:
+            # One that cannot be admitted must not keep the others waiting; the next look tries again.
+            _LOG.exception("worker %s could not be admitted", worker_id)
+            return False
+        if problem:
+            _LOG.warning("worker %s was not admitted: %s", worker_id, problem)
+            await door.refuse(applicant, problem)
         else:
-            await self._workers.register(applicant.call)
             await door.admitted(applicant)
         return True
 
     async def _judge(self, door: ForeignWorkers, report: ForeignReport) -> bool:
         try:
             await self._workers.fail(report.call)
-        except Refusal as refusal:
-            if refusal.code is not RefusalCode.LEASE_LOST:
-                raise
-            # Judged by another engine, or the lease ran out before anybody came to it.
-        except Exception:
-            # One that cannot be judged must not keep the others waiting; its lease ends by itself.
-            _LOG.exception("the failure of job %s could not be judged", report.call.ref.job_id)
-            return False
+        except Exception as error:
+            is_over = isinstance(error, Refusal) and error.code is RefusalCode.LEASE_LOST
+            # If so, another engine has judged it, or the lease ran out before anybody came to it.
+            if not is_over:
+                # One that cannot be judged must not keep the others waiting; its lease ends by itself.
+                _LOG.exception("the failure of job %s could not be judged", report.call.ref.job_id)
+                return False
         await door.settled(report)
         return True
 

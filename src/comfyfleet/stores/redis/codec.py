@@ -45,6 +45,9 @@ from comfyfleet.stores.shelf import MAX_PAIRS_PER_WORKER
 _pack = msgspec.msgpack.encode
 _json = msgspec.json.encode
 
+# What the server takes for JSON may be none: it lets NaN pass, and text that is not UTF-8.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 # Large parts of a record stand in keys of their own.
 _TEXTS = ("result", "failure")
 _TIME = struct.Struct("<d")
@@ -395,9 +398,16 @@ def decode_job(row: Sequence[object]) -> Job:
 def _result(text: bytes) -> JobResult:
     try:
         return _results.decode(text)
-    except msgspec.ValidationError:
-        # Of a worker in another language: an object, but not of our form. It is shown as it is.
-        return JobResult(outputs={"": msgspec.json.decode(text, type=dict[str, Any])})
+    except UNREADABLE:
+        # Of a worker in another language: not of our form, or no JSON at all but to the server. It is shown as it is.
+        return JobResult(outputs={"": _shown(text)})
+
+
+def _shown(text: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except UNREADABLE:
+        return {"text": text.decode(errors="replace")}
 
 
 def decode_facts(job_id: JobId, row: Sequence[object], after: int) -> list[Fact]:

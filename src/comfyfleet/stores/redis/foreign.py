@@ -22,10 +22,12 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.ports import Foreign
-from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.codec import UNREADABLE, as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
 
 Call = Callable[..., Awaitable[object]]
+
+_TOLD = b',"failure":'
 
 
 class _Beside(msgspec.Struct, frozen=True):
@@ -37,7 +39,6 @@ class _Beside(msgspec.Struct, frozen=True):
 
 class _Report(msgspec.Struct, frozen=True):
     ref: LeaseRef
-    failure: msgspec.Raw
 
 
 _capabilities = msgspec.json.Decoder(Capabilities)
@@ -102,19 +103,21 @@ def _applicant(name: bytes, text: bytes) -> Applicant:
     try:
         beside = _beside.decode(text)
         call = RegisterWorker(worker_id, _capabilities.decode(text), max(1, beside.slots), beside.live)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         return Applicant(worker_id, text, problem=str(error))
     return Applicant(worker_id, text, call)
 
 
 def _report(text: bytes) -> ForeignReport:
-    report = _reports.decode(text)
+    # The library wrote what comes first, and the worker what follows.
+    head, _, told = text.partition(_TOLD)
+    ref, told = _reports.decode(head + b"}").ref, told[:-1]
     try:
-        failure = _failures.decode(report.failure)
-    except msgspec.DecodeError as error:
+        failure = _failures.decode(told)
+    except UNREADABLE as error:
         # What it meant is not known, only that the run did not succeed.
-        told = bytes(report.failure)[:500].decode(errors="replace")
+        shown = told[:500].decode(errors="replace")
         failure = Failure(
-            FailureKind.UNKNOWN, f"the worker reported a failure in a form unknown here ({error}): {told}"
+            FailureKind.UNKNOWN, f"the worker reported a failure in a form unknown here ({error}): {shown}"
         )
-    return ForeignReport(text, FailureReport(report.ref, failure))
+    return ForeignReport(text, FailureReport(ref, failure))
