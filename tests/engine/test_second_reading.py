@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.engine._rig import Rig, graph
 
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.calls import Release
 from comfyfleet.model.dispatch import Phase, Write, Written
 from comfyfleet.model.errors import Fault, Refusal
@@ -16,7 +19,9 @@ from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Attachment, Submission, Timeouts
 from comfyfleet.model.requirement import Preferences, Requirements
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.stores.sqlite.store import SqliteStore
 
 
 async def test_a_limit_on_processing_time_keeps_a_job_from_workers_known_to_be_slower() -> None:
@@ -158,3 +163,17 @@ async def test_a_changed_priority_does_not_make_the_same_job_another() -> None:
         await rig.engine.set_priority(job_id, 7)
         assert (await rig.engine.submit(submission)).is_repeat
         assert (await rig.engine.get(job_id)).job.priority == 7
+
+
+async def test_an_engine_that_cannot_start_lets_go_of_its_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: SqliteStore) -> list[WorkerRecord]:
+        raise Fault("the disk is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteStore, "workers", fail)
+        with pytest.raises(Fault, match="the disk is away"):
+            await Engine(SqliteStore(tmp_path / "fleet.db", SystemClock())).__aenter__()
+    async with Engine(SqliteStore(tmp_path / "fleet.db", SystemClock())) as engine:
+        assert await engine.workers() == []

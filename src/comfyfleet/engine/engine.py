@@ -84,12 +84,17 @@ class Engine:
         self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers, self._commands)
 
     async def __aenter__(self) -> Engine:
-        await self.store.open()
-        if self.store.is_shared:
-            await self._context.compare_clocks()
-        await self._context.fleet.load(self._context.clock.now())
-        self.store.listen(self._rounds.everything_changed, self._commands.hear)
-        await self._foreign.start()
+        try:
+            await self.store.open()
+            if self.store.is_shared:
+                await self._context.compare_clocks()
+            await self._context.fleet.load(self._context.clock.now())
+            self.store.listen(self._rounds.everything_changed, self._commands.hear)
+            await self._foreign.start()
+        except BaseException:
+            # Nobody else will: its file would stay locked, its connections open.
+            await self.close()
+            raise
         self._sweeper.start()
         return self
 
