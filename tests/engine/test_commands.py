@@ -17,7 +17,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.calls import Command, Poll, RegisterWorker
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.opening import open_store
@@ -144,3 +144,27 @@ async def test_a_cancel_holds_though_nobody_could_be_told(monkeypatch: pytest.Mo
         job_id = (await it.first.submit(Submission(graph()))).job_id
         assert await take(it.second, "b") == job_id
         assert (await it.first.cancel(job_id)).cancel_requested
+
+
+async def test_a_worker_that_comes_back_is_not_told_what_it_was_told_in_an_earlier_life(
+    store_url: str,
+) -> None:
+    """Behind several engines it was served by both: what it heard at one is still kept at the other."""
+    async with two_engines(store_url) as (first, second):
+        await first.heartbeat(B, [])
+        await second.drain_worker(B)
+        assert Command("drain") in (await second.heartbeat(B, [])).commands
+        await second.unregister(B, "drained")
+        await first.register(RegisterWorker(B, offers("KSampler")))
+        assert (await first.heartbeat(B, [])).commands == ()
+
+
+async def test_what_is_kept_for_a_worker_that_never_asks_again_has_a_bound() -> None:
+    async with Engines() as it:
+        await register(it.first, "b", "KSampler")
+        await it.first.heartbeat(B, [])
+        for number in range(1000):
+            it.first._commands.hear(B, Command("retry", JobId(str(number))))
+        kept = (await it.first.heartbeat(B, [])).commands
+        assert len(kept) == 100
+        assert kept[-1] == Command("retry", JobId("999"))

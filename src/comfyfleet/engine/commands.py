@@ -18,6 +18,8 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
 
 _LOG = logging.getLogger(__name__)
+# An agent may have gone over to another engine, and never ask here again.
+_MAX_KEPT = 100
 
 
 class CommandDesk:
@@ -55,7 +57,9 @@ class CommandDesk:
         if command.action in ("pause", "resume"):
             self._rounds.look_again()
         elif worker_id in self._served:
-            self._told[worker_id].append(command)
+            told = self._told[worker_id]
+            told.append(command)
+            del told[:-_MAX_KEPT]
             if (listening := self._listening.get(worker_id)) is not None:
                 listening.set()
 

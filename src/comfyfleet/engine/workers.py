@@ -64,6 +64,9 @@ class WorkerDesk:
         record = await context.fleet.put(call.worker_id, call.capabilities, call.slots, call.live, now)
         if known is None or known.is_offline:
             context.tell("online", call.worker_id)
+        if record.connected_at == now:
+            # It begins anew: what it was told before it left, it may have heard at another engine.
+            self._commands.take(call.worker_id)
         # A worker registers again when its inventory changed, when it came back, or when somebody asked it to look.
         lifted = lifted_by_inventory(await context.store.blocks(call.worker_id))
         for block in await context.store.lift([block.pair for block in lifted]):
