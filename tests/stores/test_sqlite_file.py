@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from comfyfleet.stores.opening import open_store
 from comfyfleet.stores.sqlite.migrating import Migration, connect, migrate, migrations
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.stores.sqlite.upkeep import backup, check, vacuum
+from comfyfleet.stores.sqlite.writer import Batch
 
 
 def alter(path: Path, *statements: str) -> None:
@@ -63,6 +66,67 @@ async def test_an_owner_in_another_process_is_named_and_its_lock_ends_with_it(tm
             await SqliteStore(path, ManualClock()).open()
         child.kill()
     await made(path)
+
+
+async def opened_at_last(path: Path) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                async with reopened(path):
+                    return
+            except Fault as fault:
+                assert "is in use" in str(fault)
+                await asyncio.sleep(0.01)
+
+
+async def test_a_file_stays_owned_until_an_opening_that_was_given_up_has_left_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, has_begun, may_end = tmp_path / "fleet.db", threading.Event(), threading.Event()
+    real = SqliteStore._connect
+
+    def slow(store: SqliteStore) -> sqlite3.Connection:
+        has_begun.set()
+        may_end.wait()
+        return real(store)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SqliteStore, "_connect", slow)
+        opening = asyncio.create_task(SqliteStore(path, ManualClock()).open())
+        await asyncio.to_thread(has_begun.wait)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+    try:
+        with pytest.raises(Fault, match="is in use"):
+            await SqliteStore(path, ManualClock()).open()
+    finally:
+        may_end.set()
+    await opened_at_last(path)
+
+
+async def test_a_store_is_closed_though_whoever_closes_it_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, may_write = tmp_path / "fleet.db", threading.Event()
+    real = Batch.write
+
+    def slow(batch: Batch, database: sqlite3.Connection) -> None:
+        may_write.wait()
+        real(batch, database)
+
+    bench = make_bench(path)
+    await bench.open()
+    monkeypatch.setattr(Batch, "write", slow)
+    asking = asyncio.create_task(bench.enqueue())
+    closing = asyncio.create_task(bench.store.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    may_write.set()
+    assert (await asking).phase is Phase.QUEUED
+    await opened_at_last(path)
 
 
 def started(command: list[str], pipes: dict[str, int]) -> subprocess.Popen[bytes]:

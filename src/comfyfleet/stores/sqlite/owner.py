@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import sqlite3
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from comfyfleet.model.errors import Fault
@@ -34,6 +37,27 @@ class Ownership:
         os.lseek(self._file, 0, os.SEEK_SET)
         os.write(self._file, str(os.getpid()).encode())
         self._is_held = True
+
+    async def opened(
+        self, connect: Callable[[], sqlite3.Connection], undo: Callable[[], None]
+    ) -> sqlite3.Connection:
+        """`connect` in a thread, which cannot be stopped: if it fails or is given up, the file stays ours until it has
+        left it alone."""
+        opening = asyncio.create_task(asyncio.to_thread(connect))
+        try:
+            return await asyncio.shield(opening)
+        except BaseException:
+            if opening.done():
+                self._give_up(opening, undo)
+            else:
+                opening.add_done_callback(lambda _: self._give_up(opening, undo))
+            raise
+
+    def _give_up(self, opening: asyncio.Task[sqlite3.Connection], undo: Callable[[], None]) -> None:
+        if not opening.cancelled() and opening.exception() is None:
+            opening.result().close()
+        undo()
+        self.release()
 
     def release(self) -> None:
         if self._is_held:

@@ -74,12 +74,7 @@ class SqliteStore:
 
     async def open(self) -> None:
         ownership = Ownership(self.path)
-        try:
-            database = await asyncio.to_thread(self._connect)
-        except BaseException:
-            self._disk.close()
-            ownership.release()
-            raise
+        database = await ownership.opened(self._connect, undo=self._disk.close)
         self._ownership = ownership
         self._writer.start(database)
 
@@ -111,9 +106,13 @@ class SqliteStore:
     async def close(self) -> None:
         ownership, self._ownership = self._ownership, None
         if ownership is not None:
-            await self._writer.stop()
-            self._disk.close()
-            ownership.release()
+            # To the end, though whoever closes it may be cancelled meanwhile: nobody else can let the file go.
+            await asyncio.shield(asyncio.create_task(self._close(ownership)))
+
+    async def _close(self, ownership: Ownership) -> None:
+        await self._writer.stop()
+        self._disk.close()
+        ownership.release()
 
     # the table profile × class
 
@@ -128,13 +127,8 @@ class SqliteStore:
             return False
         known = self._kept.index.profiles()
         batch = self._writer.batch()
-        rows.put_class(
-            batch,
-            cls,
-            [each for each in fits if is_new and each in known],
-            dropped,
-            self._kept.table_version,
-        )
+        fitting = [each for each in fits if is_new and each in known]
+        rows.put_class(batch, cls, fitting, dropped, self._kept.table_version)
         await self._writer.written(batch)
         return True
 
