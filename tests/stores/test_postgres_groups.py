@@ -6,13 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
 from comfyfleet.contract.bench import FAST, A, B
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.dispatch import Phase, Written
+from comfyfleet.model.errors import Refusal
+from comfyfleet.model.ids import PollId
 from comfyfleet.stores.postgres import PostgresStore, leasing
 from comfyfleet.stores.postgres.grouping import MAX_GROUP, Groups
 from comfyfleet.stores.postgres.pool import Pool, Step
@@ -149,3 +152,16 @@ async def test_what_waits_is_found_though_more_empty_lanes_than_are_looked_at_st
     assert last is not None
     assert last.dispatch.job_id == behind.job_id
     assert await store.lease_next(jobs.offer()) is None
+
+
+async def test_an_offer_that_cannot_be_written_is_refused_alone(store: PostgresStore) -> None:
+    jobs = Jobs()
+    for _ in range(8):
+        await jobs.enqueue(store)
+    offers = [jobs.offer() for _ in range(8)]
+    offers[4] = msgspec.structs.replace(offers[4], poll_id=PollId("no\x00text"))
+    taken = await asyncio.gather(*(store.lease_next(offer) for offer in offers), return_exceptions=True)
+    refused = [each for each in taken if isinstance(each, BaseException)]
+    assert [type(each) for each in refused] == [Refusal]
+    assert taken[4] is refused[0]
+    assert all(isinstance(each, Written) for number, each in enumerate(taken) if number != 4)

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
+from comfyfleet.model.errors import Refusal
+
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
@@ -51,6 +53,11 @@ class Groups(Generic[Question, Answer]):
             answers = await self._answer([question for question, _ in group])
         # Whatever it was, it is the callers' to hear of.
         except Exception as error:
+            if isinstance(error, Refusal) and len(group) > 1:
+                # Somebody asked for what cannot be: only he is refused, and the others are answered one by one.
+                for each in group:
+                    await self._answer_group([each])
+                return
             for _, waiter in group:
                 if not waiter.done():
                     waiter.set_exception(error)
