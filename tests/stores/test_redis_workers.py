@@ -321,3 +321,19 @@ def test_the_page_on_the_protocol_shows_the_rules_as_they_are_and_names_every_fu
     assert len(functions) > 30
     for name in functions:
         assert f"`{name}`" in page, name
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "inf", "-1", "soon", ""])
+async def test_a_time_that_is_none_is_refused_before_anything_changes(
+    bench: Bench, worker: Worker, seconds: str
+) -> None:
+    """As a program writes that reads its settings badly."""
+    job = await bench.enqueue()
+    await admit(bench)
+    with pytest.raises(ResponseError, match="CFCALL .*seconds"):
+        worker.call("lease_next", A, "p1", "token", seconds)
+    assert (await bench.store.counts()).waiting == 1
+    assert worker.lease_next("p2") == job.job_id
+    with pytest.raises(ResponseError, match="CFCALL .*seconds"):
+        worker.call("heartbeat", *worker.lease, seconds)
+    assert worker.call("heartbeat", *worker.lease, 60) == 1

@@ -32,6 +32,15 @@ local function object(text, code, what)
   return value
 end
 
+-- What is no number of seconds (NaN, in many a language) would be found out when half of the call is done.
+local function seconds(text)
+  local number = tonumber(text)
+  if not number or not (number >= 0 and number < math.huge) then
+    error({err = 'CFCALL ' .. tostring(text) .. ' is no number of seconds'})
+  end
+  return number
+end
+
 -- The same report twice gets the same answer, request id or not.
 local function ended_as(s, ref, outcome)
   local log = read(s, job_key(s, ref.job_id) .. ':log')
@@ -123,7 +132,7 @@ define('worker_lease_next', function(s, args)
 end, function(s, args, names)
   -- Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
   local poll_id = args[4] .. '/' .. args[5]
-  s.offer = {worker_id = args[4], poll_id = poll_id, token = args[6], acknowledge_s = tonumber(args[7])}
+  s.offer = {worker_id = args[4], poll_id = poll_id, token = args[6], acknowledge_s = seconds(args[7])}
   names[#names + 1] = s.p .. 'worker:' .. args[4]
   wants_worker(s, s.offer, names)
 end)
@@ -135,7 +144,7 @@ define('worker_heartbeat', function(s, args)
     return 0
   end
   seen(s, job.lease.worker_id)
-  return extend(s, job, now(s) + tonumber(args[9]))
+  return extend(s, job, now(s) + seconds(args[9]))
 end, wants_ref)
 
 -- lease, progress (JSON)
