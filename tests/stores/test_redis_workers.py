@@ -337,3 +337,30 @@ async def test_a_time_that_is_none_is_refused_before_anything_changes(
     with pytest.raises(ResponseError, match="CFCALL .*seconds"):
         worker.call("heartbeat", *worker.lease, seconds)
     assert worker.call("heartbeat", *worker.lease, 60) == 1
+
+
+@pytest.mark.parametrize("place", [1, 2])
+async def test_names_that_are_no_text_are_refused_before_an_engine_stumbles_over_them(
+    bench: Bench, worker: Worker, place: int
+) -> None:
+    """A token of random bytes is no bad idea, but no engine could read the job again."""
+    job = await bench.enqueue()
+    await admit(bench)
+    given: list[object] = [A, "p1", "token", 10]
+    given[place] = b"\xff\xfe"
+    with pytest.raises(ResponseError, match="CFCALL .*UTF-8"):
+        worker.call("lease_next", *given)
+    with pytest.raises(ResponseError, match="CFCALL .*UTF-8"):
+        worker.call("register", b"\xff\xfe", DECLARED)
+    assert await bench.store.load(job.job_id) == job
+    given[place] = "größer €uro 😀"
+    assert worker.call("lease_next", *given) is not None
+
+
+async def test_a_reason_that_is_no_text_leaves_the_facts_readable(bench: Bench, worker: Worker) -> None:
+    job = await bench.enqueue()
+    await admit(bench)
+    worker.lease_next("p1")
+    assert worker.call("release", *worker.lease, b"stopped by Andr\xe9") == 1
+    released = (await bench.store.facts(job.job_id))[-1]
+    assert released.data == {"reason": "stopped by Andr?"}

@@ -41,6 +41,20 @@ local function seconds(text)
   return number
 end
 
+-- Engines read names as UTF-8, so what is none would make a job unreadable to all of them.
+local function is_text(value)
+  local left = value:gsub('[\194-\223][\128-\191]', ''):gsub('[\224-\239][\128-\191][\128-\191]', '')
+    :gsub('[\240-\244][\128-\191][\128-\191][\128-\191]', '')
+  return not left:find('[\128-\255]')
+end
+
+local function text(value, what)
+  if not value or not is_text(value) then
+    error({err = 'CFCALL ' .. what .. ' is named in UTF-8'})
+  end
+  return value
+end
+
 -- The same report twice gets the same answer, request id or not.
 local function ended_as(s, ref, outcome)
   local log = read(s, job_key(s, ref.job_id) .. ':log')
@@ -74,7 +88,7 @@ end
 
 -- worker, what it declares (JSON) → its profile once an engine has admitted it with that, else nothing yet
 define('worker_register', function(s, args)
-  local worker_id, declared = args[4], args[5]
+  local worker_id, declared = text(args[4], 'a worker'), args[5]
   object(declared, 'CFDECLARED', 'what the worker declares')
   local refused = read(s, s.p .. 'worker:' .. worker_id .. ':refused')
   if refused and refused:sub(1, 40) == redis.sha1hex(declared) then
@@ -96,7 +110,7 @@ end)
 
 -- worker: it goes for good; what it still holds goes back when its lease is over
 define('worker_leave', function(s, args)
-  call('HSET', s.p .. 'workers:waiting', args[4], '')
+  call('HSET', s.p .. 'workers:waiting', text(args[4], 'a worker'), '')
   tell_engines(s, 'worker')
   return 1
 end)
@@ -131,8 +145,8 @@ define('worker_lease_next', function(s, args)
   return {job.job_id, job.round, lease.number, lease.epoch, lease.token, left, payload}
 end, function(s, args, names)
   -- Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
-  local poll_id = args[4] .. '/' .. args[5]
-  s.offer = {worker_id = args[4], poll_id = poll_id, token = args[6], acknowledge_s = seconds(args[7])}
+  local poll_id = args[4] .. '/' .. text(args[5], 'a poll')
+  s.offer = {worker_id = args[4], poll_id = poll_id, token = text(args[6], 'a token'), acknowledge_s = seconds(args[7])}
   names[#names + 1] = s.p .. 'worker:' .. args[4]
   wants_worker(s, s.offer, names)
 end)
@@ -189,8 +203,12 @@ define('worker_release', function(s, args)
     return settle(s, ref, 'cancelled', {phase = 'cancelled'}, {'lease', 'wake_at'},
       {phase = 'cancelled', completed_at = now(s)}, {}, {}, fact_line('cancelled'))
   end
+  local reason = args[9] or ''
+  if not is_text(reason) then
+    reason = reason:gsub('[\128-\255]', '?')
+  end
   return settle(s, ref, 'released', {phase = 'queued', releases = (rest(job).releases or 0) + 1}, {'lease'},
-    {phase = 'queued'}, {}, {}, fact_line('released', '{"reason":' .. cjson.encode(args[9]) .. '}'))
+    {phase = 'queued'}, {}, {}, fact_line('released', '{"reason":' .. cjson.encode(reason) .. '}'))
 end, wants_ref)
 
 -- lease, failure (JSON): kept for an engine, whose verdict it is; if none comes, the lease runs out
