@@ -175,3 +175,26 @@ async def test_whoever_watches_a_job_hears_what_another_engine_did_to_it_within_
         assert watching.done()
         assert heard == ["queued", "leased", "completed"]
         assert [event.number for event in told if isinstance(event, Fact)] == [2, 3]
+
+
+async def test_a_flag_set_at_one_engine_undoes_nothing_the_worker_has_declared_at_the_other() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        await it.first.workers()
+        await register(it.second, "b", "Upscale")
+        await it.first.pause_worker(WorkerId("b"))
+        stored = await it.store.get_worker(WorkerId("b"))
+        assert stored is not None
+        assert stored.is_paused
+        assert stored.capabilities == offers("Upscale")
+
+
+async def test_a_worker_that_leaves_at_one_engine_keeps_what_was_set_at_the_other() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        await it.first.workers()
+        await it.first.pause_worker(WorkerId("b"))
+        await it.second.unregister(WorkerId("b"), "done")
+        stored = await it.store.get_worker(WorkerId("b"))
+        assert stored is not None
+        assert (stored.is_paused, stored.is_offline) == (True, True)

@@ -219,6 +219,21 @@ class Fleet:
             await self._drop_unused()
         return record
 
+    async def newest(self, worker_id: WorkerId) -> WorkerRecord | None:
+        """As it stands in the store: what is written over it must not undo what another engine has changed."""
+        known = self.workers.get(worker_id)
+        if known is None or not self._store.is_shared:
+            return known
+        stored = await self._store.get_worker(worker_id)
+        if stored is None:
+            return known
+        if _differs(known, stored):
+            # The next look judges what it may take now.
+            self._table_version = -1
+        # The one thing that is newer here: it is not saved each time.
+        seen_at = max(stored.last_seen_at, self.workers.get(worker_id, known).last_seen_at)
+        return msgspec.structs.replace(stored, last_seen_at=seen_at)
+
     async def save(self, record: WorkerRecord) -> None:
         self.workers[record.worker_id] = record
         self._selectivity.clear()
@@ -255,14 +270,9 @@ class Fleet:
         live: LiveState | None = None,
     ) -> None:
         """Totals and live values: nothing that selectivity depends on."""
-        worker = self.workers.get(worker_id)
+        worker = await self.newest(worker_id)
         if worker is None:
             return
-        if self._store.is_shared and (stored := await self._store.get_worker(worker_id)) is not None:
-            # Over what stands there, not over what was known here: another engine may have paused it meanwhile.
-            worker = msgspec.structs.replace(
-                stored, last_seen_at=max(stored.last_seen_at, self.workers[worker_id].last_seen_at)
-            )
         noted = self.workers[worker_id] = msgspec.structs.replace(
             worker,
             completed=worker.completed + completed,

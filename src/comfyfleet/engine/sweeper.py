@@ -185,7 +185,8 @@ class Sweeper:
             if until > now:
                 self.wake_by(until)
                 continue
-            await fleet.save(msgspec.structs.replace(worker, quarantined_until=None))
+            newest = await fleet.newest(worker.worker_id) or worker
+            await fleet.save(msgspec.structs.replace(newest, quarantined_until=None))
             self._context.tell("released", worker.worker_id)
             self._rounds.worker_freed(worker.worker_id)
 

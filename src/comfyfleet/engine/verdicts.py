@@ -299,7 +299,8 @@ class Verdicts:
             return
         if is_quarantined(await context.store.blocks(worker_id), context.rules, now):
             until = now + context.rules.quarantine_s
-            await context.fleet.save(msgspec.structs.replace(worker, quarantined_until=until))
+            newest = await context.fleet.newest(worker_id) or worker
+            await context.fleet.save(msgspec.structs.replace(newest, quarantined_until=until))
             context.tell("quarantined", worker_id, until=until)
             context.wake_by(until)
 

@@ -76,7 +76,7 @@ class WorkerDesk:
 
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         """It takes nothing until it registers again. What it is running is its own to report."""
-        worker = self._context.fleet.workers.get(worker_id)
+        worker = await self._context.fleet.newest(worker_id)
         if worker is None or worker.is_offline:
             return
         gone = msgspec.structs.replace(worker, is_offline=True, disconnects=worker.disconnects + 1)
@@ -96,7 +96,8 @@ class WorkerDesk:
     async def set_flags(
         self, worker_id: WorkerId, *, is_paused: bool | None = None, is_draining: bool | None = None
     ) -> None:
-        worker = self._known(worker_id)
+        known = self._known(worker_id)
+        worker = await self._context.fleet.newest(worker_id) or known
         changed = msgspec.structs.replace(
             worker,
             is_paused=worker.is_paused if is_paused is None else is_paused,
