@@ -330,11 +330,11 @@ async def test_a_time_that_is_none_is_refused_before_anything_changes(
     """As a program writes that reads its settings badly."""
     job = await bench.enqueue()
     await admit(bench)
-    with pytest.raises(ResponseError, match="CFCALL .*seconds"):
+    with pytest.raises(ResponseError, match=r"CFCALL .*seconds"):
         worker.call("lease_next", A, "p1", "token", seconds)
     assert (await bench.store.counts()).waiting == 1
     assert worker.lease_next("p2") == job.job_id
-    with pytest.raises(ResponseError, match="CFCALL .*seconds"):
+    with pytest.raises(ResponseError, match=r"CFCALL .*seconds"):
         worker.call("heartbeat", *worker.lease, seconds)
     assert worker.call("heartbeat", *worker.lease, 60) == 1
 
@@ -348,9 +348,9 @@ async def test_names_that_are_no_text_are_refused_before_an_engine_stumbles_over
     await admit(bench)
     given: list[object] = [A, "p1", "token", 10]
     given[place] = b"\xff\xfe"
-    with pytest.raises(ResponseError, match="CFCALL .*UTF-8"):
+    with pytest.raises(ResponseError, match=r"CFCALL .*UTF-8"):
         worker.call("lease_next", *given)
-    with pytest.raises(ResponseError, match="CFCALL .*UTF-8"):
+    with pytest.raises(ResponseError, match=r"CFCALL .*UTF-8"):
         worker.call("register", b"\xff\xfe", DECLARED)
     assert await bench.store.load(job.job_id) == job
     given[place] = "größer €uro 😀"
