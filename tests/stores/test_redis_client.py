@@ -195,6 +195,24 @@ async def test_a_silent_server_ends_in_a_fault_that_says_the_outcome_is_unknown(
         await client.close()
 
 
+async def test_calls_that_are_given_up_leave_their_slots_to_others(proxy: CuttingProxy) -> None:
+    store = RedisStore(f"redis://127.0.0.1:{proxy.port}/0?prefix={new_prefix()}", patience_s=0.5)
+    await store.open()
+    try:
+        proxy.is_mute = True
+        given_up = await asyncio.gather(
+            *[store.charge_tenant(TenantId("ann"), 1.0) for _ in range(5)], return_exceptions=True
+        )
+        assert [type(each) for each in given_up] == [Fault] * 5
+        proxy.is_mute = False
+        await asyncio.gather(*[store.charge_tenant(TenantId("ann"), 1.0) for _ in range(5)])
+        keys = await store.diagnose("KEYS", f"{store.prefix}request:*")
+        assert isinstance(keys, list)
+        assert sorted(int(key.rpartition(b":")[2]) for key in keys) == [0, 1, 2, 3, 4]
+    finally:
+        await store.close()
+
+
 async def test_a_closed_store_answers_with_a_fault_and_may_be_closed_again(bench: Bench) -> None:
     pending = asyncio.ensure_future(bench.store.counts())
     await asyncio.sleep(0)

@@ -349,6 +349,9 @@ class Client:
                 self._drop(self._wire)
         while self._unsent and self._unsent[0].began + self._patience_s < now:
             call = self._unsent.popleft()
+            if call.slot is not None:
+                # A copy that is still on its way finds a later number there, and does nothing.
+                self._free_slots.append(call.slot)
             call.settle(
                 Fault(
                     f"the Redis at {self._address.name} did not answer for {self._patience_s:g} s "
