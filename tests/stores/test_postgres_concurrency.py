@@ -13,12 +13,13 @@ from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table, until
 
 from comfyfleet.contract.bench import FAST, A, B, completion, release
-from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write
+from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write, Written
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres import PostgresStore, codec, lanes
+from comfyfleet.stores.postgres.pool import Step
 
 Stores = tuple[PostgresStore, PostgresStore]
 
@@ -227,3 +228,23 @@ def test_a_dispatch_stays_within_a_kilobyte() -> None:
     dispatch, _ = Jobs().make("h" * 64)
     lease = Lease(WorkerId("w" * 64), 1, 1, LeaseToken("t" * 64), PollId("p" * 64), 1e9, 1e9 + 0.123456)
     assert len(codec.encode(msgspec.structs.replace(dispatch, lease=lease, wake_at=1e9 + 0.5))) < 1024
+
+
+async def test_a_reference_whose_job_is_purged_while_it_is_looked_up_is_free_again(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = Jobs()
+    dispatch, job = jobs.make(phase=Phase.COMPLETED)
+    job = msgspec.structs.replace(job, reference="mine", phase=Phase.COMPLETED)
+    assert await stores[0].enqueue(dispatch, job, ()) is not None
+    real = PostgresStore._known
+
+    async def purged_before(store: PostgresStore, step: Step, known: JobId, asked: JobId) -> Written | None:
+        await stores[1].purge(Phase.COMPLETED, 1e12, 10)
+        return await real(store, step, known, asked)
+
+    monkeypatch.setattr(PostgresStore, "_known", purged_before)
+    again, job = jobs.make()
+    written = await stores[0].enqueue(again, msgspec.structs.replace(job, reference="mine"), ())
+    assert written is not None
+    assert written.dispatch.job_id == again.job_id

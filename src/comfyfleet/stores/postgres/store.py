@@ -242,19 +242,22 @@ class PostgresStore:
             return None
         record, payload = codec.encode_record(job), codec.encode(job.payload)
         values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
-        while not known:
+        while True:
+            if known and (found := await self._known(step, known[0][0], dispatch.job_id)) is not None:
+                return found
             inserted = await step.row(_INSERT_JOB, values)
             if inserted is not None:
                 placed = msgspec.structs.replace(dispatch, sequence=inserted[0])
                 return await rows.insert(step, placed, job, facts, now)
             # Somebody else was faster with the same name.
             known = await step.rows(_KNOWN_JOB, names)
-        return await self._known(step, known[0][0], dispatch.job_id)
 
-    async def _known(self, step: Step, known: JobId, asked: JobId) -> Written:
-        """The tenant's job of that reference; or the very same job, whose first answer was lost on the way."""
+    async def _known(self, step: Step, known: JobId, asked: JobId) -> Written | None:
+        """The tenant's job of that reference; or the very same job, whose first answer was lost on the way. None: it was
+        purged since it was found."""
         row = await step.row(_LOAD, {"job_id": known})
-        assert row is not None, "a job has a dispatch"
+        if row is None:
+            return None
         facts = await rows.read_facts(step, known, 0) if known == asked else []
         return Written(codec.decode_dispatch(row[0]), tuple(facts))
 
