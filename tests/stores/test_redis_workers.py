@@ -339,19 +339,20 @@ async def test_a_time_that_is_none_is_refused_before_anything_changes(
     assert worker.call("heartbeat", *worker.lease, 60) == 1
 
 
+@pytest.mark.parametrize("bad", [b"\xff\xfe", b"\xe0\xa0\xc2\x80\x80", b"\xed\xa0\x80", b"\xf0\x80\x80\x80"])
 @pytest.mark.parametrize("place", [1, 2])
 async def test_names_that_are_no_text_are_refused_before_an_engine_stumbles_over_them(
-    bench: Bench, worker: Worker, place: int
+    bench: Bench, worker: Worker, place: int, bad: bytes
 ) -> None:
     """A token of random bytes is no bad idea, but no engine could read the job again."""
     job = await bench.enqueue()
     await admit(bench)
     given: list[object] = [A, "p1", "token", 10]
-    given[place] = b"\xff\xfe"
+    given[place] = bad
     with pytest.raises(ResponseError, match=r"CFCALL .*UTF-8"):
         worker.call("lease_next", *given)
     with pytest.raises(ResponseError, match=r"CFCALL .*UTF-8"):
-        worker.call("register", b"\xff\xfe", DECLARED)
+        worker.call("register", bad, DECLARED)
     assert await bench.store.load(job.job_id) == job
     given[place] = "größer €uro 😀"
     assert worker.call("lease_next", *given) is not None

@@ -42,10 +42,18 @@ local function seconds(text)
 end
 
 -- Engines read names as UTF-8, so what is none would make a job unreadable to all of them.
+local UTF_8 = {
+  '[\194-\223][\128-\191]', '\224[\160-\191][\128-\191]', '[\225-\236\238\239][\128-\191][\128-\191]',
+  '\237[\128-\159][\128-\191]', '\240[\144-\191][\128-\191][\128-\191]',
+  '[\241-\243][\128-\191][\128-\191][\128-\191]', '\244[\128-\143][\128-\191][\128-\191]',
+}
+
 local function is_text(value)
-  local left = value:gsub('[\194-\223][\128-\191]', ''):gsub('[\224-\239][\128-\191][\128-\191]', '')
-    :gsub('[\240-\244][\128-\191][\128-\191][\128-\191]', '')
-  return not left:find('[\128-\255]')
+  for place = 1, value:find('[\128-\255]') and #UTF_8 or 0 do
+    -- With a blank in its place, so that what stood on both sides does not become a letter.
+    value = value:gsub(UTF_8[place], ' ')
+  end
+  return not value:find('[\128-\255]')
 end
 
 local function text(value, what)
