@@ -253,8 +253,8 @@ class PostgresStore:
             known = await step.rows(_KNOWN_JOB, names)
 
     async def _known(self, step: Step, known: JobId, asked: JobId) -> Written | None:
-        """The tenant's job of that reference; or the very same job, whose first answer was lost on the way. None: it was
-        purged since it was found."""
+        """The tenant's job of that reference; or the very same job, whose first answer was lost on the way. None: it
+        was purged since it was found."""
         row = await step.row(_LOAD, {"job_id": known})
         if row is None:
             return None
