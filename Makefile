@@ -5,9 +5,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv-bench/.installed
+PEERS_STAMP := .venv-peers/.installed
 # Tests run in two processes: they wait for sockets and timers more than they compute.
 JOBS ?= 2
-# More for pytest, such as OPTIONS=--no-new-skips.
+# More for pytest, such as OPTIONS=--no-new-skips, or for bench, such as OPTIONS=--all-peers.
 OPTIONS ?=
 
 .PHONY: demo test check format bench chaos clean requirements help
@@ -49,8 +50,15 @@ $(BENCH_STAMP): requirements/bench.txt bench/peers/bullmq/package-lock.json
 		else echo "npm was not found: goals 3 and 7 are measured beside BullMQ and need it" >&2; fi
 	@touch $(BENCH_STAMP)
 
-bench: $(STAMP) $(BENCH_STAMP) ## measure, and write bench/results.json
-	$(BIN)/python -m bench
+# Once more apart: some of these ask for an older Redis client. Those that cannot be installed are told by the run.
+$(PEERS_STAMP): requirements/peers.txt
+	@echo "installing the further peers into .venv-peers (once) …"
+	@$(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install -qq --disable-pip-version-check --require-hashes -r requirements/peers.txt \
+		&& touch $(PEERS_STAMP) || echo "the further peers could not be installed, see above; the run says which are missing" >&2
+
+bench: $(STAMP) $(BENCH_STAMP) $(if $(findstring --all-peers,$(OPTIONS)),$(PEERS_STAMP)) ## measure, and write bench/results.json
+	$(BIN)/python -m bench $(OPTIONS)
 
 chaos: $(STAMP) ## kill everything at random, for half an hour, and write chaos/results.json
 	$(BIN)/python -m chaos
@@ -58,6 +66,7 @@ chaos: $(STAMP) ## kill everything at random, for half an hour, and write chaos/
 requirements: ## pin anew (needs uv)
 	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header --extra all pyproject.toml requirements/dev.in -o requirements/dev.txt
 	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header requirements/bench.in -o requirements/bench.txt
+	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --no-header requirements/peers.in -o requirements/peers.txt
 
 clean: ## remove what was installed and cached
-	rm -rf .venv .venv-bench bench/peers/bullmq/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-bench .venv-peers bench/peers/bullmq/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -1,7 +1,7 @@
 """`python -m bench`: measures, prints the scoreboard, writes it to bench/results.json, docs/benchmarks.md and pictures.
 
-`--goal N` and `--store NAME` measure a part and keep the other entries of the file; `--quick` only shows that
-everything runs, and writes nothing.
+`--goal N` and `--store NAME` measure a part and keep the other entries of the file; `--all-peers` sets more queues
+beside ours; `--quick` only shows that everything runs, and writes nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ GOALS: dict[str, tuple[tuple[str, ...], Callable[[Plan, str], Awaitable[list[Ent
 @click.option(
     "--store", "stores", multiple=True, type=click.Choice(STORES), help="Only on this one; may be repeated."
 )
+@click.option(
+    "--all-peers", is_flag=True, help="Goals 3 and 7 beside arq, SAQ, dramatiq, Celery and RQ as well."
+)
 @click.option("--quick", is_flag=True, help="Small sizes, rough figures, nothing written.")
-def main(goals: tuple[str, ...], stores: tuple[str, ...], quick: bool) -> None:
+def main(goals: tuple[str, ...], stores: tuple[str, ...], all_peers: bool, quick: bool) -> None:
     """Measures the product against its goals."""
     console = Console()
     measured: list[Entry] = []
@@ -56,7 +59,7 @@ def main(goals: tuple[str, ...], stores: tuple[str, ...], quick: bool) -> None:
                 continue
             started = time.monotonic()
             with console.status(f"goal {goal}, {store}"):
-                found = asyncio.run(_measure(goal, store, Plan(quick)))
+                found = asyncio.run(_measure(goal, store, Plan(quick, all_peers)))
             console.print(f"goal {goal}, {store}: {time.monotonic() - started:.0f} s", style="dim")
             measured += found
             if not quick:

@@ -25,9 +25,11 @@ Case = Callable[[], Awaitable[float]]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How much is measured: `quick` shows that everything runs, its figures are rough."""
+    """How much is measured: `quick` shows that everything runs, its figures are rough; `all_peers` adds those that are
+    no part of a goal."""
 
     quick: bool = False
+    all_peers: bool = False
 
     @property
     def rounds(self) -> int:

@@ -12,6 +12,7 @@ from bench._measure import STORES, Entry
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results.json"
 BENCH_PYTHON = ROOT / ".venv-bench" / "bin" / "python"
+PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 PICTURES = {

@@ -30,6 +30,12 @@ _OURS, _PEER = "#2b6cb0", "#a0aec0"
 _NAMES = {
     "ours": "ComfyFleet",
     "bullmq": "BullMQ",
+    "taskiq": "taskiq",
+    "arq": "arq",
+    "saq": "SAQ",
+    "dramatiq": "dramatiq",
+    "celery": "Celery",
+    "rq": "RQ",
     "plain": "ComfyFleet (SQLite)",
     "pgqueuer": "pgqueuer (PostgreSQL)",
     "procrastinate": "procrastinate (PostgreSQL)",
@@ -54,7 +60,7 @@ def main() -> None:
 
 
 def _known(values: dict[str, float]) -> dict[str, float]:
-    return {name: values[name] for name in (*_NAMES, "taskiq") if name in values}
+    return {name: values[name] for name in _NAMES if name in values}
 
 
 def _leases(found: dict[tuple[str, str], dict[str, Any]]) -> None:

@@ -5,30 +5,25 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
 
 from taskiq_redis import RedisStreamBroker
 
-from bench.peers._told import TEXT, drive
+from bench.peers._told import TEXT, drive, each_alone, given_url
 
 
 async def main() -> None:
-    brokers: list[Any] = []
-    tasks: list[Any] = []
-
-    async def connect(url: str) -> None:
-        brokers.append(RedisStreamBroker(url, max_connection_pool_size=50))
-        await brokers[0].startup()
-        tasks.append(brokers[0].register_task(_nothing, task_name="work"))
+    broker = RedisStreamBroker(given_url(), max_connection_pool_size=50)
+    await broker.startup()
+    task = broker.register_task(_nothing, task_name="work")
 
     async def enqueue(sent: float) -> None:
-        await tasks[0].kiq(TEXT, sent)
+        await task.kiq(TEXT, sent)
 
     slots = sys.argv[4]
     command = [str(Path(sys.executable).with_name("taskiq")), "worker", "bench.peers.taskiq_worker:broker"]
     command += ["--workers", "1", "--max-async-tasks", slots, "--log-level", "ERROR"]
-    await drive(command, connect, enqueue, at_once=50)
-    await brokers[0].shutdown()
+    await drive(command, enqueue, each_alone(enqueue, 50))
+    await broker.shutdown()
 
 
 async def _nothing(text: str, sent: float) -> None:

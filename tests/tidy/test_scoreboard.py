@@ -36,7 +36,7 @@ def test_an_entry_holds_exactly_if_its_value_is_within_its_bound(entry: Entry) -
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=named)
 def test_an_entry_names_the_command_that_measures_it(entry: Entry) -> None:
-    found = re.fullmatch(r"python -m bench --goal (\d+) --store (\w+)", entry.command)
+    found = re.fullmatch(r"python -m bench --goal (\d+) --store (\w+)( --all-peers)?", entry.command)
     assert found is not None and found.group(1) in GOALS
     assert (int(found.group(1)), found.group(2)) == (entry.number, entry.store)
     assert entry.name and entry.unit
