@@ -1,5 +1,6 @@
 // BullMQ as its guide describes it: jobs in bulk, one worker with a concurrency of so many. The default options, so every
-// change of a job is told on its stream of events and a finished job is kept.
+// change of a job is told on its stream of events and a finished job is kept. Neither removeOnComplete nor the automatic
+// pipelining of ioredis made it measurably faster.
 //
 //     node run.mjs throughput|latency <url> <jobs> <slots>
 //
