@@ -27,7 +27,7 @@ _JOBS = {
     "saq": 4_000,
     "dramatiq": 6_000,
     "celery": 3_000,
-    "rq": 2_000,
+    "rq": 1_000,
 }
 _ALWAYS = ("ours", "bullmq", "taskiq")
 _PHASES = ("enqueue and process", "process")
