@@ -258,7 +258,7 @@ async def test_a_drain_can_be_commanded() -> None:
         api.orders += [Command("drain"), Command("drain")]
         await until(lambda: api.named("unregister"))
         assert agent.state.status is AgentStatus.DRAINING
-        assert api.parked == 0
+        await until(lambda: api.parked == 0)
 
 
 async def test_a_result_that_arrives_while_the_run_is_drained_is_completed() -> None:
