@@ -53,7 +53,8 @@ def names(route: Route) -> list[str]:
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[Route, str, bytes]:
-    route = draw(st.sampled_from(ROUTES))
+    # The fleet's stream has no end to wait for.
+    route = draw(st.sampled_from([route for route in ROUTES if route.name != "events"]))
     path = re.sub(r"\{\w+\}", lambda _: quote(draw(st.text(min_size=1, max_size=10)), safe=""), route.path)
     if draw(st.booleans()):
         query = draw(st.dictionaries(st.text(max_size=8) | st.just("limit"), st.text(max_size=8), max_size=3))

@@ -14,6 +14,7 @@ from comfyfleet.engine.following import Follower
 from comfyfleet.engine.foreign import ForeignDesk
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.listing import list_jobs
+from comfyfleet.engine.newest import Newest
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.engine.sweeper import Sweeper
@@ -42,10 +43,11 @@ from comfyfleet.model.calls import (
 from comfyfleet.model.dispatch import Dispatch, LeaseRef, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News
-from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId
+from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Submission
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
+from comfyfleet.policy.learning import expected_s
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Bus, Chance, Clock, Store
 
@@ -79,6 +81,7 @@ class Engine:
         self._commands = CommandDesk(self._context, self._rounds)
         self._workers = WorkerDesk(self._context, self._rounds, self._verdicts, self._commands)
         self._jobs = JobDesk(self._context, self._rounds, self._commands.tell_of_cancel)
+        self._newest = Newest(self.bus)
         self._follower = Follower(self._context)
         self._foreign = ForeignDesk(self._context, self._workers)
         self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers, self._commands)
@@ -156,6 +159,23 @@ class Engine:
     def following(self, job_id: JobId, after: int = 0) -> AbstractContextManager[None]:
         """While this lasts, the bus tells of what other engines do to the job too."""
         return self._follower.follow(job_id, after)
+
+    async def newest(self, dispatch: Dispatch) -> News | None:
+        """The last progress that was heard of the lease the job is under."""
+        news = self._newest.of(dispatch.job_id)
+        if news is None or dispatch.lease is None or news.lease_number != dispatch.lease.number:
+            return None
+        return news
+
+    async def expected_s(self, workflow_hash: WorkflowHash, worker_id: WorkerId) -> float | None:
+        """How long such a workflow takes there, where that was learned."""
+        worker = self._context.fleet.workers.get(worker_id)
+        lesson = await self._context.lesson(workflow_hash)
+        return expected_s(lesson, "" if worker is None else worker.capabilities.worker_class)
+
+    def now(self) -> float:
+        """As the store would say, without asking it."""
+        return self._context.store_time()
 
     async def cancel(self, job_id: JobId) -> CancelAnswer:
         return await self._jobs.cancel(job_id)

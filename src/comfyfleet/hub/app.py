@@ -10,11 +10,14 @@ from starlette.types import Receive, Scope, Send
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Door, Handler
+from comfyfleet.hub.events import FleetFeed
 from comfyfleet.hub.fleet import FleetHandlers
 from comfyfleet.hub.health import HealthHandlers
 from comfyfleet.hub.jobs import JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
 from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.rooms import Rooms
+from comfyfleet.hub.streams import StreamHandlers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.ports import Cabinet, Clock
 from comfyfleet.tenancy.keys import Keys
@@ -38,9 +41,12 @@ class Hub:
         self.keys = Keys(cabinet, clock)
         self.limits = limits or Limits()
         self._is_stopping = False
+        self._rooms, self._fleet = Rooms(engine), FleetFeed(engine)
+        self._streams = StreamHandlers(engine, self._rooms, self._fleet, self.limits.beat_s)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
         handlers: dict[str, Handler] = {
             **JobHandlers(engine).bound(),
+            **self._streams.bound(),
             **FleetHandlers(engine).bound(),
             **WorkerHandlers(engine, self.limits.max_wait_s).bound(),
             **KeyHandlers(self.keys, credentials).bound(),
@@ -48,9 +54,23 @@ class Hub:
         }
         self._door = Door(ROUTES, handlers, credentials, self.limits)
 
+    @property
+    def watchers(self) -> int:
+        """Streams that are open now."""
+        return self._streams.watchers
+
+    @property
+    def rooms(self) -> int:
+        """Jobs that somebody watches now."""
+        return len(self._rooms)
+
     def stop(self) -> None:
-        """Answers whoever is parked, so that nobody keeps the server from ending. Can be called twice."""
+        """Answers whoever is parked and ends every stream, so that nobody keeps the server from ending. Can be called
+        twice."""
         self._is_stopping = True
+        self._streams.close()
+        self._rooms.close()
+        self._fleet.close()
         self._door.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -33,6 +33,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusals_burst: int = 50
     max_wait_s: float = 60.0
     """The longest a request is parked, whatever it asks for."""
+    beat_s: float = 15.0
+    """How often a stream that has nothing to say says that it lives."""
     max_in_flight: int = 20_000
     """Requests that are being answered, parked polls among them."""
 

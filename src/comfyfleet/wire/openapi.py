@@ -12,6 +12,18 @@ from comfyfleet.wire.routes import Route
 
 _REF = "#/components/schemas/{name}"
 
+_SSE = {
+    "type": "object",
+    "description": "One Server-Sent Event",
+    "properties": {
+        "id": {"type": "string"},
+        "event": {"type": "string"},
+        "data": {"type": "string", "contentMediaType": "application/json"},
+    },
+}
+
+_HEADER_PATTERNS = {"Idempotency-Key": "^[!-~]{1,200}$", "Last-Event-ID": "^[0-9]{0,15}$"}
+
 _STATUS_TEXT = {200: "Done", 201: "Made", 202: "Not yet", 204: "Done; nothing to say", 503: "Not now"}
 
 
@@ -107,8 +119,10 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _in_headers(route: Route) -> list[dict[str, Any]]:
-    schema = {"type": "string", "pattern": "^[!-~]{1,200}$"}
-    return [{"name": name, "in": "header", "schema": schema} for name in route.headers]
+    return [
+        {"name": name, "in": "header", "schema": {"type": "string", "pattern": _HEADER_PATTERNS[name]}}
+        for name in route.headers
+    ]
 
 
 def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
@@ -117,6 +131,8 @@ def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
         found[str(status)] = {"description": _STATUS_TEXT[status]}
         if kind is not None:
             found[str(status)]["content"] = {"application/json": {"schema": by_type[id(kind)]}}
+    if route.streams:
+        found["200"].setdefault("content", {})["text/event-stream"] = {"schema": _SSE}
     by_status: dict[int, list[str]] = {500: [INCIDENT]}
     for code in route.all_refusals:
         by_status.setdefault(KINDS[code].status, []).append(code.value)

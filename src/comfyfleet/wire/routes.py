@@ -13,7 +13,7 @@ import msgspec
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import RefusalCode
-from comfyfleet.wire import answers, bodies, keys, worker
+from comfyfleet.wire import answers, bodies, keys, progress, worker
 
 ADMIN = frozenset({Role.ADMIN})
 OPERATORS = frozenset({Role.ADMIN, Role.OPERATOR})
@@ -46,6 +46,8 @@ class Route(msgspec.Struct, frozen=True):
     """The answer may take a while: whoever hangs up meanwhile is noticed."""
     takes_token: bool = False
     """The key may stand in the query: browsers cannot send a header with a stream or a socket."""
+    streams: bool = False
+    """It may be answered with Server-Sent Events."""
     noun: str = ""
 
     @property
@@ -152,6 +154,31 @@ JOBS = _noun(
         aliases=("/jobs/{job_id}/result",),
         answers={200: answers.ResultBody, 202: answers.ResultBody},
     ),
+    Route(
+        "watch_job",
+        "GET",
+        "/api/jobs/{job_id}/progress",
+        "Watch a job to its end: Server-Sent Events unless JSON is asked for; 204 when there is nothing left to say",
+        READERS,
+        aliases=("/api/ai-jobs/{job_id}/progress",),
+        query=progress.StreamQuery,
+        answers={200: progress.ProgressBody, 204: None},
+        headers=("Last-Event-ID",),
+        takes_token=True,
+        streams=True,
+    ),
+    Route(
+        "job_progress",
+        "GET",
+        "/jobs/{job_id}/progress",
+        "The progress of a job: JSON unless Server-Sent Events are asked for",
+        READERS,
+        query=progress.StreamQuery,
+        answers={200: progress.ProgressBody, 204: None},
+        headers=("Last-Event-ID",),
+        takes_token=True,
+        streams=True,
+    ),
     _get(
         "explain_job",
         "/api/jobs/{job_id}/explain",
@@ -242,6 +269,17 @@ QUEUE = _noun(
 
 FLEET = _noun(
     "workers",
+    Route(
+        "events",
+        "GET",
+        "/api/events",
+        "Watch the fleet: Server-Sent Events, best effort, with `resync` where some were left out",
+        READERS,
+        query=progress.EventsQuery,
+        answers={200: None},
+        takes_token=True,
+        streams=True,
+    ),
     _get(
         "list_workers",
         "/api/workers",

@@ -1,0 +1,40 @@
+"""The newest progress of each job that runs, for whoever begins to watch it. In memory, and gone with the lease."""
+
+from __future__ import annotations
+
+from comfyfleet.model.fact import Event, Fact, FactKind, News, NewsKind
+from comfyfleet.model.ids import JobId
+from comfyfleet.ports import Bus
+
+_MAX_JOBS = 20_000
+_STARTS_ANEW = frozenset(
+    {
+        FactKind.QUEUED,
+        FactKind.LEASED,
+        FactKind.RETRYING,
+        FactKind.RELEASED,
+        FactKind.COMPLETED,
+        FactKind.FAILED,
+        FactKind.CANCELLED,
+    }
+)
+
+
+class Newest:
+    def __init__(self, bus: Bus) -> None:
+        self._known: dict[JobId, News] = {}
+        bus.listen(self._hear)
+
+    def of(self, job_id: JobId) -> News | None:
+        return self._known.get(job_id)
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, News):
+            if event.kind is NewsKind.PROGRESS:
+                # Taken out first, so that the longest quiet one is the first to go.
+                self._known.pop(event.job_id, None)
+                self._known[event.job_id] = event
+                if len(self._known) > _MAX_JOBS:
+                    del self._known[next(iter(self._known))]
+        elif isinstance(event, Fact) and event.kind in _STARTS_ANEW:
+            self._known.pop(event.job_id, None)

@@ -1,0 +1,111 @@
+"""What happens in the fleet, as one feed: facts and news of jobs with their tenant and metadata, and events of workers.
+
+Best effort: whoever falls behind is told to read the lists again. While nobody watches, nothing is read or encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.feeds import Entry, Feed
+from comfyfleet.model.fact import Event, Fact, FleetEvent, NewsKind
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.wire.progress import FINAL, EventsQuery, FleetBody, fleet_body
+
+_LOG = logging.getLogger(__name__)
+
+_KEEP = 1_000
+_MAX_HEARD = 10_000
+_MAX_LABELS = 10_000
+
+_Label = tuple[TenantId | None, dict[str, Any] | None]
+
+
+class Wanted:
+    """Which events a watcher is shown. `scope` is the only tenant it may hear of; workers belong to no tenant."""
+
+    def __init__(self, query: EventsQuery, scope: TenantId | None) -> None:
+        self._query = query
+        self._scope = scope
+        self._kinds = None if query.kind is None else frozenset(map(str.strip, query.kind.split(",")))
+
+    def __call__(self, entry: Entry) -> bool:
+        event: FleetBody = entry.value
+        query = self._query
+        if self._scope is not None and event.tenant != self._scope:
+            return False
+        return (
+            (self._kinds is None or event.kind in self._kinds)
+            and (query.job is None or event.job_id == query.job)
+            and (query.worker is None or event.worker_id == query.worker)
+            and (query.tenant is None or event.tenant == query.tenant)
+            and all(str((event.metadata or {}).get(name)) == value for name, value in query.metadata.items())
+        )
+
+
+class FleetFeed(Feed):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(_KEEP)
+        self._engine = engine
+        self._heard: deque[Event] = deque(maxlen=_MAX_HEARD)
+        self._labels: dict[JobId, _Label] = {}
+        self._telling: asyncio.Task[None] | None = None
+        self._leave_bus: Callable[[], None] | None = None
+
+    def join(self, wake: Callable[[], None]) -> None:
+        super().join(wake)
+        if self._leave_bus is None:
+            self._leave_bus = self._engine.bus.listen(self._hear)
+
+    def leave(self, wake: Callable[[], None]) -> None:
+        super().leave(wake)
+        if not self.watchers:
+            self.close()
+
+    def close(self) -> None:
+        if self._leave_bus is not None:
+            self._leave_bus()
+            self._leave_bus = None
+        if self._telling is not None:
+            self._telling.cancel()
+        self._heard.clear()
+        self._labels.clear()
+
+    def _hear(self, event: Event) -> None:
+        # Pictures of every job are more than anybody can watch; a job's own stream has them.
+        if event.kind is not NewsKind.PREVIEW:
+            self._heard.append(event)
+            if self._telling is None:
+                self._telling = asyncio.get_running_loop().create_task(self._tell(), name="fleet events")
+
+    async def _tell(self) -> None:
+        try:
+            while self._heard:
+                event = self._heard.popleft()
+                if isinstance(event, FleetEvent):
+                    body = fleet_body(event)
+                else:
+                    tenant, metadata = await self._label(event.job_id)
+                    body = fleet_body(event, tenant, metadata)
+                    if isinstance(event, Fact) and event.kind in FINAL:
+                        self._labels.pop(event.job_id, None)
+                self.add(Entry(body.kind, body))
+        except Exception:
+            _LOG.exception("an event of the fleet could not be told of")
+        finally:
+            self._telling = None
+
+    async def _label(self, job_id: JobId) -> _Label:
+        known = self._labels.get(job_id)
+        if known is None:
+            record = await self._engine.store.records.get(job_id)
+            known = (None, None) if record is None else (record.tenant, record.payload.metadata)
+            if len(self._labels) >= _MAX_LABELS:
+                del self._labels[next(iter(self._labels))]
+            self._labels[job_id] = known
+        return known

@@ -1,0 +1,218 @@
+"""A room for each job that is watched: its facts and its newest progress, read from the store once for everybody in it.
+
+The bus only says that something happened. Facts are then read from the store, in their order and after the phase, so
+that none is missed, none comes twice, and the last one is known to be the last; progress goes out as it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.feeds import Entry, Feed
+from comfyfleet.hub.progress import Standing, standing_of
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import Event, Fact, News, NewsKind
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.wire.progress import FINAL, ProgressBody, fact_body, news_body
+
+_LOG = logging.getLogger(__name__)
+
+_KEEP_NEWS = 64
+_AGAIN_S = 1.0
+
+
+class Room(Feed):
+    """`facts` are all that the job has; an entry of them is shared by whoever comes later."""
+
+    def __init__(self, engine: Engine, job_id: JobId, ended: Callable[[Room], None]) -> None:
+        super().__init__(_KEEP_NEWS)
+        self._engine = engine
+        self._ended = ended
+        self.job_id = job_id
+        self._standing: Standing
+        self._reading: asyncio.Task[None] | None = None
+        self._is_asked_again = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.is_closed = False
+        self.tenant = TenantId("")
+        self.facts: list[Entry] = []
+
+    async def load(self) -> None:
+        """Raises `not_found` for a job that is not there."""
+        await self._read()
+
+    @property
+    def told(self) -> int:
+        """The number of the newest fact that is known here."""
+        return self.facts[-1].number if self.facts else 0
+
+    @property
+    def progress(self) -> ProgressBody:
+        return self._standing.body(self._engine.now())
+
+    def first(self, after: int) -> bytes:
+        """For whoever comes in and knows the facts up to that number."""
+        pieces = [entry.sse for entry in self.facts if entry.number > after]
+        if not self.is_over:
+            pieces.append(Entry("progress", self.progress).sse)
+        return b"".join(pieces)
+
+    def hear(self, event: Fact | News) -> None:
+        if self.is_over:
+            return
+        if isinstance(event, Fact):
+            if event.number > self.told:
+                self.look()
+        elif event.kind is NewsKind.PREVIEW:
+            self.add(Entry(event.kind.value, news_body(event)), only_newest=True)
+        else:
+            self._standing.hear(event)
+            if event.kind is not NewsKind.PROGRESS:
+                self.add(Entry(event.kind.value, news_body(event)))
+            self.add(Entry("progress", self.progress))
+
+    def end(self) -> None:
+        self._ended(self)
+        super().end()
+
+    def close(self) -> None:
+        """Nobody is in it, or everybody has to go."""
+        self.is_closed = True
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.end()
+
+    # reading
+
+    def look(self) -> None:
+        if self._reading is not None:
+            self._is_asked_again = True
+        else:
+            self._reading = asyncio.get_running_loop().create_task(self._follow(), name="room")
+
+    async def _follow(self) -> None:
+        try:
+            while True:
+                self._is_asked_again = False
+                await self._read()
+                if not self._is_asked_again or self.is_over:
+                    return
+        except Refusal:
+            # Purged under the eyes of its watchers: there is nothing more to come.
+            self.end()
+        except Exception:
+            _LOG.exception("the facts of job %s could not be read; the next look tries again", self.job_id)
+            self._timer = asyncio.get_running_loop().call_later(_AGAIN_S, self.look)
+        finally:
+            self._reading = None
+
+    async def _read(self) -> None:
+        store = self._engine.store
+        while True:
+            dispatch = await store.load(self.job_id)
+            if dispatch is None:
+                raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {self.job_id!r} (any more)")
+            facts = await store.facts(self.job_id, self.told)
+            is_over = dispatch.phase.is_final
+            if not is_over or not facts or facts[-1].kind in FINAL:
+                break
+            # It ended and was taken up again between the two looks.
+        await self._tell(dispatch, facts)
+
+    async def _tell(self, dispatch: Dispatch, facts: list[Fact]) -> None:
+        record = await self._engine.store.records.get(self.job_id)
+        if record is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {self.job_id!r} (any more)")
+        self.tenant = record.tenant
+        self._standing = await standing_of(self._engine, dispatch, record)
+        is_over = dispatch.phase.is_final
+        for fact in facts:
+            came_of_it = (record.result, record.failure) if is_over and fact is facts[-1] else ()
+            entry = Entry(fact.kind.value, fact_body(fact, *came_of_it), fact.number)
+            self.facts.append(entry)
+            self.add(entry)
+        if is_over:
+            self.end()
+        elif facts:
+            self.add(Entry("progress", self.progress))
+
+
+class Rooms:
+    """Every job that somebody watches here, whatever the number of watchers."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._open: dict[JobId, Room] = {}
+        self._loading: dict[JobId, asyncio.Task[Room]] = {}
+        self._following: dict[JobId, ExitStack] = {}
+        self._leave_bus = engine.bus.listen(self._hear)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    async def enter(self, job_id: JobId, wake: Callable[[], None]) -> Room:
+        """Raises `not_found`. Whoever entered leaves by `leave`."""
+        while True:
+            room = self._open.get(job_id)
+            if room is None:
+                loading = self._loading.get(job_id)
+                if loading is None:
+                    loading = self._loading[job_id] = asyncio.ensure_future(self._load(job_id))
+                    loading.add_done_callback(lambda _: self._loading.pop(job_id, None))
+                try:
+                    # Shielded: whoever hangs up must not take the room from those who came after.
+                    room = await asyncio.shield(loading)
+                except asyncio.CancelledError:
+                    loading.add_done_callback(lambda done: done.cancelled() or done.exception())
+                    loading.add_done_callback(lambda _: self._close_if_empty(job_id))
+                    raise
+            if (room.is_over and not room.is_closed) or self._open.get(job_id) is room:
+                room.join(wake)
+                return room
+            # Everybody else had come and gone before this one had his turn.
+
+    def leave(self, room: Room, wake: Callable[[], None]) -> None:
+        room.leave(wake)
+        self._close_if_empty(room.job_id)
+
+    async def _load(self, job_id: JobId) -> Room:
+        room = Room(self._engine, job_id, self._ended)
+        await room.load()
+        if not room.is_over:
+            self._open[job_id] = room
+            following = self._following[job_id] = ExitStack()
+            following.enter_context(self._engine.following(job_id, room.told))
+            # What happened between the look and now was told to nobody.
+            room.look()
+        return room
+
+    def _ended(self, room: Room) -> None:
+        """Whoever is in it reads on to its end; whoever comes now finds the job as it is then."""
+        if self._open.get(room.job_id) is room:
+            del self._open[room.job_id]
+            self._following.pop(room.job_id).close()
+
+    def _close_if_empty(self, job_id: JobId) -> None:
+        room = self._open.get(job_id)
+        if room is not None and not room.watchers:
+            self._ended(room)
+            room.close()
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Fact | News) and (room := self._open.get(event.job_id)) is not None:
+            room.hear(event)
+
+    def close(self) -> None:
+        self._leave_bus()
+        for loading in self._loading.values():
+            loading.cancel()
+        for room in list(self._open.values()):
+            self._ended(room)
+            room.close()

@@ -1,0 +1,182 @@
+"""Progress as one record everywhere, and the events of both streams: a job's own and the fleet's.
+
+What happened is the model's (`Fact`, `News`, `FleetEvent`); here is how it looks to somebody who watches. How frames
+reach watchers is the hub's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.fact import Fact, FactKind, FleetEvent, News
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.job import JobResult
+from comfyfleet.wire.bodies import Name
+from comfyfleet.wire.spelling import spell
+
+EventNumber = Annotated[int, Meta(ge=0, le=2**53)]
+
+FINAL = frozenset({FactKind.COMPLETED, FactKind.FAILED, FactKind.CANCELLED})
+
+_PHASES = {
+    FactKind.QUEUED: Phase.QUEUED,
+    FactKind.RETRYING: Phase.QUEUED,
+    FactKind.RELEASED: Phase.QUEUED,
+    FactKind.PAUSED: Phase.QUEUED,
+    FactKind.RESUMED: Phase.QUEUED,
+    FactKind.LEASED: Phase.LEASED,
+    FactKind.CANCEL_REQUESTED: Phase.LEASED,
+    FactKind.COMPLETED: Phase.COMPLETED,
+    FactKind.FAILED: Phase.FAILED,
+    FactKind.CANCELLED: Phase.CANCELLED,
+}
+"""Where a fact leaves its job. The others change nothing about it."""
+
+
+class StreamQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """For whoever cannot send the header `Last-Event-ID`."""
+
+    last_event_id: EventNumber = 0
+
+
+class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which events of the fleet. `kind` may be several, with commas; metadata is `metadata[name]=value`."""
+
+    job: Name | None = None
+    worker: Name | None = None
+    tenant: Name | None = None
+    kind: Name | None = None
+    metadata: dict[str, str] = {}
+
+
+class ProgressBody(msgspec.Struct, frozen=True):
+    """What is not known is null."""
+
+    id: str
+    status: str
+    percentage: float | None = None
+    value: float | None = None
+    max: float | None = None
+    step: int | None = None
+    node: str | None = None
+    message: str | None = None
+    worker_id: str | None = None
+    lease: int | None = None
+    started_at: float | None = None
+    updated_at: float | None = None
+    estimated_completion: float | None = None
+    """From how long such a workflow took before."""
+
+
+class FactBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A change of a job's state. The last one of a job that has ended carries what came of it."""
+
+    id: str
+    number: int
+    kind: str
+    at: float
+    round: int
+    status: str | None = None
+    data: dict[str, Any] | None = None
+    result: JobResult | None = None
+    error: Failure | None = None
+
+
+class NewsBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Other news of a running job: it was accepted, it started, a node's output, a preview."""
+
+    id: str
+    kind: str
+    at: float
+    worker_id: str | None = None
+    lease: int = 0
+    data: dict[str, Any] = {}
+    image: bytes | None = None
+    """A preview, in base64."""
+
+
+class FleetBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One event of the fleet, of a job or of a worker."""
+
+    kind: str
+    at: float
+    job_id: str | None = None
+    worker_id: str | None = None
+    tenant: str | None = None
+    number: int | None = None
+    status: str | None = None
+    metadata: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+
+
+def fact_body(fact: Fact, result: JobResult | None = None, error: Failure | None = None) -> FactBody:
+    phase = _PHASES.get(fact.kind)
+    status = None if phase is None else spell(phase)
+    return FactBody(
+        fact.job_id, fact.number, fact.kind.value, fact.at, fact.round, status, fact.data, result, error
+    )
+
+
+def news_body(news: News) -> NewsBody:
+    return NewsBody(
+        news.job_id, news.kind.value, news.at, news.worker_id, news.lease_number, news.data, news.image
+    )
+
+
+def fleet_body(
+    event: Fact | News | FleetEvent, tenant: str | None = None, metadata: dict[str, Any] | None = None
+) -> FleetBody:
+    if isinstance(event, FleetEvent):
+        return FleetBody(event.kind, event.at, worker_id=event.worker_id, data=event.data or None)
+    if isinstance(event, News):
+        return FleetBody(
+            event.kind.value,
+            event.at,
+            event.job_id,
+            event.worker_id,
+            tenant,
+            metadata=metadata,
+            data=event.data or None,
+        )
+    worker_id = None if event.data is None else event.data.get("worker_id")
+    phase = _PHASES.get(event.kind)
+    return FleetBody(
+        event.kind.value,
+        event.at,
+        event.job_id,
+        worker_id if isinstance(worker_id, str) else None,
+        tenant,
+        event.number,
+        None if phase is None else spell(phase),
+        metadata,
+        event.data,
+    )
+
+
+def told(data: dict[str, Any]) -> dict[str, Any]:
+    """What a worker said of its progress, as far as it can be understood: other programs send other things."""
+    value, most = _number(data.get("value")), _number(data.get("max"))
+    percentage = _number(data.get("percentage", data.get("progress")))
+    if percentage is None and value is not None and most:
+        percentage = round(100 * value / most, 1)
+    step = _number(data.get("step", data.get("nodes_done")))
+    node, message = data.get("node"), data.get("message")
+    return {
+        "percentage": None if percentage is None else min(100.0, max(0.0, percentage)),
+        "value": value,
+        "max": most,
+        "step": None if step is None else int(step),
+        "node": None if node is None else str(node),
+        "message": None if message is None else str(message),
+    }
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
