@@ -136,6 +136,10 @@ class Store(Protocol):
     def foreign(self) -> ForeignWorkers | None:
         """The door of workers that have no engine, where the store has one."""
 
+    @property
+    def relay(self) -> Relay | None:
+        """Between the processes on this store, where it has one. Without, they find each other's facts by looking."""
+
     async def open(self) -> None:
         """Connects, migrates, checks that what must hold does. Called once, before anything else."""
 
@@ -253,6 +257,18 @@ class ForeignWorkers(Protocol):
 
     async def take_finished(self, limit: int) -> list[FinishedRun]:
         """Each is answered once, to whoever asks first."""
+
+
+class Relay(Protocol):
+    """What the processes on one store say to each other. It may lose a message, and nobody hears himself."""
+
+    def listen(self, hear: Callable[[bytes], None]) -> None: ...
+    async def say(self, message: bytes) -> None: ...
+    async def keep_progress(self, job_id: JobId, progress: bytes) -> None:
+        """The newest progress of a job, a JSON object, for whoever looks for it within the hour."""
+
+    async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
+        """What engines kept, or workers without one told."""
 
 
 class Document(msgspec.Struct, frozen=True, gc=False):

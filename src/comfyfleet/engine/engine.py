@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 
@@ -15,6 +15,7 @@ from comfyfleet.engine.foreign import ForeignDesk
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.newest import Newest
+from comfyfleet.engine.relaying import Relaying
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.engine.sweeper import Sweeper
@@ -81,8 +82,8 @@ class Engine:
         self._commands = CommandDesk(self._context, self._rounds)
         self._workers = WorkerDesk(self._context, self._rounds, self._verdicts, self._commands)
         self._jobs = JobDesk(self._context, self._rounds, self._commands.tell_of_cancel)
-        self._newest = Newest(self.bus)
         self._follower = Follower(self._context)
+        self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
         self._foreign = ForeignDesk(self._context, self._workers)
         self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers, self._commands)
 
@@ -92,6 +93,7 @@ class Engine:
             if self.store.is_shared:
                 await self._context.compare_clocks()
             await self._context.fleet.load(self._context.clock.now())
+            self._relaying.start()
             self.store.listen(self._rounds.everything_changed, self._commands.hear)
             await self._foreign.start()
         except BaseException:
@@ -110,6 +112,7 @@ class Engine:
         await self._rounds.close()
         await self._sweeper.close()
         await self._foreign.close()
+        await self._relaying.close()
         await self._follower.close()
         self.bus.close()
         await self.store.close()
@@ -162,10 +165,11 @@ class Engine:
 
     async def newest(self, dispatch: Dispatch) -> News | None:
         """The last progress that was heard of the lease the job is under."""
-        news = self._newest.of(dispatch.job_id)
-        if news is None or dispatch.lease is None or news.lease_number != dispatch.lease.number:
-            return None
-        return news
+        return await self._relaying.newest(dispatch)
+
+    def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Hears, best effort, of other engines' workers and of jobs nobody follows here. What it answers ends it."""
+        return self._relaying.elsewhere(listener)
 
     async def expected_s(self, workflow_hash: WorkflowHash, worker_id: WorkerId) -> float | None:
         """How long such a workflow takes there, where that was learned."""

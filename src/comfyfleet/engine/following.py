@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from comfyfleet.engine.context import Context
-from comfyfleet.model.fact import Event, Fact
+from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Timer
 
 _LOG = logging.getLogger(__name__)
+
+_AT_A_TIME = 256
+"""Jobs that are looked at together: a store that takes many questions in one turn answers them in one."""
 
 
 class Follower:
@@ -28,7 +31,38 @@ class Follower:
         self._timer: Timer | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_closed = False
+        self.is_passing_on = False
+        """What the bus is being told was done by another engine."""
+        self.followed: Callable[[JobId], None] = lambda _: None
+        """Set by whoever tells other engines that a job is followed here."""
+        self.look_also: Callable[[], Awaitable[None]] | None = None
+        """Set by whoever has more to look for once a second."""
         context.bus.listen(self._hear)
+
+    @property
+    def jobs(self) -> Collection[JobId]:
+        return self._followers.keys()
+
+    def pass_on(self, event: Fact | News) -> bool:
+        """Heard from another engine: to the bus here, if somebody follows the job. A fact only in its turn."""
+        told = self._told.get(event.job_id)
+        if told is None:
+            return False
+        if isinstance(event, News) or event.number == told + 1:
+            self._publish(event)
+        elif event.number > told and self._running is None:
+            # One before it was not heard of: all are looked for at once.
+            if self._timer is not None:
+                self._timer.cancel()
+            self._fire()
+        return True
+
+    def _publish(self, event: Fact | News) -> None:
+        self.is_passing_on = True
+        try:
+            self._context.bus.publish(event)
+        finally:
+            self.is_passing_on = False
 
     @contextmanager
     def follow(self, job_id: JobId, after: int = 0) -> Iterator[None]:
@@ -38,6 +72,8 @@ class Follower:
             return
         self._followers[job_id] += 1
         self._told.setdefault(job_id, after)
+        if self._followers[job_id] == 1:
+            self.followed(job_id)
         self._arm()
         try:
             yield
@@ -62,16 +98,22 @@ class Follower:
 
     async def _look(self) -> None:
         try:
-            for job_id in list(self._followers):
-                for fact in await self._context.store.facts(job_id, self._told.get(job_id, 0)):
-                    if fact.number > self._told.get(job_id, fact.number):
-                        self._context.bus.publish(fact)
+            jobs = list(self._followers)
+            for start in range(0, len(jobs), _AT_A_TIME):
+                await asyncio.gather(*map(self._look_at, jobs[start : start + _AT_A_TIME]))
+            if self.look_also is not None:
+                await self.look_also()
         except Exception:
             _LOG.exception("the jobs that are followed could not be looked at; the next look tries again")
         finally:
             self._running = None
             if self._followers:
                 self._arm()
+
+    async def _look_at(self, job_id: JobId) -> None:
+        for fact in await self._context.store.facts(job_id, self._told.get(job_id, 0)):
+            if fact.number > self._told.get(job_id, fact.number):
+                self._publish(fact)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -55,12 +55,16 @@ class FleetFeed(Feed):
         self._heard: deque[Event] = deque(maxlen=_MAX_HEARD)
         self._labels: dict[JobId, _Label] = {}
         self._telling: asyncio.Task[None] | None = None
-        self._leave_bus: Callable[[], None] | None = None
+        self._leave_bus: Callable[[], object] | None = None
 
     def join(self, wake: Callable[[], None]) -> None:
         super().join(wake)
         if self._leave_bus is None:
-            self._leave_bus = self._engine.bus.listen(self._hear)
+            leave_bus, leave_others = (
+                self._engine.bus.listen(self._hear),
+                self._engine.elsewhere(self._hear),
+            )
+            self._leave_bus = lambda: (leave_bus(), leave_others())
 
     def leave(self, wake: Callable[[], None]) -> None:
         super().leave(wake)

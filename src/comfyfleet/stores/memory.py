@@ -55,6 +55,10 @@ class MemoryStore:
     def foreign(self) -> None:
         return None
 
+    @property
+    def relay(self) -> None:
+        return None
+
     async def open(self) -> None:
         """Nothing to connect to."""
 

@@ -132,6 +132,10 @@ class PostgresStore:
     def foreign(self) -> None:
         return None
 
+    @property
+    def relay(self) -> None:
+        return None
+
     async def open(self) -> None:
         connection = await self._pool.connect()
         try:

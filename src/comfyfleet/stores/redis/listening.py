@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from comfyfleet.model.calls import Command
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.stores.redis.address import Address
+from comfyfleet.stores.redis.relay import CHANNEL as NEWS
 
 CHANNEL = "channel:hub:events"
 COMMANDS = "channel:workers:all"
@@ -51,12 +52,14 @@ class Listener:
         wake: Callable[[], None],
         wake_for_workers: Callable[[], None],
         hear: Hear | None,
+        hear_news: Callable[[bytes], None],
     ) -> None:
         self._address = address
         self._me = me
         self._wake = wake
         self._wake_for_workers = wake_for_workers
         self._hear = hear
+        self._hear_news = hear_news
         self._task: asyncio.Task[None] | None = None
         self.is_listening = asyncio.Event()
 
@@ -96,9 +99,13 @@ class Listener:
         )
         try:
             async with redis.pubsub() as subscription:
-                await subscription.subscribe(address.prefix + COMMANDS, address.prefix + CHANNEL)
+                channels = (COMMANDS, NEWS, CHANNEL)
+                await subscription.subscribe(*(address.prefix + channel for channel in channels))
                 async for message in subscription.listen():
-                    if message["channel"].endswith(COMMANDS.encode()):
+                    if message["channel"].endswith(NEWS.encode()):
+                        if message["type"] == "message":
+                            self._hear_news(message["data"])
+                    elif message["channel"].endswith(COMMANDS.encode()):
                         if message["type"] == "message":
                             self._take(message["data"])
                     elif message["type"] == "subscribe":

@@ -39,6 +39,7 @@ from comfyfleet.stores.redis.foreign import RedisForeign
 from comfyfleet.stores.redis.library import ensure_library
 from comfyfleet.stores.redis.listening import Listener
 from comfyfleet.stores.redis.moving import RedisMoving
+from comfyfleet.stores.redis.relay import RedisRelay
 from comfyfleet.stores.redis.server import Durability, check_server
 from comfyfleet.stores.shelf import MAX_LESSONS
 
@@ -66,6 +67,7 @@ class RedisStore:
         self.records = RedisRecords(self)
         self.moving = RedisMoving(self)
         self.foreign = RedisForeign(self._do, self._ask)
+        self.relay = RedisRelay(self._client.call, self.prefix, self._client.client_id)
 
     @property
     def epoch(self) -> int:
@@ -101,7 +103,9 @@ class RedisStore:
         self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
     ) -> None:
         assert self._listener is None, "one engine listens to one store"
-        self._listener = Listener(self._address, self._client.client_id, wake, self.foreign.wake_up, hear)
+        self._listener = Listener(
+            self._address, self._client.client_id, wake, self.foreign.wake_up, hear, self.relay.heard
+        )
         if self._epoch:
             self._listener.start()
 

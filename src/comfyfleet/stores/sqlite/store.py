@@ -68,9 +68,8 @@ class SqliteStore:
     def is_shared(self) -> bool:
         return False
 
-    @property
-    def foreign(self) -> None:
-        return None
+    foreign = None
+    relay = None
 
     async def open(self) -> None:
         ownership = Ownership(self.path)

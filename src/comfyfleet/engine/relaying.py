@@ -1,0 +1,273 @@
+"""What engines on one store tell each other of jobs that are watched: facts sooner than a look finds them, and news.
+
+An engine says which jobs are followed at it, again every few seconds; whoever moves one of them passes on what it
+publishes about it. Where nobody watches nothing is said. All of it may be lost: facts are then found by `following.py`
+within a second, progress with the next that comes. The newest progress is also kept at the store for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.following import Follower
+from comfyfleet.engine.newest import Newest
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.fact import Event, Fact, FleetEvent, News, NewsKind
+from comfyfleet.model.ids import JobId, WorkerId
+from comfyfleet.ports import Relay, Timer
+
+_LOG = logging.getLogger(__name__)
+
+_SAY_AGAIN_S = 5.0
+_WANTED_S = 15.0
+_KEEP_EVERY_S = 1.0
+_MAX_WANTED = 100_000
+_MAX_PENDING = 10_000
+_JOBS_A_MESSAGE = 1_000
+_MAX_IMAGE_BYTES = 1024 * 1024
+_REPLACEABLE = frozenset({NewsKind.PROGRESS, NewsKind.PREVIEW})
+
+
+class _Wants(msgspec.Struct, frozen=True, tag="wants"):
+    jobs: list[JobId]
+    everything: bool = False
+
+
+class _Told(msgspec.Struct, frozen=True, tag="told", omit_defaults=True):
+    facts: list[Fact] = []
+    news: list[News] = []
+    fleet: list[FleetEvent] = []
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[_Wants | _Told] = msgspec.msgpack.Decoder(_Wants | _Told)
+_kept_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+class Relaying:
+    def __init__(self, context: Context, follower: Follower, newest: Newest) -> None:
+        self._context = context
+        self._follower = follower
+        self._newest = newest
+        self._relay: Relay | None = context.store.relay
+        self._listeners: dict[Callable[[Event], None], None] = {}
+        self._wanted: dict[JobId, float] = {}
+        self._everything_until = float("-inf")
+        self._pending: dict[object, Event] = {}
+        self._count = 0
+        self._asked: dict[JobId, None] = {}
+        self._is_asking_all = False
+        self._kept_at: dict[JobId, float] = {}
+        self._to_keep: dict[JobId, News] = {}
+        self._seen: dict[JobId, bytes] = {}
+        self._sending: asyncio.Task[None] | None = None
+        self._timer: Timer | None = None
+        self._is_closed = False
+        if self._relay is not None:
+            context.bus.listen(self._hear)
+            follower.followed = self._ask
+            follower.look_also = self._look
+
+    def start(self) -> None:
+        if self._relay is not None:
+            self._relay.listen(self._heard)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Hears what the bus here does not tell of: events of other engines that nobody follows by name."""
+        self._listeners[listener] = None
+        self._is_asking_all = True
+        self._send()
+        self._arm()
+        return lambda: self._listeners.pop(listener, None)
+
+    async def newest(self, dispatch: Dispatch) -> News | None:
+        """The last progress of the lease the job is under, as known here or kept at the store."""
+        lease = dispatch.lease
+        if lease is None:
+            return None
+        news = self._newest.of(dispatch.job_id)
+        if news is None and self._relay is not None:
+            (kept,) = await self._relay.kept_progress([dispatch.job_id])
+            news = None if kept is None else self._read(dispatch.job_id, kept)
+        return news if news is not None and news.lease_number in (0, lease.number) else None
+
+    # out
+
+    def _hear(self, event: Event) -> None:
+        if self._follower.is_passing_on:
+            return
+        now = self._context.clock.now()
+        if isinstance(event, FleetEvent):
+            if now < self._everything_until:
+                self._put(event)
+            return
+        if isinstance(event, News) and event.kind is NewsKind.PROGRESS:
+            self._keep(event, now)
+        if now < self._everything_until or now < self._wanted.get(event.job_id, now):
+            self._put(event)
+
+    def _put(self, event: Event) -> None:
+        key: object
+        if isinstance(event, News) and event.kind in _REPLACEABLE:
+            if event.image is not None and len(event.image) > _MAX_IMAGE_BYTES:
+                return
+            key = (event.job_id, event.kind)
+            self._pending.pop(key, None)
+        else:
+            self._count += 1
+            key = self._count
+        self._pending[key] = event
+        if len(self._pending) > _MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+        self._send()
+
+    def _keep(self, news: News, now: float) -> None:
+        if now - self._kept_at.get(news.job_id, 0.0) >= _KEEP_EVERY_S:
+            self._kept_at.pop(news.job_id, None)
+            self._kept_at[news.job_id] = now
+            if len(self._kept_at) > _MAX_PENDING:
+                del self._kept_at[next(iter(self._kept_at))]
+            self._to_keep[news.job_id] = news
+            self._send()
+
+    def _ask(self, job_id: JobId) -> None:
+        self._asked[job_id] = None
+        self._send()
+        self._arm()
+
+    def _send(self) -> None:
+        if self._relay is not None and self._sending is None and not self._is_closed:
+            self._sending = asyncio.get_running_loop().create_task(self._run(self._relay), name="relay")
+
+    async def _run(self, relay: Relay) -> None:
+        """While one message is on its way the next is gathered."""
+        try:
+            while self._pending or self._asked or self._is_asking_all or self._to_keep:
+                await asyncio.gather(*self._messages(relay))
+        except Fault as fault:
+            _LOG.info("other processes may hear of what happens here only later: %s", fault)
+        except Exception:
+            _LOG.exception("other processes could not be told of what happens here")
+        finally:
+            self._sending = None
+
+    def _messages(self, relay: Relay) -> Iterable[Any]:
+        asked, self._asked = list(self._asked), {}
+        is_all, self._is_asking_all = self._is_asking_all and bool(self._listeners), False
+        pending, self._pending = self._pending.values(), {}
+        keep, self._to_keep = self._to_keep, {}
+        for start in range(0, max(len(asked), is_all), _JOBS_A_MESSAGE):
+            yield relay.say(_encoder.encode(_Wants(asked[start : start + _JOBS_A_MESSAGE], is_all)))
+        if pending:
+            yield relay.say(
+                _encoder.encode(
+                    _Told(
+                        [event for event in pending if isinstance(event, Fact)],
+                        [event for event in pending if isinstance(event, News)],
+                        [event for event in pending if isinstance(event, FleetEvent)],
+                    )
+                )
+            )
+        for news in keep.values():
+            known = {"at": news.at, "worker_id": news.worker_id, "lease": news.lease_number}
+            yield relay.keep_progress(news.job_id, msgspec.json.encode({**news.data, **known}))
+
+    def _arm(self) -> None:
+        if self._timer is None and self._relay is not None and not self._is_closed:
+            clock = self._context.clock
+            self._timer = clock.call_at(clock.now() + _SAY_AGAIN_S, self._say_again)
+
+    def _say_again(self) -> None:
+        self._timer = None
+        self._asked |= dict.fromkeys(self._follower.jobs)
+        self._is_asking_all = bool(self._listeners)
+        if self._asked or self._is_asking_all:
+            self._send()
+            self._arm()
+
+    # in
+
+    def _heard(self, message: bytes) -> None:
+        try:
+            heard = _decoder.decode(message)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            # Of a newer version: whatever it says of jobs is found by looking.
+            return
+        if isinstance(heard, _Wants):
+            self._note_wanted(heard)
+            return
+        for fact in heard.facts:
+            if not self._follower.pass_on(fact):
+                self._tell(fact)
+        for news in heard.news:
+            if not self._follower.pass_on(news):
+                self._tell(news)
+        for event in heard.fleet:
+            self._tell(event)
+
+    def _note_wanted(self, heard: _Wants) -> None:
+        now = self._context.clock.now()
+        if heard.everything:
+            self._everything_until = now + _WANTED_S
+        for job_id in heard.jobs:
+            is_new = now >= self._wanted.get(job_id, now)
+            self._wanted.pop(job_id, None)
+            self._wanted[job_id] = now + _WANTED_S
+            if is_new and (news := self._newest.of(job_id)) is not None:
+                self._put(news)
+        while self._wanted and (
+            len(self._wanted) > _MAX_WANTED or self._wanted[next(iter(self._wanted))] <= now
+        ):
+            del self._wanted[next(iter(self._wanted))]
+
+    def _tell(self, event: Event) -> None:
+        for listener in tuple(self._listeners):
+            listener(event)
+
+    # what workers without an engine have left, and what was said while nobody listened
+
+    async def _look(self) -> None:
+        """Once a second, with the look for facts."""
+        assert self._relay is not None
+        jobs = list(self._follower.jobs)
+        for gone in self._seen.keys() - set(jobs):
+            del self._seen[gone]
+        for start in range(0, len(jobs), _JOBS_A_MESSAGE):
+            some = jobs[start : start + _JOBS_A_MESSAGE]
+            for job_id, kept in zip(some, await self._relay.kept_progress(some), strict=True):
+                if kept is None or self._seen.get(job_id) == kept:
+                    continue
+                self._seen[job_id] = kept
+                news, known = self._read(job_id, kept), self._newest.of(job_id)
+                if news is not None and (known is None or known.at < news.at):
+                    self._follower.pass_on(news)
+
+    def _read(self, job_id: JobId, kept: bytes) -> News | None:
+        try:
+            data = _kept_decoder.decode(kept)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        at, lease, worker_id = data.pop("at", None), data.pop("lease", 0), data.pop("worker_id", None)
+        return News(
+            job_id,
+            NewsKind.PROGRESS,
+            float(at) if isinstance(at, int | float) else self._context.clock.now(),
+            WorkerId(worker_id) if isinstance(worker_id, str) else None,
+            lease if isinstance(lease, int) else 0,
+            data,
+        )

@@ -1,0 +1,41 @@
+"""What engines on this server say to each other: one channel, read on the connection that hears the hints."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from comfyfleet.model.ids import JobId
+from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.dispatches import as_bytes
+
+CHANNEL = "channel:news"
+_KEEP_S = 3600
+
+
+class RedisRelay:
+    """`me` stands before each message, so that nobody hears himself. `call` is for what may be sent twice."""
+
+    def __init__(self, call: Callable[..., Awaitable[object]], prefix: str, me: str) -> None:
+        self._call = call
+        self._prefix = prefix
+        self._me = me.encode() + b" "
+        self._hear: Callable[[bytes], None] | None = None
+
+    def listen(self, hear: Callable[[bytes], None]) -> None:
+        self._hear = hear
+
+    def heard(self, message: bytes) -> None:
+        if self._hear is not None and not message.startswith(self._me):
+            self._hear(message.partition(b" ")[2])
+
+    async def say(self, message: bytes) -> None:
+        await self._call("PUBLISH", self._prefix + CHANNEL, self._me + message)
+
+    async def keep_progress(self, job_id: JobId, progress: bytes) -> None:
+        await self._call("SET", f"{self._prefix}job:{job_id}:progress", progress, "EX", _KEEP_S)
+
+    async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
+        if not job_ids:
+            return []
+        found = await self._call("MGET", *(f"{self._prefix}job:{job_id}:progress" for job_id in job_ids))
+        return [None if text is None else as_bytes(text) for text in as_list(found)]

@@ -1,0 +1,221 @@
+"""Two hubs on one Redis: a job submitted at one, run by a worker at the other, watched at either."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tests.hub._hub import HubRig, running_hub
+from tests.hub._watching import GPU, complete, lease, register, report, watching
+from tests.servers.redis_fixtures import some_server, with_prefix
+
+from comfyfleet.model.access import Role
+from comfyfleet.model.fact import NewsKind
+from comfyfleet.stores.redis.store import RedisStore
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with some_server() as url:
+        yield url
+
+
+class Hubs:
+    def __init__(self, url: str, stack: AsyncExitStack) -> None:
+        self._url = url
+        self._stack = stack
+        self.a: HubRig
+        self.b: HubRig
+
+    async def another(self) -> HubRig:
+        return await self._stack.enter_async_context(running_hub(store_url=self._url))
+
+
+@pytest_asyncio.fixture
+async def hubs(server: str) -> AsyncIterator[Hubs]:
+    async with AsyncExitStack() as stack:
+        hubs = Hubs(with_prefix(server), stack)
+        hubs.a, hubs.b = await hubs.another(), await hubs.another()
+        for rig in (hubs.a, hubs.b):
+            assert isinstance(rig.engine.store, RedisStore)
+            assert rig.engine.store._listener is not None
+            async with asyncio.timeout(5):
+                await rig.engine.store._listener.is_listening.wait()
+        yield hubs
+
+
+def progress(job_id: str) -> str:
+    return f"/api/jobs/{job_id}/progress"
+
+
+async def call(rig: HubRig, name: str, **body: Any) -> Any:
+    answer = await rig.post(f"/api/worker/{name}", body, role=Role.WORKER)
+    assert answer.status < 300, answer.content
+    return answer.body if answer.content else None
+
+
+async def test_a_job_submitted_at_one_hub_runs_at_the_other_and_is_watched_at_the_first(hubs: Hubs) -> None:
+    await call(hubs.b, "register", worker_id="gpu-b", capabilities={"services": ["comfyui"]})
+    polling = asyncio.create_task(call(hubs.b, "poll", worker_id="gpu-b", poll_id="1", wait_s=10))
+    job_id = await hubs.a.submit()
+    async with watching(hubs.a, progress(job_id)) as stream:
+        leased = (await polling)["lease"]
+        # The same poll at the other hub gets the same lease.
+        assert (await call(hubs.a, "poll", worker_id="gpu-b", poll_id="1", wait_s=0))["lease"] == leased
+        await call(hubs.b, "heartbeat", worker_id="gpu-b", leases=[leased])
+        assert (await stream.until("leased")).data["data"]["worker_id"] == "gpu-b"
+        news = {"lease": leased, "kind": "progress", "data": {"value": 1, "max": 4}}
+        picture = {"lease": leased, "kind": "preview", "image": "/9g="}
+        await call(hubs.b, "progress", reports=[news, picture])
+        while (seen := await stream.until("progress")).data["value"] is None:
+            pass
+        assert (seen.data["percentage"], seen.data["worker_id"]) == (25.0, "gpu-b")
+        await call(hubs.b, "progress", reports=[{**news, "data": {"value": 2, "max": 4}}, picture])
+        assert (await stream.until("preview")).data["image"] == "/9g="
+        await call(hubs.b, "complete", lease=leased, result={"outputs": {"2": {"text": ["done"]}}})
+        *_, last = await stream.rest()
+        assert last.data["result"] == {"outputs": {"2": {"text": ["done"]}}}
+        assert [each.id for each in stream.facts] == [1, 2, 3]
+
+
+async def test_facts_and_progress_of_another_hub_come_at_once(hubs: Hubs) -> None:
+    await register(hubs.b)
+    job_id = await hubs.a.submit()
+    async with watching(hubs.a, progress(job_id)) as stream:
+        await stream.until("progress")
+        job = await lease(hubs.b)
+        await stream.until("leased")
+        loop = asyncio.get_running_loop()
+        waits = []
+        for number in range(20):
+            began = loop.time()
+            await report(hubs.b, job, value=number, max=20)
+            while (await stream.until("progress")).data["value"] != number:
+                pass
+            waits.append(loop.time() - began)
+        # By looking once a second alone, not one in two would come so soon.
+        assert sorted(waits)[10] < 0.25
+        began = loop.time()
+        await complete(hubs.b, job)
+        await stream.rest()
+
+
+async def test_a_lost_message_costs_at_most_a_second_and_no_fact(
+    hubs: Hubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(message: bytes) -> None:
+        """Said to nobody."""
+
+    for rig in (hubs.a, hubs.b):
+        monkeypatch.setattr(rig.engine.store.relay, "say", lost)
+    await register(hubs.b)
+    job_id = await hubs.a.submit()
+    async with watching(hubs.a, progress(job_id)) as stream:
+        await stream.until("progress")
+        job = await lease(hubs.b)
+        await stream.until("leased")
+        # Kept at the store, at most one a second.
+        await report(hubs.b, job, value=1, max=4)
+        while (await stream.until("progress")).data["value"] != 1:
+            pass
+        await complete(hubs.b, job)
+        assert (await stream.rest())[-1].kind == "completed"
+        assert [each.id for each in stream.facts] == [1, 2, 3]
+
+
+async def test_a_stream_begun_at_one_hub_goes_on_at_the_other(hubs: Hubs) -> None:
+    job_id = await hubs.a.submit()
+    async with watching(hubs.a, progress(job_id)) as stream:
+        await hubs.b.post(f"/api/jobs/{job_id}/pause")
+        last = (await stream.until("paused")).id
+    await hubs.a.post(f"/api/jobs/{job_id}/resume")
+    async with watching(hubs.b, progress(job_id), after=last) as stream:
+        await hubs.a.post(f"/api/jobs/{job_id}/cancel")
+        await stream.rest()
+        assert [(each.kind, each.id) for each in stream.facts] == [("resumed", 3), ("cancelled", 4)]
+
+
+async def test_whoever_comes_late_sees_the_newest_progress_at_any_hub(hubs: Hubs) -> None:
+    await register(hubs.b)
+    job_id = await hubs.a.submit()
+    job = await lease(hubs.b)
+    await report(hubs.b, job, value=3, max=4)
+    store = hubs.b.engine.store
+    assert isinstance(store, RedisStore)
+    async with asyncio.timeout(5):
+        while not await store.diagnose("EXISTS", f"{store.prefix}job:{job_id}:progress"):
+            await asyncio.sleep(0.005)
+    ttl = await store.diagnose("TTL", f"{store.prefix}job:{job_id}:progress")
+    assert isinstance(ttl, int) and 0 < ttl <= 3600
+    third = await hubs.another()
+    for rig in (hubs.a, hubs.b, third):
+        body = (await rig.get(f"/jobs/{job_id}/progress")).body
+        assert (body["percentage"], body["worker_id"], body["lease"]) == (75.0, "gpu-a", 1)
+    async with watching(third, progress(job_id)) as stream:
+        assert (await stream.until("progress")).data["percentage"] == 75.0
+
+
+async def test_progress_of_a_worker_that_has_redis_alone_reaches_watchers(hubs: Hubs) -> None:
+    await register(hubs.b)
+    job_id = await hubs.a.submit()
+    ref = (await lease(hubs.b)).ref
+    store = hubs.b.engine.store
+    assert isinstance(store, RedisStore)
+    shown = (ref.job_id, ref.round, ref.number, ref.epoch, ref.token)
+    async with watching(hubs.a, progress(job_id)) as stream:
+        for number in (1, 2):
+            said = b'{"value": %d, "max": 4, "message": "from afar"}' % number
+            assert await store._do("worker_progress", *shown, said) == 1
+            while (seen := await stream.until("progress")).data["value"] != number:
+                pass
+            assert (seen.data["message"], seen.data["worker_id"]) == ("from afar", "gpu-a")
+        assert await store._do("worker_complete", *shown, b'{"outputs": {}}') == 1
+        assert (await stream.rest())[-1].kind == "completed"
+
+
+async def test_the_fleets_stream_tells_of_the_other_hubs_workers_and_jobs(hubs: Hubs) -> None:
+    async with watching(hubs.a, "/api/events") as stream:
+        await stream.until("resync")
+        # Whoever begins to watch is known to the others a moment later.
+        await _until_heard(hubs, stream)
+        await register(hubs.b)
+        assert (await stream.until("online")).data["worker_id"] == GPU
+        job_id = await hubs.b.submit(metadata={"user": "42"})
+        queued = await stream.until("queued")
+        assert (queued.data["job_id"], queued.data["metadata"]) == (job_id, {"user": "42"})
+        job = await lease(hubs.b)
+        await report(hubs.b, job, NewsKind.STARTED)
+        assert (await stream.until("started")).data["worker_id"] == GPU
+
+
+async def _until_heard(hubs: Hubs, stream: Any) -> None:
+    relaying = hubs.b.engine._relaying
+    async with asyncio.timeout(5):
+        while relaying._everything_until < 0:
+            await asyncio.sleep(0.005)
+
+
+async def test_the_number_of_watchers_opens_no_connection_to_redis(hubs: Hubs) -> None:
+    store = hubs.a.engine.store
+    assert isinstance(store, RedisStore)
+    jobs = [await hubs.a.submit() for _ in range(10)]
+    before = await _connections(store)
+    async with AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(watching(hubs.a, progress(job_id)))
+            for job_id in jobs
+            for _ in range(3)
+        ]
+        for stream in streams:
+            await stream.until("progress")
+        assert await _connections(store) == before
+
+
+async def _connections(store: RedisStore) -> int:
+    listed = await store.diagnose("CLIENT", "LIST")
+    assert isinstance(listed, bytes)
+    return listed.count(b"\n")
