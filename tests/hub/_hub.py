@@ -17,6 +17,7 @@ from comfyfleet.engine.shell import SystemClock
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.limits import Limits
 from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.hub.socket import LegacyWebsocket
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.rules import Rules
@@ -155,11 +156,12 @@ async def hub_in_process(
     limits: Limits | None = None,
     is_open: bool = False,
     store_url: str = "memory:",
+    legacy_websocket: LegacyWebsocket = "on",
 ) -> AsyncIterator[HubRig]:
     clock, cabinet = SystemClock(), MemoryCabinet()
     store = open_store(store_url, clock)
     async with Engine(store, rules=rules, clock=clock) as engine:
-        hub = Hub(engine, cabinet, clock, limits=limits, is_open=is_open)
+        hub = Hub(engine, cabinet, clock, limits=limits, is_open=is_open, legacy_websocket=legacy_websocket)
         keys = {}
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None

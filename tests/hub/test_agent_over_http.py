@@ -49,6 +49,7 @@ class Switchboard:
     """One server for all scripts: whoever is on the line is asked."""
 
     is_open = True
+    limits = Limits()
 
     def __init__(self) -> None:
         self.url = ""

@@ -17,6 +17,7 @@ from comfyfleet.hub.jobs import JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
 from comfyfleet.hub.limits import Limits
 from comfyfleet.hub.rooms import Rooms
+from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.ports import Cabinet, Clock
@@ -25,7 +26,8 @@ from comfyfleet.wire.routes import ROUTES
 
 
 class Hub:
-    """`is_open`: whoever asks from this machine without a key is an administrator."""
+    """`is_open`: whoever asks from this machine without a key is an administrator. `legacy_websocket`: whether callers
+    and monitors are still served over the WebSocket; workers always are."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class Hub:
         *,
         limits: Limits | None = None,
         is_open: bool = False,
+        legacy_websocket: LegacyWebsocket = "on",
     ) -> None:
         self.engine = engine
         self.is_open = is_open
@@ -53,11 +56,17 @@ class Hub:
             **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
         }
         self._door = Door(ROUTES, handlers, credentials, self.limits)
+        self._sockets = Sockets(engine, self._rooms, self._fleet, credentials, self.limits, legacy_websocket)
 
     @property
     def watchers(self) -> int:
         """Streams that are open now."""
         return self._streams.watchers
+
+    @property
+    def sockets(self) -> int:
+        """WebSockets that are open now."""
+        return len(self._sockets)
 
     @property
     def rooms(self) -> int:
@@ -69,6 +78,7 @@ class Hub:
         twice."""
         self._is_stopping = True
         self._streams.close()
+        self._sockets.close()
         self._rooms.close()
         self._fleet.close()
         self._door.close()
@@ -78,8 +88,7 @@ class Hub:
             case "http":
                 await self._door(scope, receive, send)
             case "websocket":
-                await receive()
-                await send({"type": "websocket.close", "code": 1008, "reason": "nothing is served here"})
+                await self._sockets(scope, receive, send)
             case "lifespan":
                 await self._live(receive, send)
 

@@ -164,7 +164,7 @@ class Door:
         if self._in_flight > limits.max_in_flight:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub answers as many requests as it can; try again")
         if route.roles:
-            token = _token(call.scope) if route.takes_token else None
+            token = token_in(call.scope) if route.takes_token else None
             caller = call.caller = await self._credentials.caller(call.headers, call.address, token)
             self._rate.take(caller.key_id)
             if caller.role not in route.roles:
@@ -255,7 +255,7 @@ def _request_id(headers: Mapping[str, str]) -> str:
     return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
 
 
-def _token(scope: Scope) -> str | None:
+def token_in(scope: Scope) -> str | None:
     for part in scope["query_string"].decode("latin-1").split("&"):
         name, _, value = part.partition("=")
         if name == "token":

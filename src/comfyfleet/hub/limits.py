@@ -33,6 +33,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusals_burst: int = 50
     max_wait_s: float = 60.0
     """The longest a request is parked, whatever it asks for."""
+    max_frame_bytes: int = 16 * 1024 * 1024
+    """One message over the WebSocket."""
+    max_sockets: int = 10_000
     beat_s: float = 15.0
     """How often a stream that has nothing to say says that it lives."""
     max_in_flight: int = 20_000

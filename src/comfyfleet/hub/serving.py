@@ -118,6 +118,7 @@ def _config(hub: Hub, settings: ServingSettings) -> uvicorn.Config:
         date_header=False,
         proxy_headers=False,
         ws="websockets-sansio",
+        ws_max_size=hub.limits.max_frame_bytes,
         backlog=settings.backlog,
         timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=int(settings.graceful_s),

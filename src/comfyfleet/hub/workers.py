@@ -39,7 +39,7 @@ class WorkerHandlers:
     # coming and going
 
     async def register(self, call: Call[wire.RegisterBody]) -> Reply:
-        _as(call.caller, call.given.worker_id)
+        as_worker(call.caller, call.given.worker_id)
         record = await self._engine.register(wire.registration(call.given))
         rules = self._engine.rules
         answer = wire.RegisteredBody(
@@ -56,14 +56,14 @@ class WorkerHandlers:
         return Reply(200, answer)
 
     async def unregister(self, call: Call[wire.UnregisterBody]) -> Reply:
-        await self._engine.unregister(_as(call.caller, call.given.worker_id), call.given.reason)
+        await self._engine.unregister(as_worker(call.caller, call.given.worker_id), call.given.reason)
         return Reply(204)
 
     # work
 
     async def poll(self, call: Call[wire.PollBody]) -> Reply:
         body = call.given
-        worker_id = _as(call.caller, body.worker_id)
+        worker_id = as_worker(call.caller, body.worker_id)
         known = await self._worker(worker_id)
         if body.capabilities is not None:
             wanted = wire.registration(body)
@@ -89,7 +89,7 @@ class WorkerHandlers:
 
     async def heartbeat(self, call: Call[wire.HeartbeatBody]) -> Reply:
         body = call.given
-        worker_id = _as(call.caller, body.worker_id)
+        worker_id = as_worker(call.caller, body.worker_id)
         if not body.leases and await self._worker(worker_id) is None:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"
@@ -102,7 +102,7 @@ class WorkerHandlers:
         return Reply(200, wire.beat_answer(beat))
 
     async def commands(self, call: Call[wire.CommandsBody]) -> Reply:
-        worker_id = _as(call.caller, call.given.worker_id)
+        worker_id = as_worker(call.caller, call.given.worker_id)
         commands = await self._engine.commands(worker_id, self._wait_s(call.given))
         return Reply(200, wire.CommandsAnswer(commands))
 
@@ -142,7 +142,7 @@ class WorkerHandlers:
         if asked is None or holder is None:
             return None
         try:
-            return await self._engine.poll(Poll(_as(caller, holder), PollId(asked.poll_id), 0))
+            return await self._engine.poll(Poll(as_worker(caller, holder), PollId(asked.poll_id), 0))
         except Refusal:
             # The report stands; a worker that is told of no next lease polls, and hears why.
             return None
@@ -169,7 +169,7 @@ class WorkerHandlers:
         return known[1]
 
 
-def _as(caller: Caller, worker_id: str) -> WorkerId:
+def as_worker(caller: Caller, worker_id: str) -> WorkerId:
     if caller.worker_id is not None and caller.worker_id != worker_id:
         raise Refusal(
             RefusalCode.NOT_ALLOWED,

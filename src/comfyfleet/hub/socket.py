@@ -1,0 +1,384 @@
+"""The WebSocket at `/hub`: who connects, what each message asks for, and one writer for everything that is answered.
+
+What callers and monitors may ask is here, what workers do in `socket_workers.py`. A frame that cannot be understood is
+answered with `error`; whoever reads slowly loses progress, and whoever reads nothing is not read from either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.credentials import Credentials
+from comfyfleet.hub.door import token_in
+from comfyfleet.hub.events import FleetFeed, Wanted
+from comfyfleet.hub.feeds import Entry
+from comfyfleet.hub.limits import Limits, Rate, check_json
+from comfyfleet.hub.rooms import Room, Rooms
+from comfyfleet.hub.socket_workers import SocketWorkers
+from comfyfleet.model.access import Caller
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.wire import bodies, socket
+from comfyfleet.wire.problems import answer_to
+from comfyfleet.wire.progress import EventsQuery
+from comfyfleet.wire.spelling import Face, spell
+
+_LOG = logging.getLogger(__name__)
+
+LegacyWebsocket = Literal["on", "warn", "off"]
+PATH = "/hub"
+_MOVED = "callers and monitors use HTTP and Server-Sent Events now: see docs/moving-to-sse.md"
+_MAX_UNREAD = 256
+_MAX_SUBSCRIPTIONS = 1_000
+_ENCODER = msgspec.json.Encoder()
+_MESSAGE = msgspec.json.Decoder(dict[str, Any])
+
+
+class Sockets:
+    def __init__(
+        self,
+        engine: Engine,
+        rooms: Rooms,
+        fleet: FleetFeed,
+        credentials: Credentials,
+        limits: Limits,
+        legacy: LegacyWebsocket = "on",
+    ) -> None:
+        self.engine = engine
+        self.rooms = rooms
+        self.fleet = fleet
+        self.limits = limits
+        self.legacy = legacy
+        self.rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
+        self._credentials = credentials
+        self._sessions: dict[Session, None] = {}
+        self._warned: dict[str, None] = {}
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def close(self) -> None:
+        self._is_closed = True
+        for session in self._sessions:
+            session.close()
+
+    def warn(self, caller: Caller, kind: str) -> None:
+        """Once for each key."""
+        if caller.key_id not in self._warned and len(self._warned) < 10_000:
+            self._warned[caller.key_id] = None
+            _LOG.warning("key %s still sends %r over the WebSocket: %s", caller.key_id, kind, _MOVED)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "websocket.connect"
+        headers: Mapping[str, str] = Headers(scope=scope)
+        client = scope.get("client")
+        try:
+            if scope["path"].rstrip("/") != PATH:
+                raise Refusal(RefusalCode.NOT_FOUND, f"the WebSocket is at {PATH}")
+            if self._is_closed or len(self._sessions) >= self.limits.max_sockets:
+                raise Refusal(RefusalCode.UNAVAILABLE, "the hub takes no more connections now; try again")
+            caller = await self._credentials.caller(headers, client[0] if client else "", token_in(scope))
+        except (Refusal, Fault) as error:
+            await _refuse(scope, error, send)
+            return
+        await send({"type": "websocket.accept"})
+        session = Session(self, caller, send)
+        self._sessions[session] = None
+        try:
+            await session.run(receive)
+        finally:
+            self._sessions.pop(session, None)
+
+
+class Session:
+    """One connection."""
+
+    def __init__(self, hub: Sockets, caller: Caller, send: Send) -> None:
+        self._hub = hub
+        self.caller = caller
+        self._send = send
+        self._answers: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._room_for_more = asyncio.Event()
+        self._subscribed: dict[JobId, tuple[Room, int]] = {}
+        self._monitor: tuple[Wanted, int] | None = None
+        self._workers = SocketWorkers(hub.engine, caller, hub.limits.max_wait_s, self.tell)
+        self._is_closed = False
+
+    async def run(self, receive: Receive) -> None:
+        reading, writing = (
+            asyncio.ensure_future(self._read(receive)),
+            asyncio.ensure_future(self._write()),
+        )
+        try:
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (reading, writing):
+                task.cancel()
+            await asyncio.wait({reading, writing})
+            await self._workers.close()
+            for job_id in list(self._subscribed):
+                self._unsubscribe(job_id)
+            self._hub.fleet.leave(self._news.set)
+            for task in (reading, writing):
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    _LOG.debug("a connection ended: %r", error)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._news.set()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._answers.append(_ENCODER.encode(message))
+        self._news.set()
+
+    # writing
+
+    async def _write(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._answers:
+                await self._put(self._answers.popleft())
+            self._room_for_more.set()
+            for job_id, (room, place) in list(self._subscribed.items()):
+                if room.head > place:
+                    self._subscribed[job_id] = (room, room.head)
+                    for entry in room.after(place):
+                        await self._put(_encoded(entry))
+                if (
+                    room.is_over
+                    and not room.is_closed
+                    and self._subscribed.get(job_id, (room, -1))[1] == room.head
+                ):
+                    self._unsubscribe(job_id)
+            await self._write_monitor()
+            if self._is_closed:
+                # 1012: the service restarts; come again.
+                await self._send({"type": "websocket.close", "code": 1012, "reason": "the hub is stopping"})
+                return
+
+    async def _write_monitor(self) -> None:
+        fleet = self._hub.fleet
+        if self._monitor is None or fleet.head == self._monitor[1]:
+            return
+        wanted, place = self._monitor
+        self._monitor = (wanted, fleet.head)
+        if fleet.lost > place:
+            await self._put(b'{"type":"resync","reason":"too slow: events were left out"}')
+        for entry in fleet.after(place):
+            if wanted(entry):
+                await self._put(_encoded(entry))
+
+    async def _put(self, message: bytes) -> None:
+        if message:
+            await self._send({"type": "websocket.send", "text": message.decode()})
+
+    # reading
+
+    async def _read(self, receive: Receive) -> None:
+        while True:
+            event = await receive()
+            if event["type"] == "websocket.disconnect":
+                return
+            text = event.get("text")
+            frame = event.get("bytes") or b"" if text is None else text.encode("utf-8", "surrogatepass")
+            await self._hear(frame)
+            while len(self._answers) > _MAX_UNREAD:
+                self._room_for_more.clear()
+                await self._room_for_more.wait()
+
+    async def _hear(self, frame: bytes) -> None:
+        message: dict[str, Any] = {}
+        try:
+            self._hub.rate.take(self.caller.key_id)
+            message = self._decoded(frame)
+            await self._do(message)
+        except (Refusal, Fault) as error:
+            self._tell_error(error, message)
+        except Exception as error:
+            incident = secrets.token_hex(8)
+            _LOG.exception("incident %s: a message of kind %r failed", incident, message.get("type"))
+            self._tell_error(error, message, incident)
+
+    def _decoded(self, frame: bytes) -> dict[str, Any]:
+        if len(frame) > self._hub.limits.max_frame_bytes:
+            raise Refusal(
+                RefusalCode.TOO_LARGE, f"a message has at most {self._hub.limits.max_frame_bytes} bytes"
+            )
+        check_json(frame, self._hub.limits.max_depth)
+        try:
+            return _MESSAGE.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"the message is not a JSON object: {error}"
+            ) from error
+
+    def _tell_error(self, error: Exception, message: dict[str, Any], incident: str = "") -> None:
+        problem = answer_to(error, incident=incident).body
+        said = {
+            "type": "error",
+            "code": problem["code"],
+            "message": problem.get("detail", ""),
+            "problem": problem,
+        }
+        if isinstance(kind := message.get("type"), str):
+            said["request"] = kind
+        self._answer(said, message, job_id=message.get("job_id"))
+
+    def _answer(self, said: dict[str, Any], message: dict[str, Any], **more: Any) -> None:
+        """With whatever its sender knows the message by."""
+        for name, value in (
+            *more.items(),
+            *((name, message.get(name)) for name in ("request_id", "message_id")),
+        ):
+            if isinstance(value, str | int):
+                said.setdefault(name, value)
+        self.tell(said)
+
+    async def _do(self, message: dict[str, Any]) -> None:
+        name = message.get("type")
+        name = socket.ALIASES.get(name, name) if isinstance(name, str) else None
+        kind = None if name is None else socket.KINDS.get(name)
+        if name is None or kind is None:
+            known = ", ".join(socket.KINDS)
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"a message has a 'type', one of {known}")
+        if self.caller.role not in kind.roles:
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED, f"a key of role {self.caller.role.value!r} may not send {name!r}"
+            )
+        if kind.is_old:
+            if self._hub.legacy == "off":
+                raise Refusal(RefusalCode.NOT_ALLOWED, f"{name!r} is not served here any more: {_MOVED}")
+            if self._hub.legacy == "warn":
+                self._hub.warn(self.caller, name)
+        body = socket.read(name, message)
+        answer = await self._old(name, body, message) if kind.is_old else await self._workers.do(name, body)
+        if answer is not None:
+            self._answer(answer, message)
+
+    # callers and monitors
+
+    async def _old(self, name: str, body: Any, message: dict[str, Any]) -> dict[str, Any] | None:
+        engine = self._hub.engine
+        match name:
+            case "submit_job":
+                submitted = await engine.submit(bodies.submission(body, self.caller.owner))
+                status = spell(submitted.phase, Face.SOCKET)
+                self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)
+                # Old callers submit and wait for news; they were never asked to subscribe.
+                await self._subscribe(submitted.job_id)
+                return None
+            case "subscribe_monitor":
+                await self._begin_monitor(body)
+                return None
+            case "unsubscribe_monitor":
+                self._monitor = None
+                self._hub.fleet.leave(self._news.set)
+                return {"type": "monitor_unsubscribed"}
+        job_id = JobId(body.job_id)
+        match name:
+            case "subscribe_progress":
+                await self._subscribe(job_id)
+                return None
+            case "unsubscribe_progress":
+                self._unsubscribe(job_id)
+                return {"type": "unsubscribed", "job_id": job_id}
+        await self._check_mine(job_id)
+        match name:
+            case "cancel_job":
+                await engine.cancel(job_id)
+            case "retry_job":
+                await engine.retry(job_id)
+            case "pause_job":
+                await engine.pause(job_id)
+            case "resume_job":
+                await engine.resume(job_id)
+        view = await engine.get(job_id)
+        return {
+            "type": "job_updated",
+            "job_id": job_id,
+            "status": spell(view.dispatch.phase, Face.SOCKET),
+            "cancel_requested": view.dispatch.cancel_requested_at is not None,
+        }
+
+    async def _check_mine(self, job_id: JobId) -> None:
+        if self.caller.scope is not None:
+            dispatch = await self._hub.engine.store.load(job_id)
+            if dispatch is None or not self.caller.sees(dispatch.tenant):
+                raise _no_job(job_id)
+
+    async def _subscribe(self, job_id: JobId) -> None:
+        if job_id in self._subscribed:
+            return
+        if len(self._subscribed) >= _MAX_SUBSCRIPTIONS:
+            raise Refusal(
+                RefusalCode.TOO_LARGE, f"a connection watches at most {_MAX_SUBSCRIPTIONS} jobs at a time"
+            )
+        room = await self._hub.rooms.enter(job_id, self._news.set)
+        if not self.caller.sees(room.tenant):
+            self._hub.rooms.leave(room, self._news.set)
+            raise _no_job(job_id)
+        now = room.facts[-1].value if room.is_over and room.facts else room.progress
+        if (said := socket.message_of(now)) is not None:
+            self.tell(said)
+        if room.is_over:
+            self._hub.rooms.leave(room, self._news.set)
+        else:
+            self._subscribed[job_id] = (room, room.head)
+
+    def _unsubscribe(self, job_id: JobId) -> None:
+        if (known := self._subscribed.pop(job_id, None)) is not None:
+            self._hub.rooms.leave(known[0], self._news.set)
+
+    async def _begin_monitor(self, body: socket.Monitor) -> None:
+        query = EventsQuery(body.job_id, body.worker_id, body.tenant, body.kind, body.metadata)
+        if body.tenant is not None and not self.caller.sees(TenantId(body.tenant)):
+            raise Refusal(RefusalCode.NOT_ALLOWED, f"this key does not see the tenant {body.tenant!r}")
+        fleet = self._hub.fleet
+        fleet.join(self._news.set)
+        self._monitor = (Wanted(query, self.caller.scope), fleet.head)
+        snapshot: dict[str, Any] = {"type": "monitor_subscribed"}
+        if self.caller.scope is None:
+            # Whoever hears of changes alone would never know what did not change.
+            snapshot["stats"] = await self._hub.engine.stats()
+            snapshot["workers"] = [
+                {"worker_id": worker.worker_id, "is_offline": worker.is_offline, "slots": worker.slots}
+                for worker in await self._hub.engine.workers()
+            ]
+        self.tell(snapshot)
+
+
+def _encoded(entry: Entry) -> bytes:
+    """Once for every connection that hears it."""
+    if entry.message is None:
+        said = socket.message_of(entry.value)
+        entry.message = b"" if said is None else _ENCODER.encode(said)
+    return entry.message
+
+
+def _no_job(job_id: JobId) -> Refusal:
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+
+
+async def _refuse(scope: Scope, error: Refusal | Fault, send: Send) -> None:
+    answered = answer_to(error)
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
+        return
+    headers = {"content-type": "application/problem+json", **answered.headers()}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "websocket.http.response.start", "status": answered.status, "headers": raw})
+    await send({"type": "websocket.http.response.body", "body": _ENCODER.encode(answered.body)})
