@@ -19,8 +19,8 @@ from comfyfleet.hub.limits import Limits
 from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.hub.streams import Watcher
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import FailureReport
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.calls import FailureReport, Release
+from comfyfleet.model.fact import News, NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.policy.rules import Rules
@@ -234,6 +234,21 @@ async def test_a_key_in_the_query_opens_a_stream(rig: HubRig) -> None:
 # many, slow, gone
 
 
+async def not_reading(rig: HubRig, path: str) -> socket.socket:
+    """Asks for a stream and takes nothing of it."""
+    host, port = rig.url.removeprefix("http://").split(":")
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(slow, (host, int(port)))
+    key = rig.keys[Role.ADMIN]
+    request = f"GET {path} HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {key}\r\n\r\n"
+    await loop.sock_sendall(slow, request.encode())
+    await until(lambda: rig.hub.watchers == 1)
+    return slow
+
+
 async def test_any_number_of_watchers_share_one_reader(rig: HubRig, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = await rig.submit()
     read = 0
@@ -264,16 +279,7 @@ async def test_any_number_of_watchers_share_one_reader(rig: HubRig, monkeypatch:
 
 async def test_a_watcher_that_does_not_read_loses_progress_and_no_fact_and_slows_nobody(rig: HubRig) -> None:
     job_id = await rig.submit()
-    host, port = rig.url.removeprefix("http://").split(":")
-    slow = socket.socket()
-    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    slow.setblocking(False)
-    loop = asyncio.get_running_loop()
-    await loop.sock_connect(slow, (host, int(port)))
-    key = rig.keys[Role.ADMIN]
-    request = f"GET {progress(job_id)} HTTP/1.1\r\nhost: {host}\r\nauthorization: Bearer {key}\r\n\r\n"
-    await loop.sock_sendall(slow, request.encode())
-    await until(lambda: rig.hub.watchers == 1)
+    loop, slow = asyncio.get_running_loop(), await not_reading(rig, progress(job_id))
     job = await lease(rig)
     many = 600
     async with watching(rig, progress(job_id)) as quick:
@@ -293,6 +299,31 @@ async def test_a_watcher_that_does_not_read_loses_progress_and_no_fact_and_slows
     slow.close()
     assert [content.count(f"\nid: {number}\n".encode()) for number in (1, 2, 3)] == [1, 1, 1]
     assert content.count(b"event: progress") < many - 100, "what it could not take was kept for it"
+
+
+async def test_a_watcher_that_takes_nothing_for_long_is_closed() -> None:
+    async with running_hub(limits=Limits(beat_s=0.05)) as rig:
+        await register(rig)
+        job_id = await rig.submit()
+        job = await lease(rig)
+        slow = await not_reading(rig, progress(job_id))
+        async with asyncio.timeout(20):
+            while rig.hub.watchers:
+                await report(rig, job, message="x" * 100_000)
+                await asyncio.sleep(0)
+        slow.close()
+
+
+async def test_news_of_a_lease_that_was_given_back_is_late_and_not_true(rig: HubRig) -> None:
+    job_id = await rig.submit()
+    job = await lease(rig)
+    await rig.engine.release(Release(job.ref))
+    rig.engine.bus.publish(News(JobId(job_id), NewsKind.PROGRESS, 1.0, GPU, job.ref.number, {"value": 1}))
+    async with watching(rig, progress(job_id)) as stream:
+        assert (await stream.until("progress")).data["status"] == "queued"
+        rig.engine.bus.publish(News(JobId(job_id), NewsKind.PROGRESS, 1.0, GPU, job.ref.number, {"value": 1}))
+        late = await stream.until("progress")
+        assert (late.data["status"], late.data["value"]) == ("queued", None)
 
 
 async def test_whoever_hangs_up_is_forgotten_with_his_room(rig: HubRig) -> None:

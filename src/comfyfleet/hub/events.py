@@ -77,6 +77,7 @@ class FleetFeed(Feed):
             self._leave_bus = None
         if self._telling is not None:
             self._telling.cancel()
+            self._telling = None
         self._heard.clear()
         self._labels.clear()
 
@@ -91,18 +92,23 @@ class FleetFeed(Feed):
         try:
             while self._heard:
                 event = self._heard.popleft()
-                if isinstance(event, FleetEvent):
-                    body = fleet_body(event)
+                try:
+                    body = await self._body(event)
+                except Exception:
+                    _LOG.exception("an event of the fleet could not be told of: %s", event.kind)
                 else:
-                    tenant, metadata = await self._label(event.job_id)
-                    body = fleet_body(event, tenant, metadata)
-                    if isinstance(event, Fact) and event.kind in FINAL:
-                        self._labels.pop(event.job_id, None)
-                self.add(Entry(body.kind, body))
-        except Exception:
-            _LOG.exception("an event of the fleet could not be told of")
+                    self.add(Entry(body.kind, body))
         finally:
-            self._telling = None
+            if self._telling is asyncio.current_task():
+                self._telling = None
+
+    async def _body(self, event: Event) -> FleetBody:
+        if isinstance(event, FleetEvent):
+            return fleet_body(event)
+        tenant, metadata = await self._label(event.job_id)
+        if isinstance(event, Fact) and event.kind in FINAL:
+            self._labels.pop(event.job_id, None)
+        return fleet_body(event, tenant, metadata)
 
     async def _label(self, job_id: JobId) -> _Label:
         known = self._labels.get(job_id)

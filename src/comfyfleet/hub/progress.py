@@ -48,8 +48,8 @@ class Standing:
         self._told: dict[str, Any] = _ALL if dispatch.phase is Phase.COMPLETED else {}
 
     def hear(self, news: News) -> None:
-        if self._phase is Phase.QUEUED:
-            # Faster than the fact it follows.
+        if self._phase is Phase.QUEUED and news.lease_number > (self._lease or 0):
+            # Faster than the fact it follows; of an older lease it is only late.
             self._phase = Phase.LEASED
         if self._phase is not Phase.LEASED or (news.lease_number and news.lease_number < (self._lease or 0)):
             return
