@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import pytest
 import pytest_asyncio
 from tests.hub._hub import HubRig, running_hub
@@ -125,6 +126,33 @@ async def test_a_lost_message_costs_at_most_a_second_and_no_fact(
         await complete(hubs.b, job)
         assert (await stream.rest())[-1].kind == "completed"
         assert [each.id for each in stream.facts] == [1, 2, 3]
+
+
+async def test_what_another_hub_told_is_not_told_back(hubs: Hubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[dict[str, Any]] = []
+    relay = hubs.a.engine.store.relay
+    assert relay is not None
+    say = relay.say
+
+    async def heard(message: bytes) -> None:
+        said.append(msgspec.msgpack.decode(message))
+        await say(message)
+
+    monkeypatch.setattr(relay, "say", heard)
+    await register(hubs.b)
+    job_id = await hubs.b.submit()
+    async with watching(hubs.a, progress(job_id)) as a, watching(hubs.b, progress(job_id)) as b:
+        await a.until("progress")
+        await b.until("progress")
+        job = await lease(hubs.b)
+        await a.until("leased")
+        await report(hubs.b, job, value=1, max=4)
+        while (await a.until("progress")).data["value"] != 1:
+            pass
+        await complete(hubs.b, job)
+        await a.rest()
+        await b.rest()
+    assert {each["type"] for each in said} == {"wants"}
 
 
 async def test_a_stream_begun_at_one_hub_goes_on_at_the_other(hubs: Hubs) -> None:
