@@ -63,7 +63,7 @@ async def test_a_lost_server_takes_the_worker_offline_and_its_return_brings_it_b
         await until(lambda: api.parked == 1)
         connector.go_down()
         await until(lambda: api.named("unregister") == ["offline"])
-        assert api.parked == 0
+        await until(lambda: api.parked == 0)
         connector.come_back(restarted=True)
         back_at = asyncio.get_running_loop().time()
         await until(lambda: len(api.named("register")) == 2)
