@@ -127,6 +127,8 @@ class Store(Protocol):
     @property
     def records(self) -> Records: ...
     @property
+    def cabinet(self) -> Cabinet: ...
+    @property
     def epoch(self) -> int: ...
     @property
     def is_shared(self) -> bool:
@@ -280,7 +282,8 @@ class Document(msgspec.Struct, frozen=True, gc=False):
 
 
 class Cabinet(Protocol):
-    """Small documents beside the queue, in the same store: keys, enrolments, deliveries, the audit log.
+    """Small documents beside the queue, in the same store: keys, enrolments, deliveries, the audit log. A body has at
+    most 64 KB. What is refused has changed nothing.
 
     Names are ordered; those that must be ordered in time are version 7 UUIDs.
     """
@@ -291,6 +294,8 @@ class Cabinet(Protocol):
 
     async def remove(self, drawer: str, name: str) -> bool: ...
     async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]: ...
+    async def drawers(self) -> list[str]:
+        """Those that have a document in them."""
 
 
 class Subscription(Protocol):

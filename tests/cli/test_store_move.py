@@ -182,7 +182,7 @@ async def test_a_trial_names_what_would_stay_and_makes_no_target(
     ended = run_cli("store", "move", source, target, "--dry-run")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == (
-        "13 jobs would move (2 completed, 2 failed, 8 queued, 1 cancelled), 1 block, 1 lesson\n"
+        "13 jobs would move (2 completed, 2 failed, 8 queued, 1 cancelled), 1 block, 1 lesson, 0 documents\n"
     )
     assert not (tmp_path / "never.db").exists()
     assert await read(source) == before
@@ -199,7 +199,7 @@ async def test_a_reference_that_is_taken_is_told_and_the_command_fails(url_of: C
     assert re.fullmatch(
         r"stays  job-0001  the target has a job under its reference 'ended-0': job-1001", lines[0]
     )
-    assert lines[6] == "4 jobs moved (1 cancelled, 3 queued), 0 blocks, 0 lessons"
+    assert lines[6] == "4 jobs moved (1 cancelled, 3 queued), 0 blocks, 0 lessons, 0 documents"
     assert {job.job.reference for job in (await read(source)).values()} == {
         *(f"ended-{number}" for number in range(4)),
         "tried",

@@ -44,7 +44,7 @@ async def test_a_sound_file_is_counted_while_its_owner_works(path: Path) -> None
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert found["problems"] == []
-    assert found["holds"] == {**HOLDS, "workers": 0, "blocks": 1, "lessons": 1, "classes": 2}
+    assert found["holds"] == {**HOLDS, "workers": 0, "blocks": 1, "lessons": 1, "classes": 2, "documents": 0}
     assert found["settings"]["schema"] == 1
     assert "sound" in run_cli("store", "check", f"sqlite:///{path}").stdout.splitlines()
 
@@ -124,7 +124,7 @@ async def test_a_fleet_on_redis_is_looked_at_without_touching_it(server: RedisSe
     ended = run_cli("store", "check", url, "--json")
     assert ended.returncode == 0, ended.stdout
     found = json.loads(ended.stdout)
-    assert found["holds"] == {**HOLDS, "workers": 0, "blocks": 1, "lessons": 1, "classes": 2}
+    assert found["holds"] == {**HOLDS, "workers": 0, "blocks": 1, "lessons": 1, "classes": 2, "documents": 0}
     settings = found["settings"]
     assert (settings["durability"], settings["epoch"], settings["is_paused"]) == ("durable", 1, False)
     again = json.loads(run_cli("store", "check", url, "--json").stdout)
@@ -184,7 +184,7 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
     assert "the schema lacks the steps [1" in ended.stdout
     await fill(url, FEW)
     found = json.loads(run_cli("store", "check", url, "--json").stdout)
-    assert found["holds"] == {**HOLDS, "workers": 0, "blocks": 1, "lessons": 1, "classes": 2}
+    assert found["holds"] == {**HOLDS, "workers": 0, "blocks": 1, "lessons": 1, "classes": 2, "documents": 0}
     # The server of the tests runs without them, for speed.
     off = [
         f"{name} is off: turn it on, or a power cut may cost what was acknowledged"

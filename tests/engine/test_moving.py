@@ -108,6 +108,23 @@ async def test_what_was_learned_blocked_and_served_moves_along(two: Two) -> None
     assert (again.jobs, again.lessons, again.blocks) == (0, 0, 0)
 
 
+async def test_documents_move_along_and_what_the_target_has_under_their_name_stays(two: Two) -> None:
+    source, target = two.from_store.cabinet, two.to_store.cabinet
+    names = [f"key-{number:02d}" for number in range(45)]
+    for name in names:
+        assert await source.put("keys", name, b"moved", version=None)
+    assert await source.put("audit", "entry", bytes(range(256)), version=0)
+    assert await target.put("keys", "key-00", b"own", version=0)
+    assert (await two.move().rehearse()).documents == 45
+    assert await target.drawers() == ["keys"], "a rehearsal changes nothing"
+    assert (await two.move().run()).documents == 45
+    kept = {each.name: each.body for each in await target.listing("keys")}
+    assert kept == dict.fromkeys(names, b"moved") | {"key-00": b"own"}
+    entry = await target.get("audit", "entry")
+    assert entry is not None and entry.body == bytes(range(256))
+    assert (await two.move().run()).documents == 0
+
+
 async def test_a_target_that_has_never_heard_of_a_class_can_take_its_jobs(two: Two) -> None:
     job = await two.source.enqueue(FOR_FAST)
     fresh = Bench(MemoryStore)

@@ -115,16 +115,3 @@ async def test_keys_tokens_and_old_secrets_end_with_their_time() -> None:
     assert await keys.check(newer) is None
     with pytest.raises(Refusal, match="not good"):
         await keys.enrol(token, WorkerId("gpu-1"))
-
-
-async def test_a_cabinet_writes_only_over_the_version_that_was_read() -> None:
-    cabinet = MemoryCabinet()
-    assert await cabinet.put("keys", "b", b"1", version=0)
-    assert not await cabinet.put("keys", "b", b"2", version=0)
-    assert await cabinet.put("keys", "b", b"2", version=1)
-    assert not await cabinet.put("keys", "b", b"3", version=1)
-    assert await cabinet.put("keys", "a", b"x", version=None)
-    assert [(each.name, each.version) for each in await cabinet.listing("keys")] == [("a", 1), ("b", 2)]
-    assert [each.name for each in await cabinet.listing("keys", after="a", limit=1)] == ["b"]
-    assert await cabinet.listing("other") == []
-    assert await cabinet.remove("keys", "a") and not await cabinet.remove("keys", "a")

@@ -211,3 +211,30 @@ async def test_a_list_is_answered_though_something_always_changes(tmp_path: Path
     is_over = True
     await asyncio.gather(*busy)
     await store.close()
+
+
+async def test_a_document_whose_writer_was_cancelled_is_what_the_next_compares_with(tmp_path: Path) -> None:
+    async with reopened(tmp_path / "fleet.db") as store:
+        first = asyncio.ensure_future(store.cabinet.put("keys", "a", b"1", version=0))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert not await store.cabinet.put("keys", "a", b"2", version=0)
+        assert await store.cabinet.put("keys", "a", b"3", version=1)
+    async with reopened(tmp_path / "fleet.db") as store:
+        kept = await store.cabinet.get("keys", "a")
+        assert kept is not None and (kept.body, kept.version) == (b"3", 2)
+
+
+async def test_a_no_that_rested_on_a_document_that_could_not_be_written_is_thought_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with reopened(tmp_path / "fleet.db") as store:
+        FullDisk(monkeypatch, times=1)
+        first = asyncio.ensure_future(store.cabinet.put("keys", "a", b"1", version=0))
+        await asyncio.sleep(0)
+        second = asyncio.ensure_future(store.cabinet.put("keys", "a", b"2", version=0))
+        with pytest.raises(Fault):
+            await first
+        assert await second, "the first was never written"
+        kept = await store.cabinet.get("keys", "a")
+        assert kept is not None and (kept.body, kept.version) == (b"2", 1)

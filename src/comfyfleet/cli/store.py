@@ -128,9 +128,10 @@ def backup(url: str, file: Path, as_json: bool) -> None:
 def move(source: str, target: str, wait_s: float, dry_run: bool, as_json: bool) -> None:
     """Move everything from the store SOURCE to the store TARGET.
 
-    Jobs go with payload, result, facts and attempts, in their order, behind what is at the target; blocks and lessons
-    too. The source is paused first and stays paused. A job is removed there once the target has it, so a move that was
-    interrupted is begun again with the same command. A job whose reference the target knows already stays, and is told.
+    Jobs go with payload, result, facts and attempts, in their order, behind what is at the target; blocks, lessons and
+    the hub's documents (keys, audit log) too. The source is paused first and stays paused. A job is removed there once
+    the target has it, so a move that was interrupted is begun again with the same command. A job whose reference the
+    target knows already stays, and is told.
     """
     from comfyfleet.stores.examining import kind_of
 
@@ -239,7 +240,8 @@ def _tell(moved: Moved, is_dry_run: bool) -> None:
         click.echo(f"stay   {len(moved.stayed) - _SHOWN} more; --json names them all")
     phases = ", ".join(f"{number} {phase}" for phase, number in moved.by_phase.items())
     verb = "would move" if is_dry_run else "moved"
-    rest = f"{_number(moved.blocks, 'block')}, {_number(moved.lessons, 'lesson')}"
+    others = ((moved.blocks, "block"), (moved.lessons, "lesson"), (moved.documents, "document"))
+    rest = ", ".join(_number(number, noun) for number, noun in others)
     click.echo(f"{_number(moved.jobs, 'job')} {verb}{f' ({phases})' if phases else ''}, {rest}")
     if not is_dry_run:
         click.echo("the source is paused; let hubs and workers open the target now")

@@ -36,6 +36,7 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
     """Every call that writes, each of them ready to succeed."""
     store = bench.store
     await store.put_worker(WORKER)
+    assert await store.cabinet.put("keys", "known", b"1", version=0)
     await store.put_block(Block(A, "counted", BlockReason.FAILURES, 1))
     await store.put_block(Block(A, "over", BlockReason.FAILURES, 1, bench.clock.now() - 1))
     waiting = await bench.enqueue(reference="mine")
@@ -83,6 +84,9 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
         "put_lesson": lambda: store.put_lesson(Lesson(HASH, {}, 12.0)),
         "charge_tenant": lambda: store.charge_tenant(tenant("default"), 5.0),
         "pause_queue": lambda: store.pause_queue(True),
+        "put a document": lambda: store.cabinet.put("keys", "new", b"1", version=0),
+        "put over a document": lambda: store.cabinet.put("keys", "known", b"2", version=1),
+        "remove a document": lambda: store.cabinet.remove("keys", "known"),
     }
 
 
@@ -127,4 +131,5 @@ async def _state(bench: Bench) -> dict[str, Any]:
     state = await bench.state()
     state["polls"] = [found for found in state["polls"] if found is not None]
     state["lesson"] = await bench.store.get_lesson(HASH)
+    state["documents"] = await bench.store.cabinet.listing("keys")
     return state

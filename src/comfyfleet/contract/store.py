@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from comfyfleet.contract.bench import OnBench
+from comfyfleet.contract.cabinet import CabinetContract
 from comfyfleet.contract.differential import DifferentialContract
 from comfyfleet.contract.keeping import KeepingContract
 from comfyfleet.contract.leasing import LeasingContract
 from comfyfleet.contract.racing import RacingContract
 
 
-class StoreContract(LeasingContract, KeepingContract, RacingContract, DifferentialContract, OnBench):
+class StoreContract(
+    LeasingContract, KeepingContract, RacingContract, CabinetContract, DifferentialContract, OnBench
+):
     """Needs one fixture, `make_store`: an empty store under the clock it is given, not yet opened."""

@@ -1,4 +1,4 @@
-"""Moves everything from one store to another: jobs with their history, blocks, lessons, and the classes they need.
+"""Moves everything from one store to another: jobs with their history, blocks, lessons, documents, classes.
 
 A job is let go at the source only after the target has answered that it has it. A move that was interrupted is simply
 begun again: a job that is at the target already is known there by its id. What can be said of a class, the target's
@@ -8,7 +8,7 @@ own workers decide, so this is an engine's work and not a store's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from enum import StrEnum
 
 import msgspec
@@ -32,7 +32,7 @@ from comfyfleet.model.whole import WholeJob
 from comfyfleet.policy.lifecycle import cancelled
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.timing import returned
-from comfyfleet.ports import Movable
+from comfyfleet.ports import Document, Movable
 
 _PAGE = 20
 """Payloads may be large, and a page of them is in memory, and in one step of the target, at once."""
@@ -66,6 +66,7 @@ class Moved(msgspec.Struct):
     stayed: list[Stayed] = msgspec.field(default_factory=list)
     blocks: int = 0
     lessons: int = 0
+    documents: int = 0
     classes: int = 0
     released: int = 0
     """Leases that had run out and were nobody's any more."""
@@ -110,6 +111,7 @@ class Move:
         await self._fleet.load(await self._target.now())
         await self._move_lessons()
         await self._move_blocks()
+        await self._move_documents()
         await self._move_jobs()
         return self.moved
 
@@ -133,6 +135,8 @@ class Move:
             self._tell(self.moved)
         self.moved.blocks = len(await self._source.blocks())
         self.moved.lessons = len(await self._source.moving.lessons())
+        async for drawer, document in self._documents():
+            self.moved.documents += await self._target.cabinet.get(drawer, document.name) is None
         return self.moved
 
     # before anything moves
@@ -222,6 +226,21 @@ class Move:
             if await self._target.get_block(block.pair) is None:
                 await self._target.put_block(block)
                 self.moved.blocks += 1
+
+    async def _move_documents(self) -> None:
+        """Keys and the like: whoever has one opens the same doors at the target. What has the name there stays."""
+        async for drawer, document in self._documents():
+            is_new = await self._target.cabinet.put(drawer, document.name, document.body, version=0)
+            self.moved.documents += is_new
+
+    async def _documents(self) -> AsyncIterator[tuple[str, Document]]:
+        cabinet = self._source.cabinet
+        for drawer in await cabinet.drawers():
+            after = ""
+            while page := await cabinet.listing(drawer, after, _PAGE):
+                for document in page:
+                    yield drawer, document
+                after = page[-1].name
 
     # jobs
 

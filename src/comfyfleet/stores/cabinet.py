@@ -1,10 +1,40 @@
-"""Small documents in this process, gone at its end: the cabinet of the memory store."""
+"""What every cabinet has in common, the bounds of a document, and the cabinet of the memory store."""
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.ports import Document
+
+MAX_BODY_BYTES = 64 * 1024
+MAX_NAME = 512
+_DRAWER = re.compile(r"[a-z_]{1,64}")
+
+
+def is_name(name: str) -> bool:
+    """Whether a document may be called so: then every store keeps it, and in the same order."""
+    return 0 < len(name) <= MAX_NAME and name.isprintable()
+
+
+def check_document(drawer: str, name: str, body: bytes) -> None:
+    """Asked before anything is changed."""
+    assert _DRAWER.fullmatch(drawer), "drawers are named in the source, with small letters"
+    if not is_name(name):
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"a name has 1 to {MAX_NAME} characters, all of them printable"
+        )
+    if len(body) > MAX_BODY_BYTES:
+        raise Refusal(
+            RefusalCode.TOO_LARGE,
+            f"a document has at most {MAX_BODY_BYTES} bytes, this one has {len(body)}: keep less in it",
+        )
+
+
+def check_start(after: str) -> None:
+    if after and not is_name(after):
+        raise Refusal(RefusalCode.INVALID_REQUEST, "no list goes on after such a name: begin it anew")
 
 
 class MemoryCabinet:
@@ -15,6 +45,7 @@ class MemoryCabinet:
         return self._drawers.get(drawer, {}).get(name)
 
     async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(drawer, name, body)
         documents = self._drawers.setdefault(drawer, {})
         known = documents.get(name)
         current = 0 if known is None else known.version
@@ -27,7 +58,11 @@ class MemoryCabinet:
         return self._drawers.get(drawer, {}).pop(name, None) is not None
 
     async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+        check_start(after)
         documents = self._drawers.get(drawer, {})
         names = sorted(documents)
         start = bisect_right(names, after) if after else 0
         return [documents[name] for name in names[start : start + limit]]
+
+    async def drawers(self) -> list[str]:
+        return sorted(name for name, documents in self._drawers.items() if documents)

@@ -108,7 +108,7 @@ async def _look_at_the_tables(
             problems.append(f"job {job_id} {what}")
         if len(wrong) > _SHOWN:
             problems.append(f"and more jobs of which one {what}")
-    for table in ("workers", "blocks", "lessons", "classes"):
+    for table in ("workers", "blocks", "lessons", "classes", "documents"):
         ((holds[table],),) = await _rows(connection, f"SELECT count(*) FROM comfyfleet.{table}")
     state = await _rows(connection, "SELECT epoch, is_paused FROM comfyfleet.state")
     settings["epoch"], settings["is_paused"] = state[0]

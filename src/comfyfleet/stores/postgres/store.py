@@ -34,6 +34,7 @@ from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.guards import extended, holds, is_held
 from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shelf, table
+from comfyfleet.stores.postgres.cabinet import PostgresCabinet
 from comfyfleet.stores.postgres.grouping import Groups
 from comfyfleet.stores.postgres.hints import Hints
 from comfyfleet.stores.postgres.migrate import known_migrations, migrate
@@ -118,6 +119,7 @@ class PostgresStore:
         self._epoch = 1
         self._leases = Groups(self._lease_group)
         self.records = PostgresRecords(self._pool)
+        self.cabinet = PostgresCabinet(self._pool)
         self.moving = PostgresMoving(self._pool, lambda: self._test_now, self._hints.tell)
 
     @property

@@ -121,7 +121,19 @@ async def _look_at_the_fleet(
         "blocks": await _size(client, "ZCARD", f"{prefix}blocks:ends"),
         "lessons": await _size(client, "HLEN", f"{prefix}lessons"),
         "classes": await _size(client, "HLEN", f"{prefix}classes"),
+        "documents": await _count_documents(client, prefix, problems),
     }
+
+
+async def _count_documents(client: Client, prefix: str, problems: list[str]) -> int:
+    total = 0
+    for name in as_list(await client.call("SMEMBERS", f"{prefix}cabinet")):
+        drawer = f"{prefix}cabinet:{as_bytes(name).decode()}"
+        kept, named = await _size(client, "HLEN", drawer), await _size(client, "ZCARD", f"{drawer}:names")
+        if kept != named:
+            problems.append(f"the drawer {drawer} holds {kept} documents, {named} are named")
+        total += kept
+    return total
 
 
 async def _compare_counts(client: Client, prefix: str, problems: list[str], settings: dict[str, Any]) -> None:

@@ -49,6 +49,9 @@
 --   lessons, lessons:order    hash, zset   workflow hash -> lesson (JSON), serial
 --   reports                   list     failures told by workers without an engine, for an engine to judge (JSON)
 --   finished                  list     runs completed by workers without an engine, for an engine to learn from (JSON)
+--   cabinet                   set      the drawers with documents in them
+--   cabinet:<drawer>          hash     name -> "<version> <body>": small documents beside the queue
+--   cabinet:<drawer>:names    zset     the names in their order (all scores 0)
 --   channel:hub:events        channel  something waits that was looked for in vain: a hint that may be lost
 --   channel:worker:<id>       channel  a command to this worker, as in its stream: a hint that may be lost
 --   channel:workers:all       channel  every command to every worker, for engines

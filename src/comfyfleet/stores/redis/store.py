@@ -32,6 +32,7 @@ from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.index import MAX_IDLE_CLASSES
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
+from comfyfleet.stores.redis.cabinet import RedisCabinet
 from comfyfleet.stores.redis.client import Argument, Client, Send
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
@@ -66,6 +67,7 @@ class RedisStore:
         self.durability: Durability = "none"
         self.records = RedisRecords(self)
         self.moving = RedisMoving(self)
+        self.cabinet = RedisCabinet(self)
         self.foreign = RedisForeign(self._do, self._ask)
         self.relay = RedisRelay(self._client.call, self.prefix, self._client.client_id)
 

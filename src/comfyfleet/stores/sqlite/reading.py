@@ -15,7 +15,7 @@ from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.ports import Clock
+from comfyfleet.ports import Clock, Document
 from comfyfleet.stores.kept import Kept
 from comfyfleet.stores.shelf import BlockShelf, LessonShelf
 from comfyfleet.stores.sqlite import codec
@@ -114,6 +114,26 @@ class Disk:
             phase.value,
             limit,
         )
+
+    # documents
+
+    def document(self, drawer: str, name: str) -> Document | None:
+        rows = self._all(
+            "SELECT name, body, version FROM documents WHERE drawer = ? AND name = ?", drawer, name
+        )
+        return Document(*rows[0]) if rows else None
+
+    def documents(self, drawer: str, after: str, limit: int) -> list[Document]:
+        rows = self._all(
+            "SELECT name, body, version FROM documents WHERE drawer = ? AND name > ? ORDER BY name LIMIT ?",
+            drawer,
+            after,
+            limit,
+        )
+        return [Document(*row) for row in rows]
+
+    def drawers(self) -> list[str]:
+        return [name for (name,) in self._all("SELECT DISTINCT drawer FROM documents ORDER BY drawer")]
 
     # everything that is open
 

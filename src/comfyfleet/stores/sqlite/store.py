@@ -40,6 +40,7 @@ from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.kept import Kept
 from comfyfleet.stores.sqlite import codec, rows
+from comfyfleet.stores.sqlite.cabinet import SqliteCabinet
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.migrating import connect, migrate
 from comfyfleet.stores.sqlite.moving import SqliteMoving
@@ -62,6 +63,7 @@ class SqliteStore:
         self.records = SqliteRecords(self._disk, self._find, self._wait)
         self.moving = SqliteMoving(self)
         self._writer = Writer(committed=self._committed, restore=self._restore)
+        self.cabinet = SqliteCabinet(self._disk, self._writer)
         self._wake: Callable[[], None] = lambda: None
 
     @property
@@ -249,7 +251,6 @@ class SqliteStore:
         finished = await self._write(write)
         if finished is None:
             return None, None
-        taken = None
         batch = self._writer.batch()
         self._changed(batch, write, finished)
         if (taken := self._kept.lease_next(offer)) is not None:
@@ -471,6 +472,7 @@ class SqliteStore:
     def _restore(self, keys: Iterable[Key]) -> None:
         """Memory says again what the file says. What only grows in the index is built anew from the start."""
         touched = list(keys)
+        self.cabinet.forget()
         if Area.TABLE in touched or Area.TENANTS in touched:
             self._kept = self._disk.load(self._clock, self.epoch)
         else:

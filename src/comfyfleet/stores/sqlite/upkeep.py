@@ -51,7 +51,7 @@ def describe(path: str | Path) -> tuple[dict[str, int], dict[str, Any]]:
             holds = {phase.value: 0 for phase in Phase}
             if steps:
                 holds.update(database.execute(_PHASES))
-                for table in ("workers", "blocks", "lessons", "classes"):
+                for table in ("workers", "blocks", "lessons", "classes", "documents"):
                     ((holds[table],),) = database.execute(f"SELECT count(*) FROM {table}").fetchall()
             ((free,),) = database.execute("PRAGMA freelist_count").fetchall()
             ((page_bytes,),) = database.execute("PRAGMA page_size").fetchall()

@@ -35,6 +35,7 @@ class Area(StrEnum):
     TENANTS = "tenants"
     PAUSE = "pause"
     PLACES = "places"
+    CABINET = "cabinet"
 
 
 Key = JobId | Area

@@ -176,3 +176,13 @@ CREATE TABLE comfyfleet.lessons (
     body json NOT NULL
 ) WITH (fillfactor = 70);
 CREATE INDEX lessons_by_age ON comfyfleet.lessons (number);
+
+-- small documents beside the queue: keys, enrolments, the audit log
+
+CREATE TABLE comfyfleet.documents (
+    drawer text COLLATE "C" NOT NULL,
+    name text COLLATE "C" NOT NULL,
+    version bigint NOT NULL,
+    body bytea NOT NULL,
+    PRIMARY KEY (drawer, name)
+) WITH (fillfactor = 80);

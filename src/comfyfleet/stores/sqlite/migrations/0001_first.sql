@@ -46,3 +46,12 @@ CREATE TABLE blocks (worker_id TEXT NOT NULL, target TEXT NOT NULL, block BLOB N
 CREATE TABLE lessons (workflow_hash TEXT NOT NULL UNIQUE, lesson BLOB NOT NULL);
 
 CREATE TABLE tenants (tenant TEXT PRIMARY KEY, virtual_time REAL NOT NULL) WITHOUT ROWID;
+
+-- small documents beside the queue: keys, enrolments, the audit log
+CREATE TABLE documents (
+    drawer TEXT NOT NULL,
+    name TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    body BLOB NOT NULL,
+    PRIMARY KEY (drawer, name)
+);
