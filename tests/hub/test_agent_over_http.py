@@ -19,8 +19,9 @@ from tests.worker._comfyui import picture
 from tests.worker._scripted import ScriptedApi, quick, until
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.hub.app import Hub
+from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Door
 from comfyfleet.hub.limits import Limits
@@ -83,7 +84,11 @@ class Switchboard:
         credentials = Credentials(Keys(MemoryCabinet(), clock), clock, limits, is_open=True)
         routes = tuple(route for route in WORKER_ROUTES if route.roles)
         self.door = Door(
-            routes, WorkerHandlers(cast(Engine, engine), limits.max_wait_s).bound(), credentials, limits
+            routes,
+            WorkerHandlers(cast(Engine, engine), limits.max_wait_s).bound(),
+            credentials,
+            limits,
+            Audit(MemoryCabinet(), clock, SystemChance()),
         )
         async with HttpWorkerApi(self.url) as far:
             yield far

@@ -8,6 +8,8 @@ from __future__ import annotations
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemChance
+from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.events import FleetFeed
@@ -42,6 +44,7 @@ class Hub:
         self.engine = engine
         self.is_open = is_open
         self.keys = Keys(cabinet, clock)
+        self.audit = Audit(cabinet, clock, SystemChance())
         self.limits = limits or Limits()
         self._is_stopping = False
         self._rooms, self._fleet = Rooms(engine), FleetFeed(engine)
@@ -52,10 +55,10 @@ class Hub:
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
             **WorkerHandlers(engine, self.limits.max_wait_s).bound(),
-            **KeyHandlers(self.keys, credentials).bound(),
+            **KeyHandlers(self.keys, credentials, self.audit).bound(),
             **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
         }
-        self._door = Door(ROUTES, handlers, credentials, self.limits)
+        self._door = Door(ROUTES, handlers, credentials, self.limits, self.audit)
         self._sockets = Sockets(engine, self._rooms, self._fleet, credentials, self.limits, legacy_websocket)
 
     @property

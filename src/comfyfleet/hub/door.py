@@ -20,11 +20,12 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.limits import HungUp, Limits, Rate, check_json, read_body
 from comfyfleet.hub.paths import Found, Paths
 from comfyfleet.hub.queries import read_query
-from comfyfleet.model.access import Caller, Role
+from comfyfleet.model.access import AuditEntry, Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.problems import CONTENT_TYPE, Answered, answer_to
 from comfyfleet.wire.routes import Route
@@ -68,6 +69,8 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     status: int = 200
     body: Any = None
     headers: dict[str, str] | None = None
+    made: str | None = None
+    """The id of what was made, for the audit log."""
 
 
 Handler = Callable[[Call[Any]], Awaitable["Reply | Response"]]
@@ -80,8 +83,10 @@ class Door:
         handlers: Mapping[str, Handler],
         credentials: Credentials,
         limits: Limits,
+        audit: Audit,
     ) -> None:
         _check_bound(routes, handlers)
+        self._audit = audit
         self._paths = Paths(routes)
         self._handlers = handlers
         self._credentials = credentials
@@ -180,11 +185,30 @@ class Door:
         elif route.query is not None:
             call.given = read_query(call.scope["query_string"], route.query)
         handler = self._handlers[route.name]
+        if route.audited is not None:
+            return await self._audited(call, handler)
         if not route.parks:
             return await handler(call)
         if self._is_closing:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
         return await self._attend(call, _coroutine(handler(call)))
+
+    async def _audited(self, call: Call[Any], handler: Handler) -> Reply | Response:
+        caller, route = call.caller, call.route
+        entry = AuditEntry(
+            0.0,
+            caller.key_id,
+            caller.role if route.roles else None,
+            route.name,
+            "/".join(call.parameters.values()),
+            caller.tenant,
+            call.request_id,
+            call.address,
+        )
+        note = self._audit.operation if route.roles else self._audit.entrance
+        if route.audited == "jobs":
+            note = self._audit.job_change
+        return await note(entry, lambda: handler(call), _made)
 
     async def _body(self, call: Call[Any]) -> Any:
         encoding = call.headers.get("content-encoding", "").strip().lower()
@@ -233,6 +257,10 @@ def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> 
         takes = get_type_hints(handlers[route.name])["call"].__args__[0]
         given = next((kind for kind in (route.decodes, route.query) if kind is not None), type(None))
         assert takes is given, f"the handler of {route.name} takes {takes}, the table says {given}"
+
+
+def _made(reply: Reply | Response) -> str | None:
+    return reply.made if isinstance(reply, Reply) else None
 
 
 async def _until_hung_up(receive: Receive) -> None:

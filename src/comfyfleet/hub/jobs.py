@@ -53,7 +53,7 @@ class JobHandlers:
         key = _idempotency_key(call.headers)
         answer = await self._submit(call.given, call.caller, key)
         location = {"location": f"/api/jobs/{answer.id}"}
-        return Reply(200 if answer.is_repeat else 201, answer, location)
+        return Reply(200 if answer.is_repeat else 201, answer, location, made=answer.id)
 
     async def _submit(
         self, body: bodies.SubmitBody, caller: Caller, key: str | None
@@ -74,7 +74,8 @@ class JobHandlers:
             )
             await asyncio.sleep(0)
         accepted = sum(item.job is not None for item in items)
-        return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted))
+        made = ",".join(item.job.id for item in items[:1] if item.job is not None) + f" and {accepted} in all"
+        return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted), made=made)
 
     async def _submit_one(self, raw: msgspec.Raw, caller: Caller, key: str | None) -> answers.BatchItem:
         try:

@@ -1,7 +1,8 @@
-"""The administrators' handlers: keys made, listed, rotated, revoked; tokens with which workers enrol."""
+"""The administrators' handlers: keys made, listed, rotated, revoked; tokens with which workers enrol; the audit log."""
 
 from __future__ import annotations
 
+from comfyfleet.hub.audit import Audit, start_after
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.model.ids import TenantId, WorkerId
@@ -11,8 +12,9 @@ from comfyfleet.wire import keys as wire
 
 
 class KeyHandlers:
-    def __init__(self, keys: Keys, credentials: Credentials) -> None:
+    def __init__(self, keys: Keys, credentials: Credentials, audit: Audit) -> None:
         self._keys = keys
+        self._audit = audit
         self._credentials = credentials
 
     def bound(self) -> dict[str, Handler]:
@@ -23,6 +25,9 @@ class KeyHandlers:
             "rotate_key": self.rotate,
             "create_enrolment": self.invite,
             "worker_enrol": self.enrol,
+            "revoke_enrolment": self.uninvite,
+            "worker_rotate": self.rotate_own,
+            "list_audit": self.list_audit,
         }
 
     async def list_keys(self, call: Call[bodies.PageQuery]) -> Reply:
@@ -39,15 +44,21 @@ class KeyHandlers:
             worker_id=None if body.worker_id is None else WorkerId(body.worker_id),
             expires_in_s=body.expires_in_s,
         )
-        return Reply(201, wire.made(key, secret))
+        return Reply(201, wire.made(key, secret), made=key.key_id)
 
     async def revoke(self, call: Call[None]) -> Reply:
         key = await self._keys.revoke(call.parameters["key_id"])
         self._credentials.forget(key.key_id)
         return Reply(200, wire.view(key))
 
+    async def rotate_own(self, call: Call[wire.RotateBody]) -> Reply:
+        return await self._rotate(call.caller.key_id, call.given.overlap_s)
+
     async def rotate(self, call: Call[wire.RotateBody]) -> Reply:
-        key, secret = await self._keys.rotate(call.parameters["key_id"], call.given.overlap_s)
+        return await self._rotate(call.parameters["key_id"], call.given.overlap_s)
+
+    async def _rotate(self, key_id: str, overlap_s: float) -> Reply:
+        key, secret = await self._keys.rotate(key_id, overlap_s)
         self._credentials.forget(key.key_id)
         return Reply(200, wire.made(key, secret))
 
@@ -56,8 +67,20 @@ class KeyHandlers:
         enrolment, token = await self._keys.invite(
             uses=body.uses, expires_in_s=body.expires_in_s, worker_prefix=body.worker_prefix
         )
-        return Reply(201, wire.EnrolmentMade(token, enrolment.expires_at, enrolment.uses_left))
+        made = wire.EnrolmentMade(token, enrolment.expires_at, enrolment.uses_left, enrolment.token_id)
+        return Reply(201, made, made=enrolment.token_id)
+
+    async def uninvite(self, call: Call[None]) -> Reply:
+        await self._keys.uninvite(call.parameters["token_id"])
+        return Reply(204)
 
     async def enrol(self, call: Call[worker.EnrolBody]) -> Reply:
         key, secret = await self._keys.enrol(call.given.token, WorkerId(call.given.worker_id))
-        return Reply(201, wire.made(key, secret))
+        return Reply(201, wire.made(key, secret), made=key.key_id)
+
+    async def list_audit(self, call: Call[wire.AuditQuery]) -> Reply:
+        asked = call.given
+        since = bodies.seconds_of(asked.since)
+        after = asked.cursor or ("" if since is None else start_after(since))
+        found, cursor = await self._audit.page(asked.kind, after, asked.limit)
+        return Reply(200, wire.AuditList(tuple(wire.entry_view(*each) for each in found), cursor))

@@ -55,6 +55,23 @@ class Enrolment(msgspec.Struct, frozen=True, omit_defaults=True):
     worker_prefix: str = ""
 
 
+class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Who changed what, when, and what came of it."""
+
+    at: float
+    key_id: str
+    role: Role | None
+    """None: no key was asked for."""
+    action: str
+    """The name of the route."""
+    target: str = ""
+    tenant: TenantId | None = None
+    request_id: str = ""
+    address: str = ""
+    outcome: str = ""
+    """`done`, or the code of the problem. Empty: it was begun, and whether it was done is not known."""
+
+
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whoever stands at the door, as the credential says and never as the body does."""
 

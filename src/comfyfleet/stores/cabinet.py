@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.ports import Document
@@ -40,6 +40,8 @@ def check_start(after: str) -> None:
 class MemoryCabinet:
     def __init__(self) -> None:
         self._drawers: dict[str, dict[str, Document]] = {}
+        self._names: dict[str, list[str]] = {}
+        """Of each drawer, in order."""
 
     async def get(self, drawer: str, name: str) -> Document | None:
         return self._drawers.get(drawer, {}).get(name)
@@ -52,15 +54,20 @@ class MemoryCabinet:
         if version not in (None, current):
             return False
         documents[name] = Document(name, body, current + 1)
+        if known is None:
+            insort(self._names.setdefault(drawer, []), name)
         return True
 
     async def remove(self, drawer: str, name: str) -> bool:
-        return self._drawers.get(drawer, {}).pop(name, None) is not None
+        if self._drawers.get(drawer, {}).pop(name, None) is None:
+            return False
+        names = self._names[drawer]
+        del names[bisect_left(names, name)]
+        return True
 
     async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
         check_start(after)
-        documents = self._drawers.get(drawer, {})
-        names = sorted(documents)
+        documents, names = self._drawers.get(drawer, {}), self._names.get(drawer, [])
         start = bisect_right(names, after) if after else 0
         return [documents[name] for name in names[start : start + limit]]
 

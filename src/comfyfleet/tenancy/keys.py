@@ -127,6 +127,10 @@ class Keys:
         await self._cabinet.put(_ENROLMENTS, token_id, msgspec.json.encode(enrolment), version=0)
         return enrolment, f"{ENROLMENT_PREFIX}{token_id}_{secret}"
 
+    async def uninvite(self, token_id: str) -> None:
+        if not await self._cabinet.remove(_ENROLMENTS, token_id):
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no enrolment token {token_id!r} (any more)")
+
     async def enrol(self, token: str, worker_id: WorkerId) -> tuple[ApiKey, str]:
         """One use of the token for a key that is good for this worker alone."""
         token_id, _, secret = token.removeprefix(ENROLMENT_PREFIX).partition("_")

@@ -1,14 +1,14 @@
-"""Keys and enrolments as an administrator asks for them and sees them. A secret is shown once, and never again."""
+"""Keys, enrolments and the audit log as an administrator asks for and sees them. A secret is shown once."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from comfyfleet.model.access import ApiKey, Role
-from comfyfleet.wire.bodies import Name, Seconds
+from comfyfleet.model.access import ApiKey, AuditEntry, Role
+from comfyfleet.wire.bodies import Name, Seconds, Time
 
 
 class KeyBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -55,6 +55,29 @@ class EnrolmentMade(msgspec.Struct, frozen=True):
     token: str
     expires_at: float
     uses: int
+    id: str = ""
+
+
+class AuditQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """`operations`: what was done to keys, queue and workers. `jobs`: what callers did to jobs."""
+
+    kind: Literal["operations", "jobs"] = "operations"
+    since: Time | None = None
+    cursor: Name | None = None
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+
+
+class AuditView(AuditEntry, frozen=True):
+    id: str = ""
+
+
+class AuditList(msgspec.Struct, frozen=True):
+    entries: tuple[AuditView, ...]
+    cursor: str | None = None
+
+
+def entry_view(entry_id: str, entry: AuditEntry) -> AuditView:
+    return AuditView(**msgspec.structs.asdict(entry), id=entry_id)
 
 
 def view(key: ApiKey) -> KeyView:

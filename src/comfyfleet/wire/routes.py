@@ -6,7 +6,7 @@ binds a handler to each name.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +23,9 @@ READERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT, Role.VIEWER})
 WORKERS = frozenset({Role.ADMIN, Role.WORKER})
 ANYBODY: frozenset[Role] = frozenset()
 """No key is needed."""
+
+
+WORKER_NOUN = "worker protocol"
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -59,6 +62,13 @@ class Route(msgspec.Struct, frozen=True):
         """The names in the path."""
         parts = self.path.split("/")
         return tuple(part[1:-1] for part in parts if part.startswith("{"))
+
+    @property
+    def audited(self) -> Literal["operations", "jobs"] | None:
+        """Where a change is noted. Of workers only that one enrolled: what they report stands with their jobs."""
+        if self.method == "GET" or (self.noun == WORKER_NOUN and self.name != "worker_enrol"):
+            return None
+        return "jobs" if self.noun == "jobs" else "operations"
 
     @property
     def decodes(self) -> type[msgspec.Struct] | None:
@@ -373,10 +383,36 @@ KEYS = _noun(
         is_body_optional=True,
         answers={201: keys.EnrolmentMade},
     ),
+    Route(
+        "revoke_enrolment",
+        "DELETE",
+        "/api/enrolments/{token_id}",
+        "End an enrolment token at once; keys that it gave stay",
+        OPERATORS,
+        answers={204: None},
+    ),
+    _post(
+        "worker_rotate",
+        "/api/worker/rotate",
+        "Give the key this is called with a new secret, shown once",
+        WORKERS,
+        keys.KeyMade,
+        refuses=(*_PHASE, *_UNKNOWN),
+        body=keys.RotateBody,
+        is_body_optional=True,
+    ),
+    _get(
+        "list_audit",
+        "/api/audit",
+        "Who changed what, in order of time",
+        ADMIN,
+        keys.AuditList,
+        query=keys.AuditQuery,
+    ),
 )
 
 WORKER = _noun(
-    "worker protocol",
+    WORKER_NOUN,
     Route(
         "worker_enrol",
         "POST",

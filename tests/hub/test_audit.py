@@ -1,0 +1,160 @@
+"""The audit log: every change with who, what and how it ended; nothing is changed that cannot be noted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from tests.hub._hub import TENANT, HubRig, hub_in_process, submission
+
+from comfyfleet.engine.shell import SystemChance
+from comfyfleet.hub.audit import DRAWERS, KEEP_S, Audit
+from comfyfleet.model.access import AuditEntry, Role
+from comfyfleet.model.errors import Fault
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.wire.routes import ROUTES
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[HubRig]:
+    async with hub_in_process() as rig:
+        yield rig
+
+
+async def entries(rig: HubRig, query: str = "") -> list[dict[str, Any]]:
+    answer = await rig.get(f"/api/audit{query}")
+    assert answer.status == 200
+    return list(answer.body["entries"])
+
+
+async def test_an_operation_is_noted_with_who_what_and_how_it_ended(rig: HubRig) -> None:
+    await rig.post("/api/queue/pause", role=Role.OPERATOR, headers={"x-request-id": "r-1"})
+    made = (await rig.post("/api/keys", {"role": "viewer"})).body["id"]
+    await rig.ask("DELETE", f"/api/keys/{made}")
+    await rig.post("/api/workers/nobody/drain")
+    noted = await entries(rig)
+    assert [(each["action"], each.get("target", ""), each["outcome"]) for each in noted] == [
+        ("pause_queue", "", "done"),
+        ("create_key", made, "done"),
+        ("revoke_key", made, "done"),
+        ("drain_worker", "nobody", "not_found"),
+    ]
+    assert (noted[0]["role"], noted[0]["request_id"]) == ("operator", "r-1")
+    assert f"cfk_{noted[0]['key_id']}_" in rig.keys[Role.OPERATOR]
+    assert await entries(rig, "?kind=jobs") == []
+
+
+async def test_what_callers_do_to_jobs_is_noted_and_what_is_refused_is_not(rig: HubRig) -> None:
+    job = await rig.submit(role=Role.TENANT)
+    await rig.post(f"/api/jobs/{job}/cancel", role=Role.TENANT)
+    assert (await rig.post("/api/jobs", {"payload": {}}, role=Role.TENANT)).status == 422
+    await rig.post("/api/jobs/batch", {"jobs": [submission(), submission()]})
+    await rig.get("/api/jobs")
+    noted = await entries(rig, "?kind=jobs")
+    assert [(each["action"], each["target"], each.get("tenant")) for each in noted[:2]] == [
+        ("submit", job, TENANT),
+        ("cancel_job", job, TENANT),
+    ]
+    assert noted[2]["action"] == "submit_batch" and noted[2]["target"].endswith("2 in all")
+    assert len(noted) == 3 and await entries(rig) == []
+
+
+async def test_many_changes_at_once_are_all_there_page_by_page(rig: HubRig) -> None:
+    jobs = await asyncio.gather(*(rig.submit() for _ in range(120)))
+    assert len(await rig.cabinet.listing(DRAWERS["jobs"], limit=1000)) < 100, "many in one document"
+    found: list[str] = []
+    cursor = ""
+    while True:
+        page = (await rig.get(f"/api/audit?kind=jobs&limit=7{cursor}")).body
+        found += [each["target"] for each in page["entries"]]
+        if page["cursor"] is None:
+            break
+        assert len(page["entries"]) == 7
+        cursor = f"&cursor={page['cursor']}"
+    assert sorted(found) == sorted(jobs)
+
+
+async def test_a_list_begins_at_a_time(rig: HubRig) -> None:
+    await rig.post("/api/queue/pause")
+    (first,) = await entries(rig)
+    assert await entries(rig, f"?since={first['at'] - 1}") == [first]
+    assert await entries(rig, f"?since={first['at'] + 1}") == []
+    assert (await rig.get("/api/audit?cursor=a.b")).code == "invalid_request"
+
+
+async def test_an_operation_that_cannot_be_noted_is_not_done(
+    rig: HubRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def full(*_: object, **__: object) -> bool:
+        raise Fault("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.cabinet, "put", full)
+        assert (await rig.post("/api/queue/pause")).code == "unavailable"
+        assert not await rig.engine.store.is_queue_paused()
+        # A job is safe in the store by then: its caller hears so, and the process's log has the entry.
+        with caplog.at_level(logging.ERROR, logger="comfyfleet.audit"):
+            job = await rig.submit()
+    assert job in caplog.text and "submit" in caplog.text
+    assert rig.hub.audit.lost == 1
+
+
+async def test_whoever_knocks_with_a_wrong_token_leaves_no_entry(rig: HubRig) -> None:
+    made = (await rig.post("/api/enrolments", {"uses": 5})).body
+    body = {"token": made["token"], "worker_id": "gpu-1"}
+    assert (await rig.post("/api/worker/enrol", {**body, "token": "cfe_x_y"}, role=None)).status == 401
+    assert (await rig.post("/api/worker/enrol", body, role=None)).status == 201
+    assert [each["action"] for each in await entries(rig)] == ["create_enrolment", "worker_enrol"]
+    assert (await rig.ask("DELETE", f"/api/enrolments/{made['id']}")).status == 204
+    assert (await rig.post("/api/worker/enrol", body, role=None)).status == 401
+    assert (await rig.ask("DELETE", f"/api/enrolments/{made['id']}")).code == "not_found"
+
+
+async def test_a_worker_rotates_its_own_key(rig: HubRig) -> None:
+    token = (await rig.post("/api/enrolments")).body["token"]
+    first = (await rig.post("/api/worker/enrol", {"token": token, "worker_id": "gpu-1"}, role=None)).body
+    second = (await rig.post("/api/worker/rotate", key=first["key"])).body
+    assert second["id"] == first["id"] and second["worker_id"] == "gpu-1"
+    body = {"worker_id": "gpu-1", "capabilities": {"services": ["comfyui"]}}
+    assert (await rig.post("/api/worker/register", body, key=first["key"])).status == 401
+    assert (await rig.post("/api/worker/register", body, key=second["key"])).status == 200
+
+
+async def test_old_entries_are_forgotten_those_of_jobs_first() -> None:
+    clock, cabinet = ManualClock(), MemoryCabinet()
+    audit = Audit(cabinet, clock, SystemChance())
+
+    async def work() -> None:
+        """Nothing."""
+
+    entry = AuditEntry(0.0, "k", Role.ADMIN, "pause_queue")
+    await audit.operation(entry, work, lambda _: None)
+    await audit.job_change(entry, work, lambda _: "job")
+    await clock.advance(KEEP_S["jobs"] + 60)
+    await audit.operation(entry, work, lambda _: None)
+    assert (await audit.page("jobs", "", 10))[0] == []
+    assert len((await audit.page("operations", "", 10))[0]) == 2
+    await clock.advance(KEEP_S["operations"])
+    await audit.operation(entry, work, lambda _: None)
+    assert len((await audit.page("operations", "", 10))[0]) == 1
+
+
+def test_every_route_that_changes_something_is_noted_but_what_workers_report() -> None:
+    silent = {route.name for route in ROUTES if route.method != "GET" and route.audited is None}
+    reports = (
+        "register",
+        "poll",
+        "heartbeat",
+        "progress",
+        "complete",
+        "fail",
+        "release",
+        "commands",
+        "unregister",
+    )
+    assert silent == {f"worker_{name}" for name in reports}
