@@ -429,3 +429,16 @@ async def test_answers_are_plain_json_with_a_request_id(rig: HubRig) -> None:
     problem = await rig.get("/api/jobs/nobody", headers={"x-request-id": "lost"})
     assert problem.body["request_id"] == "lost"
     assert msgspec.json.decode(problem.content)
+
+
+async def test_a_job_waits_for_another_of_its_tenant_and_for_nobody_elses(rig: HubRig) -> None:
+    first = await rig.submit(role=Role.TENANT)
+    second = await rig.submit(role=Role.TENANT, after=[first])
+    assert first in (await rig.get(f"/api/jobs/{second}/explain")).body["summary"]
+    refused = await rig.post("/api/jobs", submission(after=[first]), role=Role.ADMIN)
+    assert refused.code == "invalid_request" and refused.body["field"] == "after"
+    await rig.post(f"/api/jobs/{first}/cancel", role=Role.TENANT)
+    async with asyncio.timeout(5):
+        while (answer := await rig.get(f"/api/jobs/{second}/result")).status == 202:
+            await asyncio.sleep(0.01)
+    assert answer.body["error"]["kind"] == "dependency_failed"

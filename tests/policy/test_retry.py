@@ -25,6 +25,7 @@ FINAL = {
     FailureKind.MISSING_INPUT,
     FailureKind.TOTAL_TIMEOUT,
     FailureKind.DEADLINE_PASSED,
+    FailureKind.DEPENDENCY_FAILED,
 }
 WORKER_CANNOT = {FailureKind.MISSING_NODE, FailureKind.MISSING_MODEL}
 WORKER_GONE = {FailureKind.DEAD_WORKER, FailureKind.LEASE_EXPIRED}

@@ -9,5 +9,15 @@ from __future__ import annotations
 import pytest
 
 # Its modules are imported after it: a broken rule is then told with the values it was broken by, not as a bare line.
-_MODULES = ("bench", "cabinet", "differential", "keeping", "leasing", "moving", "racing", "refusing")
+_MODULES = (
+    "bench",
+    "cabinet",
+    "differential",
+    "holding",
+    "keeping",
+    "leasing",
+    "moving",
+    "racing",
+    "refusing",
+)
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _MODULES))

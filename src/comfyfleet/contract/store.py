@@ -5,12 +5,19 @@ from __future__ import annotations
 from comfyfleet.contract.bench import OnBench
 from comfyfleet.contract.cabinet import CabinetContract
 from comfyfleet.contract.differential import DifferentialContract
+from comfyfleet.contract.holding import HoldingContract
 from comfyfleet.contract.keeping import KeepingContract
 from comfyfleet.contract.leasing import LeasingContract
 from comfyfleet.contract.racing import RacingContract
 
 
 class StoreContract(
-    LeasingContract, KeepingContract, RacingContract, CabinetContract, DifferentialContract, OnBench
+    LeasingContract,
+    KeepingContract,
+    RacingContract,
+    CabinetContract,
+    HoldingContract,
+    DifferentialContract,
+    OnBench,
 ):
     """Needs one fixture, `make_store`: an empty store under the clock it is given, not yet opened."""

@@ -37,6 +37,8 @@ class Context:
         """Set by the sweeper: something falls due at this time."""
         self.give_back: Callable[[Dispatch], Awaitable[None]] = _nobody
         """Set by the verdicts: a lease nobody took up returns to its place."""
+        self.awaited_ended: Callable[[Dispatch], None] = lambda _: None
+        """Set by the dependencies: a job that others wait for, or that waited itself, is over."""
         self._lessons: dict[WorkflowHash, Lesson] = {}
         self._ahead_s = 0.0
         """How far the store's clock is ahead of this machine's."""
@@ -53,6 +55,9 @@ class Context:
         self.wake_by(written.dispatch.due_at)
         for fact in written.facts:
             self.bus.publish(fact)
+        dispatch = written.dispatch
+        if (dispatch.is_awaited or dispatch.is_held) and dispatch.phase.is_final:
+            self.awaited_ended(dispatch)
 
     def tell(self, kind: str, worker_id: WorkerId, **data: object) -> None:
         self.bus.publish(FleetEvent(kind, self.clock.now(), worker_id, data))

@@ -9,6 +9,7 @@ from types import TracebackType
 from comfyfleet.bus.local import LocalBus
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.explain import explain
 from comfyfleet.engine.following import Follower
 from comfyfleet.engine.foreign import ForeignDesk
@@ -81,11 +82,14 @@ class Engine:
         self._verdicts = Verdicts(self._context, self._rounds)
         self._commands = CommandDesk(self._context, self._rounds)
         self._workers = WorkerDesk(self._context, self._rounds, self._verdicts, self._commands)
-        self._jobs = JobDesk(self._context, self._rounds, self._commands.tell_of_cancel)
+        self._dependencies = Dependencies(self._context, self._rounds, self._verdicts)
+        self._jobs = JobDesk(self._context, self._rounds, self._commands.tell_of_cancel, self._dependencies)
         self._follower = Follower(self._context)
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
         self._foreign = ForeignDesk(self._context, self._workers)
-        self._sweeper = Sweeper(self._context, self._rounds, self._verdicts, self._workers, self._commands)
+        self._sweeper = Sweeper(
+            self._context, self._rounds, self._verdicts, self._workers, self._commands, self._dependencies
+        )
 
     async def __aenter__(self) -> Engine:
         try:
@@ -113,6 +117,7 @@ class Engine:
         await self._sweeper.close()
         await self._foreign.close()
         await self._relaying.close()
+        await self._dependencies.close()
         await self._follower.close()
         self.bus.close()
         await self.store.close()

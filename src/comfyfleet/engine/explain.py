@@ -88,6 +88,8 @@ async def _summary(
         return "the queue is paused"
     if dispatch.standing is Standing.PAUSED:
         return "the job is paused"
+    if dispatch.is_held:
+        return await _waits_for(context, dispatch)
     if dispatch.standing is Standing.DELAYED:
         return f"the job waits another {max(0.0, (dispatch.not_before or now) - now):.1f} s before its next attempt"
     if not context.fleet.workers:
@@ -97,6 +99,15 @@ async def _summary(
         return f"no worker can take it now; the nearest, {nearest.worker_id}, {nearest.reason}"
     held = "" if dispatch.relax_at is None else "; a preferred worker is waited for"
     return f"{len(able)} worker(s) can take it, {position or 0} job(s) stand before it{held}"
+
+
+async def _waits_for(context: Context, dispatch: Dispatch) -> str:
+    job = await context.store.records.get(dispatch.job_id)
+    after = () if job is None else job.payload.after
+    found = [await context.store.load(job_id) for job_id in after]
+    still = [each.job_id for each in found if each is not None and not each.phase.is_final]
+    names = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
+    return f"the job waits for {len(still)} of {len(after)} others to complete: {names}"
 
 
 def _estimate_s(

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.dependencies import Dependencies, held
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
 from comfyfleet.model.dispatch import (
@@ -30,6 +31,7 @@ from comfyfleet.policy.admission import check_priority, check_room, check_submis
 from comfyfleet.policy.feasibility import misses, nearest_miss
 from comfyfleet.policy.learning import with_memory, without_slow
 from comfyfleet.policy.lifecycle import (
+    MOVES,
     IllegalMove,
     Move,
     cancelled,
@@ -57,11 +59,16 @@ class Place(NamedTuple):
 
 class JobDesk:
     def __init__(
-        self, context: Context, rounds: Rounds, tell_worker: Callable[[Dispatch], Awaitable[None]]
+        self,
+        context: Context,
+        rounds: Rounds,
+        tell_worker: Callable[[Dispatch], Awaitable[None]],
+        dependencies: Dependencies,
     ) -> None:
         self._context = context
         self._rounds = rounds
         self._tell_worker = tell_worker
+        self._dependencies = dependencies
 
     # submit
 
@@ -70,11 +77,15 @@ class JobDesk:
         check_submission(submission, rules)
         graph = parse_workflow(submission.workflow, max_nodes=rules.max_nodes)
         # A copy of our own: the caller may go on changing its graph for the next job.
-        submission = msgspec.structs.replace(submission, workflow=graph.to_graph())
+        after = tuple(dict.fromkeys(submission.after))
+        submission = msgspec.structs.replace(submission, workflow=graph.to_graph(), after=after)
         if submission.reference is not None:
             known = await context.store.records.by_reference(submission.tenant, submission.reference)
             if known is not None:
                 return self._repeat(known, submission)
+        is_held = bool(submission.after) and await self._dependencies.check(
+            submission.after, submission.tenant
+        )
         counts = await context.store.counts()
         check_room(counts.waiting + counts.delayed + counts.paused, rules)
         # Thousands of waiting jobs share one workflow: they share its text too.
@@ -94,7 +105,9 @@ class JobDesk:
                 missing=unworkable,
             )
         place = await self._place(cls, workflow_hash, max(now, submission.not_before or now))
-        dispatch = self._dispatch(submission, place, workflow_hash, now)
+        dispatch = self._dispatch(submission, place, workflow_hash, now, is_held)
+        if is_held:
+            await self._dependencies.announce(submission.after, dispatch.job_id)
         job = Job(
             dispatch.job_id,
             submission.tenant,
@@ -113,6 +126,9 @@ class JobDesk:
         context.publish(written)
         if written.dispatch.stands_in_lane:
             self._rounds.job_arrived(written.dispatch.class_key)
+        if is_held:
+            # What it waits for may have ended before it was written, when nobody could be told.
+            await self._dependencies.look(dispatch.job_id)
         return Submitted(
             dispatch.job_id, Phase.QUEUED, workflow_hash, seeds=seeds or None, unworkable=unworkable
         )
@@ -162,7 +178,7 @@ class JobDesk:
         return Place(cls, None, None)
 
     def _dispatch(
-        self, submission: Submission, place: Place, workflow_hash: WorkflowHash, now: float
+        self, submission: Submission, place: Place, workflow_hash: WorkflowHash, now: float, is_held: bool
     ) -> Dispatch:
         fleet, rules = self._context.fleet, self._context.rules
         base = effective_priority(submission.priority, submission.tier, submission.urgency, None, now, rules)
@@ -174,7 +190,7 @@ class JobDesk:
             priority=effective_priority(base, 0, "normal", submission.deadline, now, rules),
             base_priority=base,
             tenant=submission.tenant,
-            standing=standing_at(submission.not_before, now),
+            standing=standing_at(submission.not_before, now, is_held),
             queued_at=now,
             not_before=submission.not_before,
             max_attempts=submission.max_attempts or rules.max_attempts,
@@ -184,6 +200,8 @@ class JobDesk:
             relaxed_class=None if place.later is None else fleet.key_of(place.later),
             relax_at=place.relax_at,
         )
+        if is_held:
+            dispatch = held(dispatch)
         return msgspec.structs.replace(dispatch, wake_at=wake_at(dispatch, now, rules))
 
     async def _enqueue(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
@@ -263,6 +281,9 @@ class JobDesk:
         submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
         cls = await self._class_of(submission, read_needs(submission.workflow), workflow_hash)
         place = await self._place(cls, workflow_hash, await self._context.store.now())
+        is_held = bool(submission.after) and (view.dispatch.phase, Move.RETRY) in MOVES
+        if is_held:
+            await self._dependencies.announce(submission.after, job_id)
 
         def decide(dispatch: Dispatch, now: float) -> Write:
             try:
@@ -272,10 +293,11 @@ class JobDesk:
             # The limits of the first round are over with it: a deadline that passed would end the new one at once.
             change = Change(
                 phase=phase,
-                standing=Standing.IN_LANE,
+                standing=standing_at(None, now, is_held),
+                is_held=is_held,
                 class_key=fleet.key_of(place.cls),
                 relaxed_class=None if place.later is None else fleet.key_of(place.later),
-                relax_at=place.relax_at,
+                relax_at=None if is_held else place.relax_at,
                 round=dispatch.round + 1,
                 charged=0,
                 worker_faults=0,
@@ -287,7 +309,7 @@ class JobDesk:
                 deadline_at=None,
                 expires_at=None,
                 priority=effective_priority(dispatch.base_priority, 0, "normal", None, now, rules),
-                wake_at=place.relax_at,
+                wake_at=now + rules.held_look_s if is_held else place.relax_at,
             )
             return _write(
                 dispatch,
@@ -306,6 +328,8 @@ class JobDesk:
             )
 
         dispatch, _ = await self._change(job_id, decide, needed=place.classes)
+        if is_held:
+            await self._dependencies.look(job_id)
         return Submitted(job_id, dispatch.phase, workflow_hash)
 
     async def pause(self, job_id: JobId) -> None:
@@ -324,7 +348,7 @@ class JobDesk:
             self._must_wait(dispatch, "resume")
             if dispatch.standing is not Standing.PAUSED:
                 return None
-            standing = standing_at(dispatch.not_before, now)
+            standing = standing_at(dispatch.not_before, now, dispatch.is_held)
             placed = msgspec.structs.replace(dispatch, standing=standing)
             change = Change(standing=standing, wake_at=wake_at(placed, now, rules))
             return _write(dispatch, change, FactDraft(FactKind.RESUMED))

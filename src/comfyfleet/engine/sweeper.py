@@ -13,6 +13,7 @@ import msgspec
 
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.engine.workers import WorkerDesk
@@ -36,12 +37,14 @@ class Sweeper:
         verdicts: Verdicts,
         workers: WorkerDesk,
         commands: CommandDesk,
+        dependencies: Dependencies,
     ) -> None:
         self._context = context
         self._rounds = rounds
         self._verdicts = verdicts
         self._workers = workers
         self._commands = commands
+        self._dependencies = dependencies
         self._timer: Timer | None = None
         self._timer_at = float("inf")
         self._running: asyncio.Task[None] | None = None
@@ -113,6 +116,8 @@ class Sweeper:
         if self._still_hopes_for_memory(dispatch, now):
             dispatch = msgspec.structs.replace(dispatch, relax_at=now + context.rules.bigger_card_wait_s)
         found = review(dispatch, now, context.rules)
+        if dispatch.is_held and found.due is Due.NOTHING and await self._dependencies.look(dispatch.job_id):
+            return
         match found.due:
             case Due.TOTAL_OVER:
                 failure = Failure(FailureKind.TOTAL_TIMEOUT, "the total time given to the job is over")

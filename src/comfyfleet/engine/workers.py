@@ -300,6 +300,8 @@ class WorkerDesk:
         dispatch = await context.store.load(run.job_id)
         if dispatch is None:
             return
+        if dispatch.is_awaited and dispatch.phase.is_final:
+            context.awaited_ended(dispatch)
         lifted = await context.store.lift(_pairs(dispatch, run.worker_id))
         await self._succeeded(dispatch, run.worker_id, run.seconds, lifted)
 

@@ -122,6 +122,10 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     fails_at_deadline: bool = True
     expires_at: float | None = None
     """The end of the total time this job was given, from its submit."""
+    is_held: bool = False
+    """It waits for other jobs, and stands in no lane until they completed."""
+    is_awaited: bool = False
+    """Other jobs wait for this one: whoever ends it tells them."""
 
     @property
     def due_at(self) -> float | None:
@@ -205,6 +209,8 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     relax_at: float | UnsetType | None = UNSET
     deadline_at: float | UnsetType | None = UNSET
     expires_at: float | UnsetType | None = UNSET
+    is_held: bool | UnsetType = UNSET
+    is_awaited: bool | UnsetType = UNSET
 
     def apply(self, dispatch: Dispatch) -> Dispatch:
         values = {name: value for name in _CHANGEABLE if (value := getattr(self, name)) is not UNSET}

@@ -36,6 +36,7 @@ class FailureKind(StrEnum):
     # the job's own limits, fired by the sweeper
     TOTAL_TIMEOUT = "total_timeout"
     DEADLINE_PASSED = "deadline_passed"
+    DEPENDENCY_FAILED = "dependency_failed"
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -53,6 +53,8 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     include_outputs: tuple[str, ...] = ()
     attachments: tuple[Attachment, ...] = ()
     require_workable: bool = False
+    after: tuple[JobId, ...] = ()
+    """Jobs of the same tenant that must complete first."""
 
 
 class OutputFile(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -34,6 +34,12 @@ def check_submission(submission: Submission, rules: Rules) -> None:
     if submission.urgency not in rules.urgency_points:
         known = ", ".join(rules.urgency_points)
         raise Refusal(RefusalCode.INVALID_REQUEST, f"urgency {submission.urgency!r} is not one of {known}")
+    if len(submission.after) > rules.max_dependencies:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"a job waits for at most {rules.max_dependencies} others, this one names {len(submission.after)}",
+            field="after",
+        )
     if submission.metadata:
         try:
             size = len(msgspec.json.encode(submission.metadata))

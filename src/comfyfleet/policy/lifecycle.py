@@ -67,8 +67,9 @@ def paused(dispatch: Dispatch) -> Change:
     return Change(standing=Standing.PAUSED)
 
 
-def standing_at(not_before: float | None, now: float) -> Standing:
-    return Standing.DELAYED if not_before is not None and not_before > now else Standing.IN_LANE
+def standing_at(not_before: float | None, now: float, is_held: bool = False) -> Standing:
+    is_early = not_before is not None and not_before > now
+    return Standing.DELAYED if is_held or is_early else Standing.IN_LANE
 
 
 def diagram() -> str:

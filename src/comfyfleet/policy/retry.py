@@ -60,6 +60,7 @@ TABLE: dict[FailureKind, Row] = {
     FailureKind.LEASE_EXPIRED: _WORKER_IS_GONE,
     FailureKind.TOTAL_TIMEOUT: _JOBS_OWN_LIMIT,
     FailureKind.DEADLINE_PASSED: _JOBS_OWN_LIMIT,
+    FailureKind.DEPENDENCY_FAILED: _JOBS_OWN_LIMIT,
 }
 
 

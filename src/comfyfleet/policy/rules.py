@@ -72,6 +72,13 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """… to this much above its own, in steps."""
     deadline_steps: int = 10
 
+    # dependencies
+    max_dependencies: int = 100
+    held_look_s: float = 5.0
+    """A job that waits for others is looked at after this long, should nobody have been told of their end …"""
+    held_look_cap_s: float = 900.0
+    """… and then ever more seldom, down to this."""
+
     # bounds
     max_nodes: int = 10_000
     max_attachment_bytes: int = 256 * 1024 * 1024

@@ -39,11 +39,29 @@ def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
         moments.append(
             next_priority_change(dispatch.base_priority, 0, "normal", dispatch.deadline_at, now, rules)
         )
-        if dispatch.standing is Standing.DELAYED:
+        if dispatch.is_held:
+            moments.append(next_look(dispatch, now, rules))
+        elif dispatch.standing is Standing.DELAYED:
             moments.append(dispatch.not_before)
     elif dispatch.cancel_requested_at is not None:
         moments.append(dispatch.cancel_requested_at + rules.cancel_grace_s)
     return min((moment for moment in moments if moment is not None), default=None)
+
+
+def next_look(dispatch: Dispatch, now: float, rules: Rules) -> float:
+    """At a job that waits for others, though somebody should have been told of their end: after half its age."""
+    age_s = max(0.0, now - dispatch.queued_at)
+    return now + min(rules.held_look_cap_s, max(rules.held_look_s, age_s / 2))
+
+
+def released(dispatch: Dispatch, now: float, rules: Rules) -> Change:
+    """All that it waited for completed. A preference is waited for from now on."""
+    standing = dispatch.standing
+    if standing is Standing.DELAYED:
+        standing = standing_at(dispatch.not_before, now)
+    relax_at = None if dispatch.relaxed_class is None else now + rules.affinity_wait_s
+    free = msgspec.structs.replace(dispatch, is_held=False, standing=standing, relax_at=relax_at)
+    return msgspec.structs.replace(_placed(free, now, rules), is_held=False)
 
 
 def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
@@ -93,7 +111,7 @@ def _placed(dispatch: Dispatch, now: float, rules: Rules) -> Change:
         assert dispatch.relaxed_class is not None, "what relaxes says into which class"
         class_key = dispatch.relaxed_class
     standing = dispatch.standing
-    if standing is Standing.DELAYED and (dispatch.not_before or 0.0) <= now:
+    if standing is Standing.DELAYED and not dispatch.is_held and (dispatch.not_before or 0.0) <= now:
         standing = Standing.IN_LANE
     placed = msgspec.structs.replace(
         dispatch,

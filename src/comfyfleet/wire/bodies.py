@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.ids import TenantId, WorkerId
+from comfyfleet.model.ids import JobId, TenantId, WorkerId
 from comfyfleet.model.job import Submission, Timeouts, Urgency
 from comfyfleet.model.requirement import (
     CostTier,
@@ -113,6 +113,7 @@ class SubmitBody(_Sent, frozen=True):
     deadline: Time | None = None
     on_deadline: Literal["fail", "flag"] = "fail"
     after: Names = ()
+    """Jobs that must complete first. If one fails or is cancelled, this one fails as `dependency_failed`."""
     requirements: RequirementsBody | None = None
     preferences: PreferencesBody | None = None
     metadata: dict[str, Any] | None = None
@@ -196,11 +197,12 @@ def submission(body: SubmitBody, tenant: TenantId, idempotency_key: str | None =
         on_deadline=body.on_deadline,
         include_outputs=body.include_outputs,
         require_workable=body.require_workable,
+        after=tuple(JobId(job_id) for job_id in body.after),
     )
 
 
 def _check_served(body: SubmitBody) -> None:
-    for name in ("inputs", "after", "webhook"):
+    for name in ("inputs", "webhook"):
         if getattr(body, name):
             raise Refusal(
                 RefusalCode.INVALID_REQUEST, f"this hub does not serve {name!r}: leave it out", field=name

@@ -53,6 +53,8 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     deadline_at: float | None = None
     fails_at_deadline: bool = True
     expires_at: float | None = None
+    is_held: bool = False
+    is_awaited: bool = False
     reference: str | None = None
 
 
@@ -124,6 +126,8 @@ def decode_kept(data: bytes, start: int) -> Kept:
         rest.deadline_at,
         rest.fails_at_deadline,
         rest.expires_at,
+        rest.is_held,
+        rest.is_awaited,
     )
     return Kept(dispatch, facts, ended_at, lease is not None and not is_noted)
 
@@ -198,6 +202,8 @@ def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, refe
         dispatch.deadline_at,
         dispatch.fails_at_deadline,
         dispatch.expires_at,
+        dispatch.is_held,
+        dispatch.is_awaited,
         reference,
     )
     packed = _pack(rest)

@@ -1,0 +1,191 @@
+"""Jobs that wait for others: held out of their lanes until all of those completed, failed if one of them did not.
+
+Who waits for a job is noted in the store's cabinet before the job is marked as awaited, and that before the waiting job
+is written. So whichever engine ends an awaited job finds those who wait; one that dies in between is made up for by the
+sweep, which looks at every held job again by itself. Each look ends in a guarded write and may be taken twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.rounds import Rounds
+from comfyfleet.engine.verdicts import Verdicts
+from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Phase, Write
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.policy.timing import released
+from comfyfleet.ports import Document
+
+_LOG = logging.getLogger(__name__)
+
+DRAWER = "dependents"
+_COMPLETED = b"completed"
+_PAGE = 100
+
+
+class Dependencies:
+    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._verdicts = verdicts
+        self._ended: dict[JobId, Dispatch] = {}
+        self._running: asyncio.Task[None] | None = None
+        context.awaited_ended = self.ended
+
+    # submit
+
+    async def check(self, after: Sequence[JobId], tenant: TenantId) -> bool:
+        """Whether there is anything to wait for. What is not the tenant's own is as good as not there."""
+        is_open = False
+        for job_id in after:
+            dispatch = await self._context.store.load(job_id)
+            if dispatch is None or dispatch.tenant != tenant:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"there is no job {job_id!r} to wait for (any more)",
+                    field="after",
+                )
+            is_open |= dispatch.phase is not Phase.COMPLETED
+        return is_open
+
+    async def announce(self, after: Sequence[JobId], job_id: JobId) -> None:
+        """Before the job is written: from here on, the end of any of those is told."""
+        store = self._context.store
+        for awaited in after:
+            await store.cabinet.put(DRAWER, _name(awaited, job_id), b"", version=None)
+            while (dispatch := await store.load(awaited)) is not None:
+                if dispatch.is_awaited or dispatch.phase.is_final:
+                    break
+                mark = Write(awaited, AtRevision(dispatch.revision), Change(is_awaited=True))
+                if await store.write(mark) is not None:
+                    break
+
+    # the end of a job somebody waits for
+
+    def ended(self, dispatch: Dispatch) -> None:
+        self._ended[dispatch.job_id] = dispatch
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._tell(), name="dependencies")
+
+    async def _tell(self) -> None:
+        try:
+            while self._ended:
+                awaited, dispatch = next(iter(self._ended.items()))
+                del self._ended[awaited]
+                try:
+                    if dispatch.is_held:
+                        await self._give_up(awaited)
+                    if dispatch.is_awaited:
+                        await self._tell_dependents(awaited)
+                except Exception:
+                    _LOG.exception("who waits for job %s was not told; the next sweep looks", awaited)
+        finally:
+            self._running = None
+
+    async def _tell_dependents(self, awaited: JobId) -> None:
+        async for document in self._dependents(awaited):
+            job_id = JobId(document.name.partition("/")[2])
+            if await self.look(job_id):
+                await self._forget((awaited,), job_id)
+
+    async def _give_up(self, job_id: JobId) -> None:
+        """It is over without having run and waits for nothing, unless it was tried again since."""
+        job = await self._context.store.records.get(job_id)
+        if job is not None and job.phase.is_final:
+            await self._forget(job.payload.after, job_id)
+
+    async def _dependents(self, awaited: JobId) -> AsyncIterator[Document]:
+        after, beginning = f"{awaited}/", f"{awaited}/"
+        while True:
+            page = await self._context.store.cabinet.listing(DRAWER, after, _PAGE)
+            for document in page:
+                if not document.name.startswith(beginning):
+                    return
+                yield document
+            if len(page) < _PAGE:
+                return
+            after = page[-1].name
+
+    # a job that waits
+
+    async def look(self, job_id: JobId) -> bool:
+        """Whether it waits no longer: it was let go, or failed, here or elsewhere."""
+        context = self._context
+        while True:
+            dispatch = await context.store.load(job_id)
+            if dispatch is None or dispatch.phase is not Phase.QUEUED or not dispatch.is_held:
+                return True
+            job = await context.store.records.get(job_id)
+            assert job is not None, "a dispatch without a record is never shown"
+            after = job.payload.after
+            phases = [await self._phase(awaited, job_id) for awaited in after]
+            failed = next(
+                (
+                    (awaited, phase)
+                    for awaited, phase in zip(after, phases, strict=True)
+                    if phase in (None, Phase.FAILED, Phase.CANCELLED)
+                ),
+                None,
+            )
+            if failed is not None:
+                if await self._verdicts.ended(dispatch, _failure(*failed)) is not None:
+                    return True
+                continue
+            if all(phase is Phase.COMPLETED for phase in phases):
+                now = await context.store.now()
+                change = released(dispatch, now, context.rules)
+                written = await context.store.write(Write(job_id, AtRevision(dispatch.revision), change))
+                if written is None:
+                    continue
+                context.publish(written)
+                if written.dispatch.stands_in_lane:
+                    self._rounds.job_arrived(written.dispatch.class_key)
+                await self._forget(after, job_id)
+                return True
+            return False
+
+    async def _phase(self, awaited: JobId, job_id: JobId) -> Phase | None:
+        """None: it is gone, and nobody saw that it completed."""
+        store = self._context.store
+        dispatch = await store.load(awaited)
+        name = _name(awaited, job_id)
+        document = None
+        if dispatch is None or dispatch.phase is Phase.COMPLETED:
+            document = await store.cabinet.get(DRAWER, name)
+        if dispatch is None:
+            return Phase.COMPLETED if document is not None and document.body == _COMPLETED else None
+        if document is not None and document.body != _COMPLETED:
+            # Completed jobs are not kept for ever, and this one may wait for others for long.
+            await store.cabinet.put(DRAWER, name, _COMPLETED, version=document.version)
+        return dispatch.phase
+
+    async def _forget(self, after: Sequence[JobId], job_id: JobId) -> None:
+        for awaited in after:
+            await self._context.store.cabinet.remove(DRAWER, _name(awaited, job_id))
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+
+def held(dispatch: Dispatch) -> Dispatch:
+    """As it stands while it waits: its preferences count from when it may run."""
+    return msgspec.structs.replace(dispatch, is_held=True, relax_at=None)
+
+
+def _name(awaited: JobId, job_id: JobId) -> str:
+    return f"{awaited}/{job_id}"
+
+
+def _failure(awaited: JobId, phase: Phase | None) -> Failure:
+    what = "is not there any more" if phase is None else phase.value
+    what = what if phase in (None, Phase.FAILED) else f"was {what}"
+    return Failure(FailureKind.DEPENDENCY_FAILED, f"the job {awaited} that it waited for {what}")
