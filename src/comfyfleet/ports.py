@@ -8,7 +8,8 @@ are the only sources of time and randomness.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -45,7 +46,7 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.fact import Event, Fact, FactDraft, News
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
-from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.whole import WholeJob
@@ -348,6 +349,21 @@ class Connector(Protocol):
 
     async def reconcile(self, job: LeasedJob) -> RunningAttempt:
         """Did it finish while we were away?"""
+
+
+@runtime_checkable
+class OutputSource(Protocol):
+    """A connector whose outputs can be fetched."""
+
+    async def save(self, file: OutputFile, path: Path) -> int: ...
+
+
+@runtime_checkable
+class OutputKeeper(Protocol):
+    """A workers' door that takes in what a run left, so that its caller need not reach the server."""
+
+    async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+        """The name under which it is kept. None: nothing is kept there."""
 
 
 class Timer(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,6 +13,7 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
+from comfyfleet.assets.local import MAX_FILE_BYTES, LocalAssets
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.hub.app import Hub
@@ -22,7 +24,6 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Cabinet
-from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.stores.opening import open_store
 
 TENANT = TenantId("acme")
@@ -157,11 +158,23 @@ async def hub_in_process(
     is_open: bool = False,
     store_url: str = "memory:",
     legacy_websocket: LegacyWebsocket = "on",
+    folder: Path | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> AsyncIterator[HubRig]:
-    clock, cabinet = SystemClock(), MemoryCabinet()
+    clock = SystemClock()
     store = open_store(store_url, clock)
+    cabinet = store.cabinet
     async with Engine(store, rules=rules, clock=clock) as engine:
-        hub = Hub(engine, cabinet, clock, limits=limits, is_open=is_open, legacy_websocket=legacy_websocket)
+        assets = None if folder is None else LocalAssets(folder, cabinet, clock, max_bytes=max_file_bytes)
+        hub = Hub(
+            engine,
+            cabinet,
+            clock,
+            limits=limits,
+            is_open=is_open,
+            legacy_websocket=legacy_websocket,
+            assets=assets,
+        )
         keys = {}
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None

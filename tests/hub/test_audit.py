@@ -157,4 +157,4 @@ def test_every_route_that_changes_something_is_noted_but_what_workers_report() -
         "commands",
         "unregister",
     )
-    assert silent == {f"worker_{name}" for name in reports}
+    assert silent == {f"worker_{name}" for name in reports} | {"put_content"}

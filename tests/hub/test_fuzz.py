@@ -15,7 +15,8 @@ from tests.hub._hub import HubRig, graph, hub_in_process
 
 from comfyfleet.hub.limits import Limits
 from comfyfleet.model.access import Role
-from comfyfleet.wire.routes import ROUTES, Route
+from comfyfleet.wire.route import Route
+from comfyfleet.wire.routes import ROUTES
 
 LEASE = {"job_id": "j", "round": 1, "number": 1, "epoch": 1, "token": "t"}
 WORDS: dict[str, Any] = {

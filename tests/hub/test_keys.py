@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,19 @@ async def test_keys_are_listed_page_by_page(rig: HubRig) -> None:
     page = (await rig.get("/api/keys?limit=3")).body
     rest = (await rig.get(f"/api/keys?cursor={page['cursor']}")).body
     assert len(page["keys"]) == 3 and len(rest["keys"]) == len(Role) - 3 and "cursor" in rest
+
+
+async def test_keys_outlive_the_hub_that_made_them(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    async with hub_in_process(store_url=url) as first:
+        made = (await first.post("/api/keys", {"role": "viewer"})).body["key"]
+        gone = (await first.post("/api/keys", {"role": "viewer"})).body
+        await first.ask("DELETE", f"/api/keys/{gone['id']}")
+    async with hub_in_process(store_url=url) as second:
+        assert (await second.get("/api/stats", key=made)).status == 200
+        assert (await second.get("/api/stats", key=gone["key"])).status == 401
+        actions = [each["action"] for each in (await second.get("/api/audit")).body["entries"]]
+        assert actions == ["create_key", "create_key", "revoke_key"]
 
 
 async def test_a_revoked_key_opens_nothing_from_that_moment_on(rig: HubRig) -> None:

@@ -22,7 +22,8 @@ ALLOWED: dict[str, set[str]] = {
     "worker": {"model", "ports", "wire"},
     "wire": {"model"},
     "tenancy": {"model", "ports"},
-    "hub": {"model", "policy", "ports", "engine", "wire", "tenancy"},
+    "assets": {"model", "ports"},
+    "hub": {"model", "policy", "ports", "engine", "wire", "tenancy", "assets"},
     "sim": {"model", "ports"},
     "pool": {"model", "policy", "ports", "bus", "stores", "engine", "worker"},
     # For tests: it plays the engine's part against a store.

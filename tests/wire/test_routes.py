@@ -12,7 +12,8 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.openapi import document, page, problem_table
 from comfyfleet.wire.problems import KINDS, answer_to, refusal_in
-from comfyfleet.wire.routes import ROUTES, Route
+from comfyfleet.wire.route import Route
+from comfyfleet.wire.routes import ROUTES
 from comfyfleet.wire.spelling import Face, spell, understood
 
 ROOT = Path(__file__).resolve().parents[2]

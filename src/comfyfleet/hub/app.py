@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
+from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.events import FleetFeed
+from comfyfleet.hub.files import FileHandlers
 from comfyfleet.hub.fleet import FleetHandlers
 from comfyfleet.hub.health import HealthHandlers
 from comfyfleet.hub.jobs import JobHandlers
@@ -40,6 +42,7 @@ class Hub:
         limits: Limits | None = None,
         is_open: bool = False,
         legacy_websocket: LegacyWebsocket = "on",
+        assets: LocalAssets | None = None,
     ) -> None:
         self.engine = engine
         self.is_open = is_open
@@ -51,10 +54,11 @@ class Hub:
         self._streams = StreamHandlers(engine, self._rooms, self._fleet, self.limits.beat_s)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
         handlers: dict[str, Handler] = {
-            **JobHandlers(engine).bound(),
+            **JobHandlers(engine, assets).bound(),
+            **FileHandlers(engine, assets).bound(),
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
-            **WorkerHandlers(engine, self.limits.max_wait_s).bound(),
+            **WorkerHandlers(engine, self.limits.max_wait_s, assets).bound(),
             **KeyHandlers(self.keys, credentials, self.audit).bound(),
             **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
         }

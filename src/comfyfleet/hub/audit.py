@@ -138,7 +138,8 @@ class Audit:
                 try:
                     body, name = _encode(entries), self._name(entries[0])
                     await self._cabinet.put(DRAWERS["jobs"], name, body, version=0)
-                except ComfyFleetError as error:
+                # Whatever it was: those who wait are answered, and the others get their turn.
+                except Exception as error:
                     for entry in entries:
                         self._lose(entry, error)
                 finally:
@@ -149,7 +150,7 @@ class Audit:
         finally:
             self._writing = None
 
-    def _lose(self, entry: AuditEntry, error: ComfyFleetError) -> None:
+    def _lose(self, entry: AuditEntry, error: Exception) -> None:
         self.lost += 1
         _LOG.error("an entry is in this log alone (%s): %s", error, msgspec.json.encode(entry).decode())
 

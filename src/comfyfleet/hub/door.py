@@ -28,7 +28,7 @@ from comfyfleet.hub.queries import read_query
 from comfyfleet.model.access import AuditEntry, Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.problems import CONTENT_TYPE, Answered, answer_to
-from comfyfleet.wire.routes import Route
+from comfyfleet.wire.route import Route
 
 _LOG = logging.getLogger(__name__)
 _ACCESS = logging.getLogger("comfyfleet.access")

@@ -10,7 +10,7 @@ from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.ports import Store
 from comfyfleet.wire.answers import HealthBody
 from comfyfleet.wire.openapi import document
-from comfyfleet.wire.routes import Route
+from comfyfleet.wire.route import Route
 
 _STORE_ANSWERS_WITHIN_S = 2.0
 

@@ -11,12 +11,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
+from comfyfleet.model.job import JobResult
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import spell, understood
@@ -29,8 +31,9 @@ _ITEM = msgspec.json.Decoder(bodies.SpelledSubmit)
 
 
 class JobHandlers:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, assets: LocalAssets | None = None) -> None:
         self._engine = engine
+        self._assets = assets
 
     def bound(self) -> dict[str, Handler]:
         return {
@@ -118,8 +121,22 @@ class JobHandlers:
     async def get_result(self, call: Call[None]) -> Reply:
         view = await self._view(call)
         phase, job = view.dispatch.phase, view.job
-        body = answers.ResultBody(job.job_id, spell(phase), job.result, job.failure)
+        result = None if job.result is None else await self._linked(job.result, job.job_id)
+        body = answers.ResultBody(job.job_id, spell(phase), result, job.failure)
         return Reply(200 if phase.is_final else 202, body)
+
+    async def _linked(self, result: JobResult, job_id: JobId) -> JobResult:
+        """Files that were uploaded come with a link that is good for a short while."""
+        files = []
+        for file in result.files:
+            record = None
+            if self._assets is not None and file.file_id is not None:
+                record = await self._assets.get(file.file_id)
+            if self._assets is not None and record is not None and record.job_id == job_id:
+                link = await self._assets.grant(record, "GET")
+                file = msgspec.structs.replace(file, url=link.url)
+            files.append(file)
+        return msgspec.structs.replace(result, files=tuple(files))
 
     async def explain(self, call: Call[None]) -> Reply:
         return Reply(200, await self._engine.explain(await self._mine(call)))

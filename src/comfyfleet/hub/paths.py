@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from comfyfleet.wire.routes import Route
+from comfyfleet.wire.route import Route
 
 _ANY = "{}"
 

@@ -5,12 +5,14 @@ A key that names a worker is good for that worker alone. What a lease allows is 
 
 from __future__ import annotations
 
+from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, Release
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, WorkerRecord
 from comfyfleet.wire import worker as wire
 
@@ -18,8 +20,9 @@ _MAX_HASHES = 10_000
 
 
 class WorkerHandlers:
-    def __init__(self, engine: Engine, max_wait_s: float) -> None:
+    def __init__(self, engine: Engine, max_wait_s: float, assets: LocalAssets | None = None) -> None:
         self._engine = engine
+        self._assets = assets
         self._max_wait_s = max_wait_s
         self._hashes: dict[WorkerId, tuple[Capabilities, str]] = {}
 
@@ -111,6 +114,7 @@ class WorkerHandlers:
     async def complete(self, call: Call[wire.CompleteBody]) -> Reply:
         body = call.given
         ref = wire.lease_ref(body.lease)
+        await self._check_files(body.result, ref.attempt_id)
         holder = await self._holder(body)
         settled = await self._engine.complete(Completion(ref, body.result, body.seconds))
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
@@ -125,6 +129,18 @@ class WorkerHandlers:
     async def release(self, call: Call[wire.ReleaseBody]) -> Reply:
         settled = await self._engine.release(Release(wire.lease_ref(call.given.lease), call.given.reason))
         return Reply(200, wire.settled_answer(settled))
+
+    async def _check_files(self, result: JobResult, attempt_id: str) -> None:
+        """What a completion names as uploaded is there, whole, and of this very attempt."""
+        for file in result.files:
+            if file.file_id is None:
+                continue
+            record = None if self._assets is None else await self._assets.get(file.file_id)
+            if record is None or record.attempt_id != attempt_id or not record.is_complete:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"the file {file.file_id!r} was not uploaded by this attempt: upload it, then complete",
+                )
 
     async def _holder(self, body: wire.CompleteBody | wire.FailBody) -> WorkerId | None:
         """Whose lease it is, asked before it ends: only then does the store still know."""

@@ -67,6 +67,8 @@ class OutputFile(msgspec.Struct, frozen=True, omit_defaults=True):
     subfolder: str = ""
     folder: str = "output"
     url: str | None = None
+    file_id: str | None = None
+    """Where it was uploaded: the hub's own name for it."""
 
 
 class NodeTiming(msgspec.Struct, frozen=True, gc=False):

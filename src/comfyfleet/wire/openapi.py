@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from comfyfleet.wire.problems import CONTENT_TYPE, INCIDENT, KINDS, Problem
-from comfyfleet.wire.routes import Route
+from comfyfleet.wire.route import Route
 
 _REF = "#/components/schemas/{name}"
 
@@ -24,7 +24,17 @@ _SSE = {
 
 _HEADER_PATTERNS = {"Idempotency-Key": "^[!-~]{1,200}$", "Last-Event-ID": "^[0-9]{0,15}$"}
 
-_STATUS_TEXT = {200: "Done", 201: "Made", 202: "Not yet", 204: "Done; nothing to say", 503: "Not now"}
+_BYTES = {"*/*": {"schema": {"type": "string", "format": "binary"}}}
+
+_STATUS_TEXT = {
+    200: "Done",
+    201: "Made",
+    202: "Not yet",
+    204: "Done; nothing to say",
+    206: "A part",
+    416: "No such part",
+    503: "Not now",
+}
 
 
 def document(routes: tuple[Route, ...], version: str) -> dict[str, Any]:
@@ -67,7 +77,7 @@ def _types(routes: tuple[Route, ...]) -> list[Any]:
     found: dict[int, Any] = {id(Problem): Problem}
     for route in routes:
         for kind in (route.body, route.query, *route.answers.values()):
-            if kind is not None:
+            if kind is not None and kind is not bytes:
                 found[id(kind)] = kind
     return list(found.values())
 
@@ -87,6 +97,8 @@ def _operation(route: Route, by_type: dict[int, Any], components: dict[str, Any]
             "required": not route.is_body_optional,
             "content": {"application/json": {"schema": by_type[id(route.body)]}},
         }
+    if route.takes_bytes:
+        operation["requestBody"] = {"required": True, "content": _BYTES}
     return operation
 
 
@@ -129,7 +141,9 @@ def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for status, kind in route.answers.items():
         found[str(status)] = {"description": _STATUS_TEXT[status]}
-        if kind is not None:
+        if kind is bytes:
+            found[str(status)]["content"] = _BYTES
+        elif kind is not None:
             found[str(status)]["content"] = {"application/json": {"schema": by_type[id(kind)]}}
     if route.streams:
         found["200"].setdefault("content", {})["text/event-stream"] = {"schema": _SSE}

@@ -6,88 +6,26 @@ binds a handler to each name.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
-
-from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.wire import answers, bodies, keys, progress, worker
-
-ADMIN = frozenset({Role.ADMIN})
-OPERATORS = frozenset({Role.ADMIN, Role.OPERATOR})
-LOOKERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.VIEWER})
-CALLERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT})
-READERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT, Role.VIEWER})
-WORKERS = frozenset({Role.ADMIN, Role.WORKER})
-ANYBODY: frozenset[Role] = frozenset()
-"""No key is needed."""
-
-
-WORKER_NOUN = "worker protocol"
-
-
-class Route(msgspec.Struct, frozen=True):
-    name: str
-    method: str
-    path: str
-    summary: str
-    roles: frozenset[Role]
-    aliases: tuple[str, ...] = ()
-    body: type[msgspec.Struct] | None = None
-    query: type[msgspec.Struct] | None = None
-    reads: type[msgspec.Struct] | None = None
-    """What the body is decoded as, where that is not what the document shows."""
-    answers: dict[int, Any] = {}
-    """By status: the type of the body, or None for none."""
-    refuses: tuple[RefusalCode, ...] = ()
-    """Beside what every route may answer."""
-    headers: tuple[str, ...] = ()
-    is_body_optional: bool = False
-    parks: bool = False
-    """The answer may take a while: whoever hangs up meanwhile is noticed."""
-    takes_token: bool = False
-    """The key may stand in the query: browsers cannot send a header with a stream or a socket."""
-    streams: bool = False
-    """It may be answered with Server-Sent Events."""
-    noun: str = ""
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return (self.path, *self.aliases)
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names in the path."""
-        parts = self.path.split("/")
-        return tuple(part[1:-1] for part in parts if part.startswith("{"))
-
-    @property
-    def audited(self) -> Literal["operations", "jobs"] | None:
-        """Where a change is noted. Of workers only that one enrolled: what they report stands with their jobs."""
-        if self.method == "GET" or (self.noun == WORKER_NOUN and self.name != "worker_enrol"):
-            return None
-        return "jobs" if self.noun == "jobs" else "operations"
-
-    @property
-    def decodes(self) -> type[msgspec.Struct] | None:
-        return self.reads or self.body
-
-    @property
-    def all_refusals(self) -> tuple[RefusalCode, ...]:
-        found = list(self.refuses)
-        if self.body is not None or self.query is not None:
-            found.append(RefusalCode.INVALID_REQUEST)
-        if self.body is not None:
-            found.append(RefusalCode.TOO_LARGE)
-        if self.roles:
-            found += [RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED]
-        if self.parameters:
-            found.append(RefusalCode.NOT_FOUND)
-        found += [RefusalCode.RATE_LIMITED, RefusalCode.UNAVAILABLE]
-        return tuple(dict.fromkeys(found))
-
+from comfyfleet.wire.file_routes import FILES
+from comfyfleet.wire.route import (
+    ADMIN,
+    ANYBODY,
+    CALLERS,
+    LOOKERS,
+    OPERATORS,
+    READERS,
+    WORKER_NOUN,
+    WORKERS,
+    Route,
+    get_route,
+    of_noun,
+    post_route,
+)
 
 _PHASE = (RefusalCode.WRONG_PHASE,)
 _LEASE = (RefusalCode.LEASE_LOST,)
@@ -101,19 +39,7 @@ _SUBMIT = (
 )
 
 
-def _get(name: str, path: str, summary: str, roles: frozenset[Role], answer: Any, **more: Any) -> Route:
-    return Route(name, "GET", path, summary, roles, answers={200: answer}, **more)
-
-
-def _post(name: str, path: str, summary: str, roles: frozenset[Role], answer: Any, **more: Any) -> Route:
-    return Route(name, "POST", path, summary, roles, answers={200: answer}, **more)
-
-
-def _noun(noun: str, *routes: Route) -> tuple[Route, ...]:
-    return tuple(msgspec.structs.replace(route, noun=noun) for route in routes)
-
-
-JOBS = _noun(
+JOBS = of_noun(
     "jobs",
     Route(
         "submit",
@@ -128,7 +54,7 @@ JOBS = _noun(
         refuses=_SUBMIT,
         headers=("Idempotency-Key",),
     ),
-    _post(
+    post_route(
         "submit_batch",
         "/api/jobs/batch",
         f"Submit up to {bodies.MAX_BATCH} jobs, each answered by itself",
@@ -138,7 +64,7 @@ JOBS = _noun(
         body=bodies.BatchBody,
         headers=("Idempotency-Key",),
     ),
-    _get(
+    get_route(
         "list_jobs",
         "/api/jobs",
         "List jobs in order of submission",
@@ -147,7 +73,7 @@ JOBS = _noun(
         aliases=("/jobs", "/api/ai-jobs"),
         query=bodies.ListQuery,
     ),
-    _get(
+    get_route(
         "get_job",
         "/api/jobs/{job_id}",
         "The state of a job, with its attempts",
@@ -189,7 +115,7 @@ JOBS = _noun(
         takes_token=True,
         streams=True,
     ),
-    _get(
+    get_route(
         "explain_job",
         "/api/jobs/{job_id}/explain",
         "Why a job is not running",
@@ -197,7 +123,7 @@ JOBS = _noun(
         Explanation,
         aliases=("/jobs/{job_id}/explain",),
     ),
-    _post(
+    post_route(
         "cancel_job",
         "/api/jobs/{job_id}/cancel",
         "Cancel a job: at once while it waits, else its worker is told",
@@ -205,7 +131,7 @@ JOBS = _noun(
         answers.CancelBody,
         aliases=("/jobs/{job_id}/cancel",),
     ),
-    _post(
+    post_route(
         "retry_job",
         "/api/jobs/{job_id}/retry",
         "Run a failed or cancelled job again, in a new round",
@@ -214,7 +140,7 @@ JOBS = _noun(
         aliases=("/jobs/{job_id}/retry",),
         refuses=(*_PHASE, RefusalCode.CREDITS_SHORT),
     ),
-    _post(
+    post_route(
         "pause_job",
         "/api/jobs/{job_id}/pause",
         "Keep a waiting job from running; it keeps its place",
@@ -223,7 +149,7 @@ JOBS = _noun(
         aliases=("/jobs/{job_id}/pause",),
         refuses=_PHASE,
     ),
-    _post(
+    post_route(
         "resume_job",
         "/api/jobs/{job_id}/resume",
         "Let a paused job run again",
@@ -245,12 +171,14 @@ JOBS = _noun(
     ),
 )
 
-QUEUE = _noun(
+QUEUE = of_noun(
     "queue",
-    _get("stats", "/api/stats", "How many jobs wait, run and ended", READERS, answers.StatsBody),
-    _post("pause_queue", "/api/queue/pause", "Lease nothing until resumed", OPERATORS, answers.QueueBody),
-    _post("resume_queue", "/api/queue/resume", "Lease again", OPERATORS, answers.QueueBody),
-    _get(
+    get_route("stats", "/api/stats", "How many jobs wait, run and ended", READERS, answers.StatsBody),
+    post_route(
+        "pause_queue", "/api/queue/pause", "Lease nothing until resumed", OPERATORS, answers.QueueBody
+    ),
+    post_route("resume_queue", "/api/queue/resume", "Lease again", OPERATORS, answers.QueueBody),
+    get_route(
         "list_dead",
         "/api/dead-letter",
         "Jobs that failed for good",
@@ -258,7 +186,7 @@ QUEUE = _noun(
         answers.JobList,
         query=bodies.PageQuery,
     ),
-    _post(
+    post_route(
         "retry_dead",
         "/api/dead-letter/{job_id}/retry",
         "Run a dead job again, in a new round",
@@ -266,7 +194,7 @@ QUEUE = _noun(
         answers.SubmittedBody,
         refuses=_PHASE,
     ),
-    _post(
+    post_route(
         "purge_dead",
         "/api/dead-letter/purge",
         "Forget dead jobs, oldest first",
@@ -277,7 +205,7 @@ QUEUE = _noun(
     ),
 )
 
-FLEET = _noun(
+FLEET = of_noun(
     "workers",
     Route(
         "events",
@@ -290,7 +218,7 @@ FLEET = _noun(
         takes_token=True,
         streams=True,
     ),
-    _get(
+    get_route(
         "list_workers",
         "/api/workers",
         "Every known worker",
@@ -298,7 +226,7 @@ FLEET = _noun(
         answers.WorkerList,
         aliases=("/workers",),
     ),
-    _get(
+    get_route(
         "get_worker",
         "/api/workers/{worker_id}",
         "One worker, with its capabilities",
@@ -306,21 +234,21 @@ FLEET = _noun(
         answers.WorkerDetails,
         aliases=("/workers/{worker_id}",),
     ),
-    _post(
+    post_route(
         "drain_worker",
         "/api/workers/{worker_id}/drain",
         "Let it finish and leave",
         OPERATORS,
         answers.WorkerDetails,
     ),
-    _post(
+    post_route(
         "pause_worker",
         "/api/workers/{worker_id}/pause",
         "Give it nothing new",
         OPERATORS,
         answers.WorkerDetails,
     ),
-    _post(
+    post_route(
         "resume_worker",
         "/api/workers/{worker_id}/resume",
         "Give it work again",
@@ -335,7 +263,7 @@ FLEET = _noun(
         OPERATORS,
         answers={204: None},
     ),
-    _get("list_blocks", "/api/blocks", "Which worker is kept from what", LOOKERS, answers.BlockList),
+    get_route("list_blocks", "/api/blocks", "Which worker is kept from what", LOOKERS, answers.BlockList),
     Route(
         "lift_block",
         "DELETE",
@@ -346,9 +274,9 @@ FLEET = _noun(
     ),
 )
 
-KEYS = _noun(
+KEYS = of_noun(
     "keys",
-    _get(
+    get_route(
         "list_keys", "/api/keys", "Every key, without its secret", ADMIN, keys.KeyList, query=bodies.PageQuery
     ),
     Route(
@@ -363,7 +291,7 @@ KEYS = _noun(
     Route(
         "revoke_key", "DELETE", "/api/keys/{key_id}", "End a key at once", ADMIN, answers={200: keys.KeyView}
     ),
-    _post(
+    post_route(
         "rotate_key",
         "/api/keys/{key_id}/rotate",
         "Give a key a new secret, shown once",
@@ -391,7 +319,7 @@ KEYS = _noun(
         OPERATORS,
         answers={204: None},
     ),
-    _post(
+    post_route(
         "worker_rotate",
         "/api/worker/rotate",
         "Give the key this is called with a new secret, shown once",
@@ -401,7 +329,7 @@ KEYS = _noun(
         body=keys.RotateBody,
         is_body_optional=True,
     ),
-    _get(
+    get_route(
         "list_audit",
         "/api/audit",
         "Who changed what, in order of time",
@@ -411,7 +339,7 @@ KEYS = _noun(
     ),
 )
 
-WORKER = _noun(
+WORKER = of_noun(
     WORKER_NOUN,
     Route(
         "worker_enrol",
@@ -423,7 +351,7 @@ WORKER = _noun(
         answers={201: keys.KeyMade},
         refuses=(RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED),
     ),
-    _post(
+    post_route(
         "worker_register",
         "/api/worker/register",
         "Say what a worker offers",
@@ -442,7 +370,7 @@ WORKER = _noun(
         refuses=_UNKNOWN,
         parks=True,
     ),
-    _post(
+    post_route(
         "worker_heartbeat",
         "/api/worker/heartbeat",
         "Renew leases and hear commands",
@@ -451,7 +379,7 @@ WORKER = _noun(
         body=worker.HeartbeatBody,
         refuses=_UNKNOWN,
     ),
-    _post(
+    post_route(
         "worker_progress",
         "/api/worker/progress",
         "News of running jobs, in a batch",
@@ -459,7 +387,7 @@ WORKER = _noun(
         worker.BeatAnswer,
         body=worker.ProgressBatch,
     ),
-    _post(
+    post_route(
         "worker_complete",
         "/api/worker/complete",
         "A job is done",
@@ -468,7 +396,7 @@ WORKER = _noun(
         body=worker.CompleteBody,
         refuses=_LEASE,
     ),
-    _post(
+    post_route(
         "worker_fail",
         "/api/worker/fail",
         "A job failed, and how",
@@ -477,7 +405,7 @@ WORKER = _noun(
         body=worker.FailBody,
         refuses=_LEASE,
     ),
-    _post(
+    post_route(
         "worker_release",
         "/api/worker/release",
         "Give a lease back",
@@ -486,7 +414,7 @@ WORKER = _noun(
         body=worker.ReleaseBody,
         refuses=_LEASE,
     ),
-    _post(
+    post_route(
         "worker_commands",
         "/api/worker/commands",
         "Parks until there is something to tell the worker",
@@ -506,7 +434,7 @@ WORKER = _noun(
     ),
 )
 
-HUB = _noun(
+HUB = of_noun(
     "hub",
     Route(
         "health",
@@ -517,8 +445,8 @@ HUB = _noun(
         aliases=("/health/ready",),
         answers={200: answers.HealthBody, 503: answers.HealthBody},
     ),
-    _get("live", "/health/live", "Whether the process lives", ANYBODY, answers.HealthBody),
-    _get("openapi", "/openapi.json", "This protocol as OpenAPI 3.1", ANYBODY, dict[str, Any]),
+    get_route("live", "/health/live", "Whether the process lives", ANYBODY, answers.HealthBody),
+    get_route("openapi", "/openapi.json", "This protocol as OpenAPI 3.1", ANYBODY, dict[str, Any]),
 )
 
-ROUTES: tuple[Route, ...] = (*JOBS, *QUEUE, *FLEET, *KEYS, *WORKER, *HUB)
+ROUTES: tuple[Route, ...] = (*JOBS, *FILES, *QUEUE, *FLEET, *KEYS, *WORKER, *HUB)

@@ -17,7 +17,7 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.wire.bodies import Name, Seconds, SpelledSubmit
 from comfyfleet.wire.progress import FactBody, FleetBody, NewsBody, ProgressBody
-from comfyfleet.wire.routes import CALLERS, READERS, WORKERS
+from comfyfleet.wire.route import CALLERS, READERS, WORKERS
 from comfyfleet.wire.spelling import Face, spell, understood
 from comfyfleet.wire.worker import LeaseBody, Slots, Wait, lease_body
 

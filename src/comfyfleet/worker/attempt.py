@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Literal
 
+import msgspec
+
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release, Report, Settled
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
-from comfyfleet.model.job import JobResult
-from comfyfleet.ports import Connector, WorkerApi
+from comfyfleet.model.job import JobResult, OutputFile
+from comfyfleet.ports import Connector, OutputKeeper, OutputSource, WorkerApi
 from comfyfleet.worker.news import NewsSender, Outbox
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
 
@@ -38,6 +40,7 @@ _MAY_HAVE_FINISHED = frozenset(
         FailureKind.UNKNOWN,
     }
 )
+_KEEP_TRIES = 4
 _LEASE_IS_OVER = frozenset({RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE})
 
 
@@ -121,6 +124,8 @@ class AttemptRun:
                 outcome = await self._reconcile(outcome)
             if self._stop_reason is not None:
                 return await self._give_back(outcome, seconds)
+            if isinstance(outcome, JobResult):
+                outcome = await self._kept(outcome)
             if isinstance(outcome, JobResult):
                 return await self._complete(outcome, seconds)
             assert outcome is not None, "a run that nobody stopped has an outcome"
@@ -221,11 +226,41 @@ class AttemptRun:
             # Torn off in the middle of handing the job over, it may have arrived after the first cancel.
             await self._cancel_on_service()
         if self._stop_reason is StopReason.DRAIN and isinstance(outcome, JobResult):
-            return await self._complete(outcome, seconds)
+            outcome = await self._kept(outcome)
+            if isinstance(outcome, JobResult):
+                return await self._complete(outcome, seconds)
+            return await self._fail(outcome, seconds)
         if (reason := self._stop_reason.release) is not None:
             await self._flush()
             await self._report(lambda: self._api.release(Release(self.ref, reason)))
         return None
+
+    async def _kept(self, result: JobResult) -> JobResult | Failure:
+        """With its files where the caller can have them, if the hub keeps any; the lease is renewed meanwhile."""
+        if not isinstance(self._api, OutputKeeper) or not isinstance(self._connector, OutputSource):
+            return result
+        files = []
+        for file in result.files:
+            file_id = await self._keep(file)
+            if isinstance(file_id, Failure):
+                return file_id
+            files.append(msgspec.structs.replace(file, file_id=file_id))
+        return msgspec.structs.replace(result, files=tuple(files))
+
+    async def _keep(self, file: OutputFile) -> str | Failure | None:
+        assert isinstance(self._api, OutputKeeper) and isinstance(self._connector, OutputSource)
+        backoff = Backoff(self._settings)
+        for tries_left in reversed(range(_KEEP_TRIES)):
+            try:
+                return await self._api.keep(self.ref, file, self._connector)
+            except Exception as error:
+                is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_OVER
+                if is_over or not tries_left or self._stop_reason is StopReason.LOST:
+                    return Failure(
+                        FailureKind.TRANSIENT, f"The output {file.filename} could not be uploaded: {error}"
+                    )
+            await asyncio.sleep(backoff.next_s())
+        raise AssertionError("the last try answers")
 
     async def _complete(self, result: JobResult, seconds: float) -> Failure | None:
         await self._flush()

@@ -6,7 +6,12 @@ tries again. Capabilities go over once; polls carry their hash, and a hub that d
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import mimetypes
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -26,9 +31,12 @@ from comfyfleet.model.calls import (
     Settled,
 )
 from comfyfleet.model.dispatch import LeaseRef, Phase
-from comfyfleet.model.errors import Fault
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import ProfileKey, WorkerId
+from comfyfleet.model.job import OutputFile
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import OutputSource
+from comfyfleet.wire import files
 from comfyfleet.wire import worker as wire
 from comfyfleet.wire.problems import refusal_in
 
@@ -37,6 +45,7 @@ T = TypeVar("T")
 _ANSWER_S = 15.0
 """What a call may take beyond what it waits for."""
 _PACK_FROM_BYTES = 16 * 1024
+_UPLOAD_S = 120.0
 
 
 class HttpWorkerApi:
@@ -50,6 +59,7 @@ class HttpWorkerApi:
         self._answer_s = answer_s
         self._hashes: dict[WorkerId, str] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._is_keeping = True
 
     async def __aenter__(self) -> Self:
         return self
@@ -120,6 +130,52 @@ class HttpWorkerApi:
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         await self._send("unregister", wire.UnregisterBody(worker_id, reason[:1_000]))
 
+    # what a run left
+
+    async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+        """By way of this machine's disk: a file may be larger than what a worker has to spare in memory."""
+        if not self._is_keeping:
+            return None
+        with TemporaryDirectory(prefix="comfyfleet-") as folder:
+            path = Path(folder) / "output"
+            await source.save(file, path)
+            size, digest = await asyncio.to_thread(_measure, path)
+            kind = mimetypes.guess_type(file.filename)[0] or "application/octet-stream"
+            name = file.filename.replace("\\", "/").rpartition("/")[2][-256:] or "file"
+            body = files.GrantsBody(
+                wire.lease_body(ref), (files.OutputBody(size, digest, name=name, type=kind),)
+            )
+            try:
+                (granted,) = (await self._ask("grants", body, files.FileGrants)).files
+            except Refusal as refusal:
+                if refusal.code is not RefusalCode.NOT_FOUND:
+                    raise
+                # This hub keeps no files: the caller has the server's own links, as before.
+                self._is_keeping = False
+                return None
+            assert granted.link is not None, "a grant is a link"
+            await self._put(granted.link.url, path)
+            return granted.id
+
+    async def _put(self, url: str, path: Path) -> None:
+        assert self._session is not None, "the link was asked for a moment ago"
+        try:
+            with path.open("rb") as content:
+                async with self._session.put(
+                    self._url + url,
+                    data=content,
+                    headers={"content-type": "application/octet-stream"},
+                    timeout=aiohttp.ClientTimeout(
+                        total=None, sock_read=_UPLOAD_S, sock_connect=self._answer_s
+                    ),
+                    allow_redirects=False,
+                ) as response:
+                    answer = await response.read()
+                    if response.status >= 300:
+                        raise refusal_in(response.status, answer)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"the hub at {self._url} did not take a file: {error!r}") from error
+
     # the way
 
     async def _settle(self, name: str, body: msgspec.Struct) -> Settled:
@@ -153,6 +209,12 @@ class HttpWorkerApi:
                 raise refusal_in(response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Fault(f"the hub at {self._url} did not answer {name}: {error!r}") from error
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return path.stat().st_size, digest
 
 
 def _decode(content: bytes, kind: type[T]) -> T:

@@ -1,0 +1,1 @@
+"""Where inputs and outputs lie, and short-lived grants to them."""

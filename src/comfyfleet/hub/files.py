@@ -1,0 +1,148 @@
+"""The handlers of files: announced by a key or a lease, received and sent by signed links that need neither.
+
+Another tenant's file is not there at all. Where bytes lie is `assets/`'s.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator
+
+from starlette.responses import FileResponse
+
+from comfyfleet.assets.local import LocalAssets
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.limits import HungUp
+from comfyfleet.model.dispatch import Dispatch, LeaseRef
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.file import FileRecord
+from comfyfleet.wire import files as wire
+from comfyfleet.wire.worker import lease_ref
+
+
+class FileHandlers:
+    """`assets` None: this hub keeps no files."""
+
+    def __init__(self, engine: Engine, assets: LocalAssets | None) -> None:
+        self._engine = engine
+        self._kept = assets
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "create_file": self.create,
+            "get_file": self.get,
+            "complete_file": self.complete,
+            "put_content": self.put_content,
+            "get_content": self.get_content,
+            "worker_grants": self.grants,
+        }
+
+    @property
+    def _assets(self) -> LocalAssets:
+        if self._kept is None:
+            raise Refusal(RefusalCode.NOT_FOUND, "this hub keeps no files: give it a folder for them")
+        return self._kept
+
+    async def create(self, call: Call[wire.FileBody]) -> Reply:
+        body = call.given
+        record = await self._assets.reserve(
+            call.caller.owner,
+            name=body.name,
+            content_type=body.type,
+            size=body.size,
+            sha256=body.sha256,
+            source=body.source,
+        )
+        link = await self._assets.grant(record, "PUT")
+        return Reply(201, wire.view(record, link), made=record.file_id)
+
+    async def get(self, call: Call[None]) -> Reply:
+        record = await self._mine(call)
+        link = await self._assets.grant(record, "PUT" if record.received_at is None else "GET")
+        return Reply(200, wire.view(record, link))
+
+    async def complete(self, call: Call[None]) -> Reply:
+        record = await self._assets.complete((await self._mine(call)).file_id)
+        return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
+
+    async def _mine(self, call: Call[None]) -> FileRecord:
+        file_id = call.parameters["file_id"]
+        record = await self._assets.get(file_id)
+        if record is None or not call.caller.sees(record.tenant):
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file_id!r} (any more)")
+        return record
+
+    # by link
+
+    async def put_content(self, call: Call[wire.LinkQuery]) -> Reply:
+        asked = call.given
+        record = await self._assets.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
+        received = await self._assets.receive(record, _pieces(call))
+        if received.kind == "output":
+            # What a worker announces it announces with size and SHA-256: there is nothing left to verify.
+            received = await self._assets.complete(received.file_id)
+        return Reply(200, wire.view(received))
+
+    async def get_content(self, call: Call[wire.LinkQuery]) -> Reply | FileResponse:
+        asked = call.given
+        record = await self._assets.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
+        path = self._assets.path(record)
+        if record.received_at is None or not path.is_file():
+            raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} is not here")
+        return FileResponse(
+            path,
+            media_type=record.content_type,
+            filename=record.name,
+            # What somebody else uploaded is never shown as a page of this hub.
+            headers={
+                "x-content-type-options": "nosniff",
+                "content-security-policy": "sandbox; default-src 'none'",
+                "cache-control": "private",
+            },
+        )
+
+    # by lease
+
+    async def grants(self, call: Call[wire.GrantsBody]) -> Reply:
+        assets, ref = self._assets, lease_ref(call.given.lease)
+        dispatch = await self._engine.store.load(ref.job_id)
+        if dispatch is None or not _holds(dispatch, ref):
+            raise Refusal(RefusalCode.LEASE_LOST, "the lease is over: what it left is not kept")
+        worker_id = call.caller.worker_id
+        if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
+            raise Refusal(RefusalCode.NOT_ALLOWED, "this lease is another worker's")
+        views = []
+        for body in call.given.files:
+            record = await assets.reserve(
+                dispatch.tenant,
+                name=body.name,
+                content_type=body.type,
+                kind="output",
+                size=body.size,
+                sha256=body.sha256,
+                job_id=ref.job_id,
+                attempt_id=ref.attempt_id,
+            )
+            views.append(wire.view(record, await assets.grant(record, "PUT")))
+        return Reply(200, wire.FileGrants(tuple(views)))
+
+
+def _holds(dispatch: Dispatch, ref: LeaseRef) -> bool:
+    lease = dispatch.lease
+    return (
+        lease is not None
+        and (dispatch.round, lease.number, lease.epoch) == (ref.round, ref.number, ref.epoch)
+        and hmac.compare_digest(lease.token.encode(), ref.token.encode(errors="replace"))
+    )
+
+
+async def _pieces(call: Call[wire.LinkQuery]) -> AsyncIterator[bytes]:
+    while True:
+        message = await call.receive()
+        if message["type"] == "http.disconnect":
+            raise HungUp
+        if piece := message.get("body", b""):
+            yield piece
+        if not message.get("more_body", False):
+            return

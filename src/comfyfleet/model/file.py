@@ -1,0 +1,38 @@
+"""A file that a caller uploaded or a run left: what is known of it. Its bytes never enter the queue store."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from comfyfleet.model.ids import JobId, TenantId
+
+
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    file_id: str
+    tenant: TenantId
+    created_at: float
+    name: str = ""
+    """As its sender calls it: shown, and never a path."""
+    content_type: str = "application/octet-stream"
+    kind: Literal["input", "output"] = "input"
+    size: int | None = None
+    """As was said beforehand; once it is there, as was counted while it was received."""
+    sha256: str | None = None
+    job_id: JobId | None = None
+    """The job it came of."""
+    attempt_id: str | None = None
+    source: str | None = None
+    """The file it was made from."""
+    received_at: float | None = None
+    is_complete: bool = False
+    """It is there, and is what was said."""
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """One file, one method, for a short while."""
+
+    method: Literal["GET", "PUT"]
+    url: str
+    expires_at: float

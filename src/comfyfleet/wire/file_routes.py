@@ -1,0 +1,62 @@
+"""The rows of the table of routes that are about files: announced by a key or a lease, moved by signed links."""
+
+from __future__ import annotations
+
+from comfyfleet.model.errors import RefusalCode
+from comfyfleet.wire import files
+from comfyfleet.wire.route import ANYBODY, CALLERS, READERS, WORKERS, Route, get_route, of_noun, post_route
+
+FILES = of_noun(
+    "files",
+    Route(
+        "create_file",
+        "POST",
+        "/api/files",
+        "Announce a file; the answer has a link to PUT it to",
+        CALLERS,
+        body=files.FileBody,
+        answers={201: files.FileView},
+        refuses=(RefusalCode.NOT_FOUND, RefusalCode.TOO_LARGE),
+    ),
+    get_route(
+        "get_file", "/api/files/{file_id}", "What is known of a file, with a link", READERS, files.FileView
+    ),
+    post_route(
+        "complete_file",
+        "/api/files/{file_id}/complete",
+        "Say that a file is whole; it is compared with what was announced",
+        CALLERS,
+        files.FileView,
+        refuses=(RefusalCode.WRONG_PHASE,),
+    ),
+    Route(
+        "put_content",
+        "PUT",
+        "/api/files/{file_id}/content",
+        "The bytes of a file, by its link",
+        ANYBODY,
+        query=files.LinkQuery,
+        takes_bytes=True,
+        answers={200: files.FileView},
+        refuses=(RefusalCode.UNAUTHENTICATED, RefusalCode.TOO_LARGE, RefusalCode.WRONG_PHASE),
+    ),
+    Route(
+        "get_content",
+        "GET",
+        "/api/files/{file_id}/content",
+        "The bytes of a file, by its link; ranges are served",
+        ANYBODY,
+        query=files.LinkQuery,
+        answers={200: bytes, 206: bytes, 416: None},
+        refuses=(RefusalCode.UNAUTHENTICATED,),
+    ),
+    post_route(
+        "worker_grants",
+        "/api/worker/grants",
+        "Links to PUT to what a run left, asked for with its lease",
+        WORKERS,
+        files.FileGrants,
+        body=files.GrantsBody,
+        refuses=(RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND),
+    ),
+)

@@ -1,0 +1,80 @@
+"""Files as callers and workers ask for them and see them: announced, put to a link, complete, fetched by a link."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.model.file import FileRecord, Grant
+from comfyfleet.wire.bodies import Name
+from comfyfleet.wire.worker import LeaseBody
+
+Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+Size = Annotated[int, Meta(ge=0, le=2**50)]
+ContentType = Annotated[str, Meta(pattern=r"^[\w.+-]{1,64}/[\w.+-]{1,64}$")]
+
+
+class FileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is said of a file beforehand; what is said must hold."""
+
+    name: Name = "file"
+    type: ContentType = "application/octet-stream"
+    size: Size | None = None
+    sha256: Sha256 | None = None
+    source: Name | None = None
+
+
+class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    size: Size
+    sha256: Sha256
+    name: Name = "file"
+    type: ContentType = "application/octet-stream"
+
+
+class GrantsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a run left, asked for by whoever holds its lease."""
+
+    lease: LeaseBody
+    files: Annotated[tuple[OutputBody, ...], Meta(min_length=1, max_length=1_000)]
+
+
+class LinkQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    expires: Annotated[float, Meta(ge=0, le=1e11)]
+    signature: Name
+
+
+class FileView(msgspec.Struct, frozen=True, omit_defaults=True):
+    id: str
+    name: str
+    type: str
+    kind: Literal["input", "output"]
+    created_at: float
+    size: int | None = None
+    sha256: str | None = None
+    job_id: str | None = None
+    source: str | None = None
+    is_complete: bool = False
+    link: Grant | None = None
+    """Where to GET it, for a short while; or to PUT it, as long as it has not been received."""
+
+
+class FileGrants(msgspec.Struct, frozen=True):
+    files: tuple[FileView, ...]
+
+
+def view(record: FileRecord, link: Grant | None = None) -> FileView:
+    return FileView(
+        record.file_id,
+        record.name,
+        record.content_type,
+        record.kind,
+        record.created_at,
+        record.size,
+        record.sha256,
+        record.job_id,
+        record.source,
+        record.is_complete,
+        link,
+    )
