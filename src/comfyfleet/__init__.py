@@ -9,6 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from comfyfleet.client.fleet import FleetClient as FleetClient
+    from comfyfleet.client.options import JobUpdate as JobUpdate
+    from comfyfleet.client.sync import SyncFleetClient as SyncFleetClient
     from comfyfleet.model.errors import ComfyFleetError as ComfyFleetError
     from comfyfleet.model.errors import Fault as Fault
     from comfyfleet.model.errors import Refusal as Refusal
@@ -54,12 +57,14 @@ _HOMES = {
     "Failure": "comfyfleet.model.failure",
     "FailureKind": "comfyfleet.model.failure",
     "Fault": "comfyfleet.model.errors",
+    "FleetClient": "comfyfleet.client.fleet",
     "HardwareNeed": "comfyfleet.model.requirement",
     "InvalidWorkflow": "comfyfleet.model.workflow",
     "JobCancelled": "comfyfleet.pool.records",
     "JobFailed": "comfyfleet.pool.records",
     "JobRecord": "comfyfleet.pool.records",
     "JobResult": "comfyfleet.model.job",
+    "JobUpdate": "comfyfleet.client.options",
     "LocationNeed": "comfyfleet.model.requirement",
     "OutputFile": "comfyfleet.model.job",
     "PoolEvent": "comfyfleet.pool.events",
@@ -73,6 +78,7 @@ _HOMES = {
     "ServerStats": "comfyfleet.pool.records",
     "ServiceFailed": "comfyfleet.model.failure",
     "SmartFailover": "comfyfleet.policy.failover",
+    "SyncFleetClient": "comfyfleet.client.sync",
     "SyncWorkflowPool": "comfyfleet.pool.sync",
     "Weights": "comfyfleet.policy.rules",
     "WorkflowPool": "comfyfleet.pool.pool",

@@ -1,0 +1,352 @@
+"""`FleetClient`: a hub's jobs, queue, workers and keys as methods. It asks and waits; everything is decided at the hub.
+
+How a request travels, and when it is tried again, is `link.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from comfyfleet.client.link import Link, Tries, filled
+from comfyfleet.client.options import (
+    FINAL,
+    JobUpdate,
+    SubmitOptions,
+    WorkflowLike,
+    submission,
+    update_of,
+)
+from comfyfleet.client.sse import EventParser
+from comfyfleet.model.access import Role
+from comfyfleet.model.calls import Explanation
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.job import OutputFile
+from comfyfleet.wire import answers, bodies
+from comfyfleet.wire import keys as key_bodies
+from comfyfleet.wire.problems import refusal_in
+
+DEFAULT_URL = "http://127.0.0.1:3001"
+
+_AT_A_TIME = 200
+"""Jobs in one request of a batch."""
+_LOOK_S = 0.5
+"""Between two looks at a job where a hub has no stream of it."""
+
+T = TypeVar("T")
+
+
+class FleetClient:
+    """An async context manager; closing twice is harmless.
+
+    A hub that is away or says "not now" is tried again for `patience_s`, where that cannot do anything twice: every
+    submission carries a key by which the hub knows it again. A refusal is raised as `Refusal`, with its code.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        key: str | None = None,
+        *,
+        answer_s: float = 30.0,
+        patience_s: float = 30.0,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        self._link = Link(url, key, answer_s=answer_s, patience_s=patience_s, trust=trust)
+
+    @property
+    def url(self) -> str:
+        return self._link.url
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    # submit
+
+    async def submit(
+        self,
+        workflow: WorkflowLike,
+        *,
+        idempotency_key: str | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> answers.SubmittedBody:
+        """Durable when it returns. The same `idempotency_key`, or `reference`, with the same content is one job."""
+        body = submission(workflow, options)
+        headers = {}
+        if body.reference is None or idempotency_key is not None:
+            headers["idempotency-key"] = idempotency_key or uuid.uuid4().hex
+        return await self._link.ask("submit", answers.SubmittedBody, body=body, headers=headers)
+
+    async def submit_many(
+        self,
+        workflows: Iterable[WorkflowLike],
+        *,
+        on_progress: Callable[[int, int], object] | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> list[answers.SubmittedBody | Refusal]:
+        """Each workflow with the same options, in batches. In their order: the job, or why it was refused.
+
+        `on_progress` hears how many of how many are done.
+        """
+        if options.get("reference") is not None:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, "several jobs cannot share one reference: leave it out"
+            )
+        every = [submission(workflow, options) for workflow in workflows]
+        found: list[answers.SubmittedBody | Refusal] = []
+        for start in range(0, len(every), _AT_A_TIME):
+            part = tuple(msgspec.Raw(msgspec.json.encode(body)) for body in every[start : start + _AT_A_TIME])
+            answer = await self._link.ask(
+                "submit_batch",
+                answers.BatchAnswer,
+                body=bodies.BatchBody(part),
+                headers={"idempotency-key": uuid.uuid4().hex},
+            )
+            found += [_job_or_refusal(item) for item in answer.items]
+            if on_progress is not None:
+                on_progress(len(found), len(every))
+        return found
+
+    # look
+
+    async def get(self, job_id: str) -> answers.JobDetails:
+        return await self._link.ask("get_job", answers.JobDetails, job_id=job_id)
+
+    async def result(self, job_id: str) -> answers.ResultBody:
+        """What came of it so far; nothing while it is open."""
+        return await self._link.ask("get_result", answers.ResultBody, job_id=job_id)
+
+    async def explain(self, job_id: str) -> Explanation:
+        return await self._link.ask("explain_job", Explanation, job_id=job_id)
+
+    async def jobs(
+        self,
+        *,
+        status: str | None = None,
+        tenant: str | None = None,
+        workflow_hash: str | None = None,
+        metadata: dict[str, str] | None = None,
+        submitted_after: float | None = None,
+        submitted_before: float | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> answers.JobList:
+        """One page, in order of submission. Ask again with its cursor for what follows."""
+        query: dict[str, Any] = {
+            "status": status,
+            "tenant": tenant,
+            "workflow_hash": workflow_hash,
+            "submitted_after": submitted_after,
+            "submitted_before": submitted_before,
+            "cursor": cursor,
+            "limit": limit,
+        }
+        query |= {f"metadata[{name}]": value for name, value in (metadata or {}).items()}
+        return await self._link.ask("list_jobs", answers.JobList, query=query)
+
+    async def every_job(self, **wanted: Any) -> AsyncIterator[answers.JobBody]:
+        """All that `jobs` would list, page after page."""
+        cursor: str | None = None
+        while True:
+            page = await self.jobs(**wanted, cursor=cursor)
+            for job in page.jobs:
+                yield job
+            cursor = page.cursor
+            if cursor is None:
+                return
+
+    async def wait(self, job_id: str, timeout: float | None = None) -> answers.ResultBody:
+        """Until it has ended: completed with a result, failed with an error, or cancelled."""
+        async with asyncio.timeout(timeout), contextlib.aclosing(self.watch(job_id)) as watched:
+            async for _ in watched:
+                pass
+        return await self.result(job_id)
+
+    async def watch(self, job_id: str, after: int | None = None) -> AsyncGenerator[JobUpdate, None]:
+        """What happens to a job, to its end; with `after`, what follows that number. Survives a lost connection."""
+        path = filled("/api/jobs/{job_id}/progress", {"job_id": job_id})
+        last = after
+        tries = Tries(self._link.patience_s)
+        while True:
+            parser = EventParser()
+            headers = {"accept": "text/event-stream", "cache-control": "no-cache"}
+            if last is not None:
+                headers["last-event-id"] = str(last)
+            try:
+                async with self._link.stream(path, headers) as response:
+                    async for content in response.content.iter_any():
+                        for event in parser.feed(content):
+                            update = update_of(event.event, event.id, event.data)
+                            last = update.number if update.number is not None else last
+                            tries = Tries(self._link.patience_s)
+                            yield update
+                            if update.is_final:
+                                return
+                raise Fault(f"the stream of job {job_id} ended before the job did")
+            except Refusal as error:
+                if error.code is RefusalCode.NOT_FOUND:
+                    break
+                if error.code not in (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED):
+                    raise
+                await tries.after(error)
+            except Fault as error:
+                await tries.after(error)
+        # No such job, or a hub without streams: a look at the job tells which.
+        async for update in self._looks(job_id):
+            yield update
+
+    async def _looks(self, job_id: str) -> AsyncGenerator[JobUpdate, None]:
+        last: tuple[str, int] | None = None
+        while True:
+            job = await self.get(job_id)
+            if (job.status, job.attempts) != last:
+                last = (job.status, job.attempts)
+                ended = await self.result(job_id) if job.status in FINAL else None
+                yield JobUpdate(
+                    job.status,
+                    status=job.status,
+                    worker_id=job.worker_id,
+                    started_at=job.started_at,
+                    result=None if ended is None else ended.result,
+                    error=job.error,
+                )
+                if ended is not None:
+                    return
+            await asyncio.sleep(_LOOK_S)
+
+    async def fetch(self, file: OutputFile) -> bytes:
+        """A file of a result, from where it lies. Our key does not travel there."""
+        if file.url is None or urlsplit(file.url).scheme not in ("http", "https"):
+            raise Refusal(RefusalCode.NOT_FOUND, f"nobody has said where {file.filename!r} can be fetched")
+        try:
+            async with self._link.session.get(file.url, allow_redirects=False) as response:
+                content = await response.read()
+                if response.status != 200:
+                    raise refusal_in(response.status, content)
+                return content
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"{file.filename!r} cannot be fetched from {file.url}: {error}") from error
+
+    # change
+
+    async def cancel(self, job_id: str) -> answers.CancelBody:
+        return await self._link.ask("cancel_job", answers.CancelBody, job_id=job_id)
+
+    async def retry(self, job_id: str) -> answers.SubmittedBody:
+        return await self._link.ask("retry_job", answers.SubmittedBody, job_id=job_id)
+
+    async def pause(self, job_id: str) -> answers.JobDetails:
+        return await self._link.ask("pause_job", answers.JobDetails, job_id=job_id)
+
+    async def resume(self, job_id: str) -> answers.JobDetails:
+        return await self._link.ask("resume_job", answers.JobDetails, job_id=job_id)
+
+    async def set_priority(self, job_id: str, priority: int) -> answers.JobDetails:
+        body = bodies.ChangeBody(priority)
+        return await self._link.ask("change_job", answers.JobDetails, body=body, job_id=job_id)
+
+    # the queue
+
+    async def stats(self) -> answers.StatsBody:
+        return await self._link.ask("stats", answers.StatsBody)
+
+    async def pause_queue(self) -> answers.QueueBody:
+        return await self._link.ask("pause_queue", answers.QueueBody)
+
+    async def resume_queue(self) -> answers.QueueBody:
+        return await self._link.ask("resume_queue", answers.QueueBody)
+
+    async def dead_letter(self, cursor: str | None = None, limit: int = 100) -> answers.JobList:
+        return await self._link.ask("list_dead", answers.JobList, query={"cursor": cursor, "limit": limit})
+
+    async def retry_dead(self, job_id: str) -> answers.SubmittedBody:
+        return await self._link.ask("retry_dead", answers.SubmittedBody, job_id=job_id)
+
+    async def purge_dead(self, before: float | None = None, limit: int = 1_000) -> int:
+        body = bodies.PurgeBody(before, limit)
+        return (await self._link.ask("purge_dead", answers.PurgeAnswer, body=body)).purged
+
+    # workers
+
+    async def workers(self) -> Sequence[answers.WorkerBody]:
+        return (await self._link.ask("list_workers", answers.WorkerList)).workers
+
+    async def worker(self, worker_id: str) -> answers.WorkerDetails:
+        return await self._link.ask("get_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def drain_worker(self, worker_id: str) -> answers.WorkerDetails:
+        return await self._link.ask("drain_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def pause_worker(self, worker_id: str) -> answers.WorkerDetails:
+        return await self._link.ask("pause_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def resume_worker(self, worker_id: str) -> answers.WorkerDetails:
+        return await self._link.ask("resume_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def remove_worker(self, worker_id: str) -> None:
+        await self._link.ask("remove_worker", type(None), worker_id=worker_id)
+
+    async def blocks(self) -> Sequence[answers.BlockBody]:
+        return (await self._link.ask("list_blocks", answers.BlockList)).blocks
+
+    async def lift_block(self, worker_id: str, target: str) -> None:
+        await self._link.ask("lift_block", type(None), worker_id=worker_id, target=target)
+
+    # keys
+
+    async def create_key(
+        self,
+        role: Role | str,
+        *,
+        name: str = "",
+        tenant: str | None = None,
+        worker_id: str | None = None,
+        expires_in_s: float | None = None,
+    ) -> key_bodies.KeyMade:
+        """The only time that the key is told."""
+        body = key_bodies.KeyBody(Role(role), name, tenant, worker_id, expires_in_s)
+        return await self._link.ask("create_key", key_bodies.KeyMade, body=body)
+
+    async def keys(self, cursor: str | None = None, limit: int = 100) -> key_bodies.KeyList:
+        return await self._link.ask("list_keys", key_bodies.KeyList, query={"cursor": cursor, "limit": limit})
+
+    async def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> key_bodies.KeyMade:
+        body = key_bodies.RotateBody(overlap_s)
+        return await self._link.ask("rotate_key", key_bodies.KeyMade, body=body, key_id=key_id)
+
+    async def revoke_key(self, key_id: str) -> key_bodies.KeyView:
+        return await self._link.ask("revoke_key", key_bodies.KeyView, key_id=key_id)
+
+    async def invite(
+        self, *, uses: int = 1, expires_in_s: float = 3600.0, worker_prefix: str = ""
+    ) -> key_bodies.EnrolmentMade:
+        """A token with which so many workers fetch keys of their own."""
+        body = key_bodies.EnrolmentBody(uses, expires_in_s, worker_prefix)
+        return await self._link.ask("create_enrolment", key_bodies.EnrolmentMade, body=body)
+
+    async def health(self) -> answers.HealthBody:
+        return await self._link.ask("health", answers.HealthBody)
+
+
+def _job_or_refusal(item: answers.BatchItem) -> answers.SubmittedBody | Refusal:
+    if item.job is not None:
+        return item.job
+    found = refusal_in(item.status, msgspec.json.encode(item.problem))
+    return found if isinstance(found, Refusal) else Refusal(RefusalCode.UNAVAILABLE, str(found))

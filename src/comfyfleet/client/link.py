@@ -1,0 +1,198 @@
+"""The way to a hub: one request and its answer, tried again where that cannot do anything twice.
+
+What is asked for comes from the table of routes. A refusal of the hub is raised as the refusal it was; a hub that does
+not answer is a `Fault`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+import msgspec
+
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.wire.problems import refusal_in
+from comfyfleet.wire.routes import ROUTES
+
+T = TypeVar("T")
+
+_TABLE = {route.name: route for route in ROUTES}
+_SAME_TWICE = frozenset(
+    {
+        "submit",
+        "submit_batch",
+        "cancel_job",
+        "pause_job",
+        "resume_job",
+        "change_job",
+        "pause_queue",
+        "resume_queue",
+        "drain_worker",
+        "pause_worker",
+        "resume_worker",
+        "revoke_key",
+    }
+)
+"""Beside what only looks: a submission has its key, and the others say how things shall be, not what to add."""
+_NOT_NOW = (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED)
+_PACK_FROM_BYTES = 16 * 1024
+_BASE_S, _CAP_S = 0.1, 3.0
+
+
+class _Away(Fault):
+    """Nobody took the request, so nothing was done."""
+
+
+class Link:
+    """`patience_s` is how long a hub that is away, or says "not now", is tried again."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None,
+        *,
+        answer_s: float = 30.0,
+        patience_s: float = 30.0,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"{url!r} is no hub's address: write http://127.0.0.1:3001"
+            )
+        self.url = url.rstrip("/")
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        self._answer_s = answer_s
+        self.patience_s = patience_s
+        self._trust = trust
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            trust = True if self._trust is None else self._trust
+            # A watched job keeps its connection, so their number must not be bounded here.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, ssl=trust))
+        return self._session
+
+    async def ask(
+        self,
+        name: str,
+        kind: type[T],
+        *,
+        body: msgspec.Struct | None = None,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        **places: str,
+    ) -> T:
+        """The answer of a route by its name in the table; `places` stand in its path."""
+        content = await self._ask(name, body, query, headers, places)
+        try:
+            return msgspec.json.decode(content or b"null", type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise Fault(f"the answer of {self.url} cannot be understood: {error}") from error
+
+    async def _ask(
+        self,
+        name: str,
+        body: msgspec.Struct | None,
+        query: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None,
+        places: Mapping[str, str],
+    ) -> bytes:
+        route = _TABLE[name]
+        is_safe = route.method == "GET" or name in _SAME_TWICE
+        content = None if body is None else msgspec.json.encode(body)
+        tries = Tries(self.patience_s)
+        while True:
+            try:
+                async with self._request(
+                    route.method, filled(route.path, places), content, query, headers
+                ) as response:
+                    return await response.read()
+            except _Away as error:
+                await tries.after(error)
+            except Fault as error:
+                if not is_safe:
+                    raise
+                await tries.after(error)
+            except Refusal as error:
+                if error.code not in _NOT_NOW:
+                    raise
+                await tries.after(error, float(error.details.get("retry_after_s", 0.0)))
+
+    @asynccontextmanager
+    async def stream(self, path: str, headers: Mapping[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer without end; quiet for a minute it is taken for broken."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._answer_s, sock_read=60.0)
+        async with self._request("GET", path, None, None, headers, timeout) as response:
+            yield response
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        content: bytes | None,
+        query: Mapping[str, Any] | None,
+        headers: Mapping[str, str] | None,
+        timeout: aiohttp.ClientTimeout | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        sent = {**self._headers, **(headers or {})}
+        if content is not None:
+            sent["content-type"] = "application/json"
+        is_long = content is not None and len(content) >= _PACK_FROM_BYTES
+        try:
+            async with self.session.request(
+                method,
+                self.url + path,
+                data=content,
+                params={name: str(value) for name, value in (query or {}).items() if value is not None},
+                headers=sent,
+                compress="deflate" if is_long else None,
+                timeout=timeout or aiohttp.ClientTimeout(total=self._answer_s),
+                allow_redirects=False,
+            ) as response:
+                if response.status >= 300:
+                    raise refusal_in(response.status, await response.read())
+                yield response
+        except aiohttp.ClientConnectorError as error:
+            why = error.os_error.strerror or str(error.os_error)
+            raise _Away(f"no hub answers at {self.url} ({why}): is it running there?") from error
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            why = str(error) or "it took too long"
+            raise Fault(f"the hub at {self.url} did not answer: {why}") from error
+
+
+class Tries:
+    """Longer and longer pauses, with jitter, until the patience is over; then the error is raised."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._ends_at = asyncio.get_running_loop().time() + patience_s
+        self._count = 0
+
+    async def after(self, error: Exception, least_s: float = 0.0) -> None:
+        pause_s = min(_CAP_S, _BASE_S * (1 << min(self._count, 10))) * (0.5 + random.random() / 2)
+        pause_s = max(pause_s, least_s)
+        if asyncio.get_running_loop().time() + pause_s > self._ends_at:
+            raise error
+        self._count += 1
+        await asyncio.sleep(pause_s)
+
+
+def filled(path: str, places: Mapping[str, str]) -> str:
+    for name, value in places.items():
+        path = path.replace(f"{{{name}}}", quote(value, safe=""))
+    return path

@@ -1,0 +1,106 @@
+"""What a caller may say with a job, and what it hears of one: the wire's bodies under the names of Python programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.job import JobResult, Urgency
+from comfyfleet.wire.bodies import PreferencesBody, RequirementsBody, SubmitBody, TimeoutsBody
+
+FINAL = frozenset({"completed", "failed", "cancelled"})
+
+WorkflowLike = Mapping[str, Any] | str | Path
+"""A graph in ComfyUI's API format, or the path of a JSON file with one."""
+
+
+class SubmitOptions(TypedDict, total=False):
+    """Beside the workflow; docs/protocol.md says what each means."""
+
+    service: str | None
+    provider: str | None
+    reference: str | None
+    priority: int
+    urgency: Urgency
+    not_before: float | datetime | None
+    deadline: float | datetime | None
+    on_deadline: Literal["fail", "flag"]
+    after: tuple[str, ...]
+    requirements: RequirementsBody | None
+    preferences: PreferencesBody | None
+    metadata: dict[str, Any] | None
+    max_attempts: int | None
+    retry_delay_s: float | None
+    timeouts: TimeoutsBody | None
+    include_outputs: tuple[str, ...]
+    webhook: str | None
+    require_workable: bool
+
+
+class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One piece of news of a job: a change of its state, which has a number, or progress, which has none."""
+
+    kind: str
+    """queued, leased, completed, …, or progress, preview, output."""
+    number: int | None = None
+    status: str | None = None
+    percentage: float | None = None
+    value: float | None = None
+    max: float | None = None
+    step: str | None = None
+    node: str | None = None
+    message: str | None = None
+    worker_id: str | None = None
+    lease: int | None = None
+    started_at: float | None = None
+    updated_at: float | None = None
+    estimated_completion: float | None = None
+    result: JobResult | None = None
+    error: Failure | None = None
+    data: dict[str, Any] = {}
+    """Everything the hub told, as it told it."""
+
+    @property
+    def is_final(self) -> bool:
+        return self.kind in FINAL
+
+
+def read_workflow(workflow: WorkflowLike) -> dict[str, Any]:
+    if isinstance(workflow, Mapping):
+        return dict(workflow)
+    path = Path(workflow)
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} cannot be read: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} does not hold a workflow: {error}") from error
+
+
+def submission(workflow: WorkflowLike, options: SubmitOptions) -> SubmitBody:
+    return SubmitBody({"workflow": read_workflow(workflow)}, **options)
+
+
+def update_of(kind: str, number: str, data: str) -> JobUpdate:
+    """Of an event in a stream. What this version does not know stands in `data` alone."""
+    told = msgspec.json.decode(data.encode())
+    members: dict[str, Any] = told if isinstance(told, dict) else {"message": told}
+    return _update(kind, int(number) if number.isdecimal() else None, members)
+
+
+def _update(kind: str, number: int | None, members: dict[str, Any]) -> JobUpdate:
+    known: dict[str, Any] = {}
+    for field in msgspec.structs.fields(JobUpdate):
+        if field.name in ("kind", "number", "data") or members.get(field.name) is None:
+            continue
+        try:
+            known[field.name] = msgspec.convert(members[field.name], field.type, strict=False)
+        except msgspec.ValidationError:
+            continue
+    return JobUpdate(kind, number, **known, data=members)

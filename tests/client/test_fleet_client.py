@@ -1,0 +1,227 @@
+"""A program that talks to a hub through the client: refusals are refusals, and repeats do nothing twice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from tests.hub._hub import HubRig, graph, running_hub
+
+from comfyfleet import Fault, FleetClient, Refusal, RefusalCode, SyncFleetClient
+from comfyfleet.model.access import Role
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.worker.agent import Agent
+from comfyfleet.worker.connectors.simulated import SimulatedConnector
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[HubRig]:
+    async with running_hub() as rig:
+        yield rig
+
+
+@pytest_asyncio.fixture
+async def client(rig: HubRig) -> AsyncIterator[FleetClient]:
+    async with FleetClient(rig.url, rig.keys[Role.ADMIN], patience_s=2.0) as client:
+        yield client
+
+
+def code_of(error: pytest.ExceptionInfo[Refusal]) -> RefusalCode:
+    return error.value.code
+
+
+async def test_a_job_is_submitted_changed_looked_at_and_cancelled(client: FleetClient) -> None:
+    made = await client.submit(graph(), priority=3, metadata={"user": "42"})
+    assert (made.status, made.is_repeat) == ("queued", False)
+    assert (await client.set_priority(made.id, 7)).priority == 7
+    assert (await client.pause(made.id)).is_paused
+    assert not (await client.resume(made.id)).is_paused
+    assert (await client.explain(made.id)).summary
+    assert [job.id for job in (await client.jobs(metadata={"user": "42"})).jobs] == [made.id]
+    assert (await client.cancel(made.id)).status == "cancelled"
+    assert (await client.wait(made.id, timeout=5)).status == "cancelled"
+    assert (await client.retry(made.id)).status == "queued"
+
+
+async def test_a_job_is_watched_to_its_end(rig: HubRig, client: FleetClient) -> None:
+    async with Agent(rig.engine, WorkerId("gpu"), [SimulatedConnector()]):
+        made = await client.submit(graph())
+        kinds = [update.kind async for update in client.watch(made.id)]
+        ended = await client.wait(made.id, timeout=5)
+    assert kinds[-1] == "completed"
+    assert ended.status == "completed" and ended.result is not None
+    assert [worker.id for worker in await client.workers()] == ["gpu"]
+    assert (await client.stats()).completed == 1
+
+
+async def test_the_same_key_is_the_same_job_and_the_same_reference_too(client: FleetClient) -> None:
+    first = await client.submit(graph(), idempotency_key="once")
+    assert (await client.submit(graph(), idempotency_key="once")).id == first.id
+    own = await client.submit(graph(), reference="mine")
+    assert (await client.submit(graph(), reference="mine")).id == own.id != first.id
+    with pytest.raises(Refusal) as refused:
+        await client.submit(graph(seed=8), reference="mine")
+    assert code_of(refused) is RefusalCode.DUPLICATE_DIFFERS
+
+
+async def test_many_jobs_go_in_batches_and_each_has_its_own_answer(client: FleetClient) -> None:
+    told: list[tuple[int, int]] = []
+    workflows = [graph(seed=number) for number in range(450)] + [{"1": {"inputs": {}}}]
+    found = await client.submit_many(workflows, priority=2, on_progress=lambda *done: told.append(done))
+    assert told == [(200, 451), (400, 451), (451, 451)]
+    assert len({job.id for job in found if not isinstance(job, Refusal)}) == 450
+    assert isinstance(found[-1], Refusal) and found[-1].code is RefusalCode.INVALID_WORKFLOW
+    assert len([job async for job in client.every_job(limit=100)]) == 450
+
+
+async def test_a_refusal_comes_back_with_its_code(rig: HubRig, client: FleetClient) -> None:
+    with pytest.raises(Refusal) as refused:
+        await client.get("nobody's")
+    assert code_of(refused) is RefusalCode.NOT_FOUND
+    with pytest.raises(Refusal) as refused:
+        async for _ in client.watch("nobody's"):
+            pass
+    assert code_of(refused) is RefusalCode.NOT_FOUND
+    async with FleetClient(rig.url, rig.keys[Role.VIEWER]) as viewer:
+        with pytest.raises(Refusal) as refused:
+            await viewer.submit(graph())
+    assert code_of(refused) is RefusalCode.NOT_ALLOWED
+    async with FleetClient(rig.url) as stranger:
+        with pytest.raises(Refusal) as refused:
+            await stranger.stats()
+    assert code_of(refused) is RefusalCode.UNAUTHENTICATED
+
+
+async def test_keys_are_made_used_and_revoked(rig: HubRig, client: FleetClient) -> None:
+    made = await client.create_key("tenant", tenant="acme", name="theirs")
+    async with FleetClient(rig.url, made.key) as tenant:
+        await tenant.submit(graph())
+        assert (await client.jobs(tenant="acme")).jobs[0].tenant == "acme"
+        assert made.id in {key.id for key in (await client.keys()).keys}
+        await client.revoke_key(made.id)
+        with pytest.raises(Refusal) as refused:
+            await tenant.stats()
+    assert code_of(refused) is RefusalCode.UNAUTHENTICATED
+
+
+async def test_the_queue_and_the_workers_are_told_what_to_do(rig: HubRig, client: FleetClient) -> None:
+    assert (await client.pause_queue()).is_paused
+    assert not (await client.resume_queue()).is_paused
+    async with Agent(rig.engine, WorkerId("gpu/0"), [SimulatedConnector()]) as agent:
+        await agent.first_verdict()
+        assert (await client.pause_worker("gpu/0")).status == "paused"
+        assert (await client.resume_worker("gpu/0")).status == "idle"
+    await client.remove_worker("gpu/0")
+    assert await client.workers() == ()
+    assert await client.blocks() == ()
+    assert (await client.dead_letter()).jobs == ()
+    assert await client.purge_dead() == 0
+
+
+def test_an_address_that_is_none_is_refused_at_once() -> None:
+    with pytest.raises(Refusal, match="is no hub's address"):
+        FleetClient("127.0.0.1:3001")
+
+
+async def test_a_hub_that_is_away_is_a_fault_once_patience_is_over() -> None:
+    async with FleetClient("http://127.0.0.1:9", patience_s=0.2) as client:
+        with pytest.raises(Fault, match=r"no hub answers at http://127\.0\.0\.1:9"):
+            await client.stats()
+
+
+class Flaky:
+    """A hub that loses its first answers, and counts what it was asked."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.retries = 0
+        self.lose = 2
+        self.url = ""
+
+    async def submit(self, request: web.Request) -> web.Response:
+        self.keys.append(request.headers["idempotency-key"])
+        return self._answer(request)
+
+    async def retry(self, request: web.Request) -> web.Response:
+        self.retries += 1
+        return self._answer(request)
+
+    def _answer(self, request: web.Request) -> web.Response:
+        if self.lose:
+            self.lose -= 1
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response({"id": "1", "status": "queued", "workflow_hash": "w", "jobId": "1"})
+
+    async def busy(self, request: web.Request) -> web.Response:
+        if self.lose:
+            self.lose -= 1
+            body = {"code": "rate_limited", "status": 429, "title": "x", "type": "x", "retry_after_s": 0.01}
+            return web.Response(status=429, body=msgspec.json.encode(body))
+        return web.json_response({"workers": []})
+
+
+@pytest_asyncio.fixture
+async def flaky() -> AsyncIterator[Flaky]:
+    hub = Flaky()
+    app = web.Application()
+    app.router.add_post("/api/jobs", hub.submit)
+    app.router.add_post("/api/jobs/1/retry", hub.retry)
+    app.router.add_get("/api/workers", hub.busy)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    hub.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    yield hub
+    await runner.cleanup()
+
+
+async def test_a_submission_whose_answer_is_lost_is_repeated_under_the_same_key(flaky: Flaky) -> None:
+    async with FleetClient(flaky.url, patience_s=5) as client:
+        assert (await client.submit(graph())).id == "1"
+    assert len(flaky.keys) == 3
+    assert len(set(flaky.keys)) == 1
+
+
+async def test_what_would_be_done_twice_is_not_repeated(flaky: Flaky) -> None:
+    async with FleetClient(flaky.url, patience_s=5) as client:
+        with pytest.raises(Fault, match="did not answer"):
+            await client.retry("1")
+    assert flaky.retries == 1
+
+
+async def test_a_hub_that_says_not_now_is_asked_again(flaky: Flaky) -> None:
+    async with FleetClient(flaky.url, patience_s=5) as client:
+        assert await client.workers() == ()
+    assert flaky.lose == 0
+
+
+async def test_a_script_without_a_loop_gets_the_same_answers(rig: HubRig, tmp_path: Path) -> None:
+    path = tmp_path / "workflow.json"
+    path.write_bytes(msgspec.json.encode(graph()))
+
+    def script() -> tuple[str, list[str], int]:
+        with SyncFleetClient(rig.url, rig.keys[Role.ADMIN]) as client:
+            made = client.submit(path, metadata={"from": "a file"})
+            client.cancel(made.id)
+            kinds = [update.kind for update in client.watch(made.id)]
+            with pytest.raises(Refusal):
+                client.get("nobody's")
+            return client.wait(made.id).status, kinds, len(list(client.every_job()))
+
+    status, kinds, jobs = await asyncio.to_thread(script)
+    assert (status, kinds[-1], jobs) == ("cancelled", "cancelled", 1)
+
+
+def test_a_closed_client_says_so() -> None:
+    client = SyncFleetClient()
+    client.close()
+    client.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        client.stats()
