@@ -19,8 +19,10 @@ _COMMANDS = {
     "demo": "comfyfleet.cli.demo",
     "fake-comfyui": "comfyfleet.cli.fake_comfyui",
     "hash": "comfyfleet.cli.hash",
+    "hub": "comfyfleet.cli.hub",
     "run": "comfyfleet.cli.run",
     "store": "comfyfleet.cli.store",
+    "up": "comfyfleet.cli.up",
     "worker": "comfyfleet.cli.worker",
 }
 """Where each command is: a module with a click command named `command`."""

@@ -1,0 +1,163 @@
+"""A hub put together from settings: a store, an engine on it, the hub on a port, and a key for the owner.
+
+Who lives in it (agents, a demo) and when it ends is for the commands.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+import ssl
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import click
+import msgspec
+
+from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
+from comfyfleet.cli.settings import Resolved
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.hub.app import Hub
+from comfyfleet.hub.credentials import is_loopback
+from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.model.access import Role
+from comfyfleet.ports import Cabinet, Store
+from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.opening import open_store
+
+T = TypeVar("T")
+
+
+class House(msgspec.Struct, frozen=True):
+    engine: Engine
+    hub: Hub
+    serving: Serving
+    url: str
+    """As this machine reaches it."""
+    key: str
+    """The owner's, an administrator."""
+    is_key_new: bool
+    key_file: Path
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """On the faster loop where it is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        import asyncio
+
+        return asyncio.run(work)
+    ran: T = uvloop.run(work)
+    return ran
+
+
+@asynccontextmanager
+async def open_house(resolved: Resolved) -> AsyncIterator[House]:
+    """Inside it the hub answers. What wants to stay in its data folder does so."""
+    settings = resolved.values
+    serving_settings = _serving_settings(resolved)
+    make_data_folder(resolved.data)
+    known = read_hub(resolved.data)
+    clock = SystemClock()
+    store = open_store(settings.store or embedded_store(resolved.data), clock)
+    async with Engine(store, rules=resolved.rules(), clock=clock) as engine:
+        hub = Hub(engine, _cabinet(store), clock, limits=resolved.limits(), is_open=settings.open)
+        key, is_new = await _owners_key(hub, known)
+        async with Serving(hub, serving_settings) as serving:
+            url = _near_url(serving, settings.host)
+            file = write_hub(resolved.data, LocalHub(url, key, _absolute(settings.certificate)))
+            # What is there now stays to the end; the collector need not look at it again and again.
+            gc.collect()
+            gc.freeze()
+            yield House(engine, hub, serving, url, key, is_new, file)
+
+
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).resolve())
+
+
+def embedded_store(data: Path) -> str:
+    return f"sqlite:///{quote(str((data / 'fleet.db').resolve()))}"
+
+
+def _cabinet(store: Store) -> Cabinet:
+    cabinet: Cabinet | None = getattr(store, "cabinet", None)
+    return cabinet or MemoryCabinet()
+
+
+async def _owners_key(hub: Hub, known: LocalHub | None) -> tuple[str, bool]:
+    """Made at the first start. One that was lost or revoked is made anew: whoever starts a hub on its store owns it."""
+    if known is not None and known.key is not None:
+        key = await hub.keys.check(known.key)
+        if key is not None and key.role is Role.ADMIN:
+            return known.key, False
+    _, made = await hub.keys.create(Role.ADMIN, name=f"owner at {socket.gethostname()}")
+    return made, True
+
+
+def _serving_settings(resolved: Resolved) -> ServingSettings:
+    settings = resolved.values
+    if settings.open and not is_loopback(settings.host):
+        raise resolved.wrong(
+            "host", f"with 'open' nobody needs a key, so {settings.host} is refused: use keys, or 127.0.0.1"
+        )
+    if settings.certificate_key is not None and settings.certificate is None:
+        raise resolved.wrong("certificate_key", "there is no 'certificate' to go with it")
+    if settings.certificate is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+                settings.certificate, settings.certificate_key
+            )
+        except (OSError, ssl.SSLError) as error:
+            raise resolved.wrong("certificate", f"it cannot be used with its key: {error}") from error
+    return ServingSettings(
+        settings.host, settings.port, settings.certificate, settings.certificate_key or settings.certificate
+    )
+
+
+def _near_url(serving: Serving, host: str) -> str:
+    near = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
+    if near is None:
+        return serving.url
+    scheme = serving.url.partition("://")[0]
+    return f"{scheme}://{near}:{serving.port}"
+
+
+def greet(house: House, resolved: Resolved) -> None:
+    """Where to go next; the key is told the first time only."""
+    settings = resolved.values
+    click.echo(f"The hub answers at {house.url}")
+    click.echo(f"  keeps its jobs in {'the store' if settings.store else resolved.data}")
+    if settings.open:
+        click.echo("  asks nobody on this machine for a key")
+    elif house.is_key_new:
+        click.echo(f"  admin key, shown this once: {house.key}")
+        click.echo(f"  status page: {house.url}/?token={house.key}")
+    else:
+        click.echo(f"  the owner's key is in {house.key_file}")
+    if not is_loopback(settings.host) and settings.certificate is None:
+        click.echo(
+            "Warning: keys travel unencrypted to other machines: give --certificate, or put a proxy with TLS in front",
+            err=True,
+        )
+    if house.is_key_new:
+        click.echo("Next, in another terminal of this machine (it finds the hub and the key by itself):")
+        click.echo("  comfyfleet submit workflow.json --watch")
+        click.echo("  comfyfleet top")
+
+
+def needs_hub() -> None:
+    """Says what to install where the hub's own packages are not."""
+    try:
+        import starlette  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise CommandFailed(
+            f"a hub needs {error.name}, which is not installed: install comfyfleet[hub]"
+        ) from error

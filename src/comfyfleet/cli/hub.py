@@ -1,0 +1,58 @@
+"""`comfyfleet hub`: the hub alone, on a store. Workers come over HTTP, or work directly on the store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from comfyfleet.cli.options import settings
+from comfyfleet.cli.up import ended
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from comfyfleet.cli.settings import Resolved
+
+
+@click.command("hub")
+@settings(
+    "store",
+    "host",
+    "port",
+    "open",
+    "certificate",
+    "certificate_key",
+    "data",
+    "log_level",
+    "log_format",
+    "config",
+)
+def command(config: str | None, **flags: Any) -> None:
+    """Run a hub without workers of its own, until Ctrl-C or SIGTERM.
+
+    Several hubs may share a Redis or PostgreSQL store.
+    """
+    from comfyfleet.cli.house import needs_hub, run_loop
+    from comfyfleet.cli.logs import set_up
+    from comfyfleet.cli.settings import read_settings
+
+    needs_hub()
+    resolved = read_settings(flags, config=config)
+    set_up(resolved.values.log_level, resolved.values.log_format)
+    ended(run_loop(_live(resolved)))
+
+
+async def _live(resolved: Resolved) -> Sequence[int]:
+    from contextlib import AsyncExitStack
+
+    from comfyfleet.cli.house import greet, open_house
+    from comfyfleet.cli.signals import Signals
+
+    with Signals() as signals:
+        async with AsyncExitStack() as stack:
+            entered = await signals.before(stack.enter_async_context(open_house(resolved)), 1)
+            if entered is not None:
+                greet(entered[0], resolved)
+                await signals.wait()
+    return signals.came

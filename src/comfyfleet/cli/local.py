@@ -1,0 +1,104 @@
+"""What a program keeps in its data folder for others of the same user: where the hub is, and keys.
+
+A file that others can read is refused: whoever can read it may have read the key.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from comfyfleet.cli.endings import CommandFailed, ExitCode
+
+T = TypeVar("T")
+
+HUB_FILE = "hub.json"
+WORKER_FILE = "workers.json"
+
+
+class LocalHub(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The hub of this data folder, and the key with which its owner commands it."""
+
+    url: str
+    key: str | None = None
+    certificate: str | None = None
+
+
+class WorkerKeys(msgspec.Struct, frozen=True):
+    """The keys that workers of this machine got when they enrolled, by hub and worker."""
+
+    keys: dict[str, dict[str, str]] = {}
+
+
+def make_data_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandFailed(
+            f"the setting 'data' will not do: cannot make {folder}: {error.strerror}", ExitCode.USAGE
+        ) from error
+
+
+def read_hub(folder: Path) -> LocalHub | None:
+    content = _read(folder / HUB_FILE)
+    return None if content is None else _decode(folder / HUB_FILE, content, LocalHub)
+
+
+def write_hub(folder: Path, hub: LocalHub) -> Path:
+    return _write(folder / HUB_FILE, hub)
+
+
+def read_worker_key(folder: Path, hub: str, worker: str) -> str | None:
+    return _worker_keys(folder).keys.get(hub, {}).get(worker)
+
+
+def write_worker_key(folder: Path, hub: str, worker: str, key: str) -> None:
+    known = _worker_keys(folder).keys
+    _write(folder / WORKER_FILE, WorkerKeys({**known, hub: {**known.get(hub, {}), worker: key}}))
+
+
+def _worker_keys(folder: Path) -> WorkerKeys:
+    content = _read(folder / WORKER_FILE)
+    return WorkerKeys() if content is None else _decode(folder / WORKER_FILE, content, WorkerKeys)
+
+
+def _decode(path: Path, content: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise CommandFailed(
+            f"{path} is not what was written there ({error}): remove it, and a start of the hub makes it anew"
+        ) from error
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
+                raise CommandFailed(
+                    f"{path} holds a key and can be read by others: `chmod 600 {path}`, and revoke the key if they "
+                    "may have read it",
+                    ExitCode.REFUSED,
+                )
+            return file.read()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CommandFailed(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _write(path: Path, value: msgspec.Struct) -> Path:
+    """Whole or not at all, and readable by nobody else at any moment."""
+    make_data_folder(path.parent)
+    # `mkstemp` makes files that only their owner can read.
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(value))
+    Path(name).replace(path)
+    return path

@@ -1,0 +1,114 @@
+"""The flags that several commands share: each is a setting's, so that environment and file can say the same.
+
+A flag that was not given is None; `settings.py` looks for the value elsewhere then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.types import StringParamType
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Address(StringParamType):
+    """An address; of several in an environment variable, commas or spaces lie between them."""
+
+    name = "url"
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        return rv.replace(",", " ").split()
+
+
+def _option(*names: str, **more: Any) -> Callable[[F], F]:
+    return click.option(*names, default=None, **more)
+
+
+_OPTIONS: dict[str, Callable[[Any], Any]] = {
+    "config": _option(
+        "--config", metavar="FILE", help="Settings in TOML; comfyfleet.toml here unless given."
+    ),
+    "data": _option(
+        "--data", metavar="FOLDER", help="Folder for the embedded store and keys; the user's unless given."
+    ),
+    "store": _option(
+        "--store",
+        metavar="URL",
+        help="Where jobs are kept: sqlite:///…, redis://…, rediss://… or postgresql://…",
+    ),
+    "host": _option("--host", metavar="ADDRESS", help="Where to listen; 127.0.0.1 unless given."),
+    "port": _option(
+        "-p", "--port", type=click.IntRange(0, 65535), help="3001 unless given; 0 takes a free one."
+    ),
+    "certificate": _option(
+        "--certificate", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM)."
+    ),
+    "certificate_key": _option(
+        "--certificate-key", metavar="FILE", help="The certificate's private key (PEM)."
+    ),
+    "open": click.option(
+        "--open",
+        "open",
+        is_flag=True,
+        default=None,
+        help="Ask nobody on this machine for a key, and serve nobody else.",
+    ),
+    "servers": click.option(
+        "-s",
+        "--server",
+        "servers",
+        type=Address(),
+        multiple=True,
+        metavar="URL",
+        help="A ComfyUI server, such as http://127.0.0.1:8188. Repeatable.",
+    ),
+    "fake": _option("--fake", type=click.IntRange(0), metavar="N", help="Also start so many fake servers."),
+    "slots": _option(
+        "--slots", type=click.IntRange(1), metavar="N", help="Jobs a server gets at a time; 1 unless given."
+    ),
+    "grace_s": _option(
+        "--grace",
+        "grace_s",
+        type=click.FloatRange(0),
+        metavar="SECONDS",
+        help="How long what runs may take to end after the first signal; 60 unless given. Then it is given back.",
+    ),
+    "name": _option(
+        "--name",
+        metavar="NAME",
+        help="The worker's name in the fleet (with several servers NAME-1, NAME-2 …). Unless given: the server's host "
+        "and port, with this machine's name in place of a loopback address. Every worker of a fleet needs its own.",
+    ),
+    "hub": _option("--hub", metavar="URL", help="The hub; the one on this machine unless given."),
+    "key": _option(
+        "--key", metavar="KEY", help="The key for it. Better in COMFYFLEET_KEY, or found by itself."
+    ),
+    "enrol": _option("--enrol", metavar="TOKEN", help="Fetch a key of its own with this token, once."),
+    "trust": _option("--trust", metavar="FILE", help="Certificates to trust at the hub (PEM)."),
+    "log_level": _option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        help="What is logged to standard error; warning unless given. info has a line for each request.",
+    ),
+    "log_format": _option("--log-format", type=click.Choice(["text", "json"]), help="text unless given."),
+}
+
+TO_REACH = ("config", "data", "hub", "key", "trust")
+"""What every command needs that asks a hub."""
+
+
+def settings(*names: str) -> Callable[[F], F]:
+    """The flags of these settings, in this order in the help."""
+
+    def add(command: F) -> F:
+        for name in reversed(names):
+            command = _OPTIONS[name](command)
+        return command
+
+    return add
+
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -1,0 +1,82 @@
+"""The servers of a program by their names in the fleet: those that were given, those found here, fake ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+
+import aiohttp
+import click
+import msgspec
+
+from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.pool.options import Server
+from comfyfleet.worker.connectors.comfyui.settings import parse_address
+from comfyfleet.worker.settings import AgentState
+
+LOCAL_PORTS = range(8188, 8200)
+_ANSWER_S = 2.0
+
+
+def named(addresses: Sequence[str], name: str | None, slots: int, *, alone: bool = True) -> list[Server]:
+    """Each once. `alone`: no other servers follow, so that a single one has the name as it is."""
+    servers: dict[str, Server] = {}
+    for number, address in enumerate(addresses, start=1):
+        try:
+            server_id = parse_address(address).server_id
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--server") from error
+        if name is not None:
+            server_id = name if alone and len(addresses) == 1 else f"{name}-{number}"
+        else:
+            host, separator, port = server_id.rpartition(":")
+            if host in ("127.0.0.1", "localhost", "[::1]"):
+                server_id = f"{socket.gethostname()}{separator}{port}"
+        servers.setdefault(server_id, Server(address, id=server_id, slots=slots))
+    return list(servers.values())
+
+
+async def fakes(stack: AsyncExitStack, count: int, name: str, slots: int) -> list[Server]:
+    """Fake servers in this process, which end with the stack."""
+    if not count:
+        return []
+    from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+    from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
+
+    servers = []
+    for number in range(1, count + 1):
+        try:
+            fake = await stack.enter_async_context(FakeComfyUI(FakeSettings(name=f"fake-{number}")))
+        except PillowMissing as error:
+            raise CommandFailed(str(error)) from error
+        servers.append(Server(fake.url, id=f"{name}-fake-{number}", slots=slots))
+    return servers
+
+
+async def found_here(ports: Iterable[int] = LOCAL_PORTS) -> list[str]:
+    """The addresses of the ComfyUI servers that answer on this machine."""
+    timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        answers = await asyncio.gather(*(_is_comfyui(session, url) for url in urls))
+    return [url for url, is_one in zip(urls, answers, strict=True) if is_one]
+
+
+async def _is_comfyui(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/system_stats", allow_redirects=False) as response:
+            body = msgspec.json.decode(await response.content.read(1024 * 1024))
+    except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return isinstance(body, dict) and "system" in body and "devices" in body
+
+
+def this_process() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def tell_state(worker: str, state: AgentState) -> None:
+    click.echo(f"{worker}: {state.status.value}" + (f" ({state.reason})" if state.reason else ""))

@@ -1,0 +1,268 @@
+"""Every setting of the programs, from wherever it was said: a flag, the environment, one TOML file, or nowhere.
+
+A setting has one name in all three places (`--log-level`, `COMFYFLEET_LOG_LEVEL`, `log_level`); the first of them wins.
+What cannot be understood is told with its name and its place. Only this module reads the environment for settings.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.hub.limits import Limits
+from comfyfleet.policy.rules import Rules
+
+PREFIX = "COMFYFLEET_"
+FILE_NAME = "comfyfleet.toml"
+
+OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
+"""What others called them in the environment."""
+SECRET = frozenset({"key", "enrol"})
+TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules}
+ELSEWHERE = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}DEBUG", f"{PREFIX}COMPLETE"})
+"""Variables of ours that are no settings."""
+
+_FLAGS = {"servers": "--server", "grace_s": "--grace"}
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Count = Annotated[int, Meta(ge=0, le=1_000)]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    data: str = ""
+    """The folder of what a program keeps: the embedded store, keys. Unless said, the user's folder for data."""
+    store: str | None = None
+    """Where jobs are kept. Unless said, SQLite in the data folder."""
+    host: str = "127.0.0.1"
+    port: Port = 3001
+    certificate: str | None = None
+    certificate_key: str | None = None
+    open: bool = False
+    """Whoever asks from this machine needs no key; then nobody else is served."""
+    servers: tuple[str, ...] = ()
+    fake: Count = 0
+    slots: Annotated[int, Meta(ge=1, le=1_000)] = 1
+    grace_s: Annotated[float, Meta(ge=0)] = 60.0
+    name: str | None = None
+    hub: str | None = None
+    key: str | None = None
+    enrol: str | None = None
+    trust: str | None = None
+    """A file with the certificates to trust at the hub, beside those that the system trusts."""
+    log_level: Literal["debug", "info", "warning", "error"] = "warning"
+    log_format: Literal["text", "json"] = "text"
+    limits: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
+
+
+class Origin(msgspec.Struct, frozen=True, order=True):
+    """Where a value came from; a higher rank wins."""
+
+    rank: int
+    place: str
+
+
+DEFAULT = Origin(0, "default")
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    values: Settings
+    origins: dict[str, Origin]
+    """By name; those of a table as `limits.max_depth`. What is not here is the default."""
+    unheard: tuple[str, ...] = ()
+    """Variables that look like ours and mean nothing."""
+
+    def origin(self, name: str) -> Origin:
+        return self.origins.get(name, DEFAULT)
+
+    def limits(self) -> Limits:
+        return msgspec.convert(self.values.limits, Limits)
+
+    def rules(self) -> Rules:
+        # As in a pool: a run that neither starts nor moves for so long is stuck.
+        usual = {"start_timeout_s": 600.0, "stall_timeout_s": 600.0}
+        return msgspec.convert(usual | self.values.rules, Rules)
+
+    @property
+    def data(self) -> Path:
+        return Path(self.values.data)
+
+    def wrong(self, name: str, why: str) -> CommandFailed:
+        """The error about a setting, for whoever finds out later that it will not do."""
+        return _wrong(name, self.origin(name), why)
+
+    def shown(self) -> Iterator[tuple[str, Any, str]]:
+        """Each setting with its value, as it may be seen, and its place."""
+        for name in Settings.__struct_fields__:
+            value = getattr(self.values, name)
+            if name in TABLES:
+                for field in sorted(value):
+                    yield f"{name}.{field}", value[field], self.origin(f"{name}.{field}").place
+                continue
+            yield name, masked(name, value), self.origin(name).place
+
+
+def masked(name: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if name in SECRET:
+        return "…"
+    if name in ("store", "hub") and "@" in value:
+        parts = urlsplit(value)
+        return urlunsplit(parts._replace(netloc="…@" + parts.netloc.rpartition("@")[2]))
+    return list(value) if isinstance(value, tuple) else value
+
+
+def flag_of(name: str) -> str:
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def variable_of(name: str) -> str:
+    return PREFIX + name.replace(".", "_").upper()
+
+
+def read_settings(
+    flags: Mapping[str, Any] | None = None,
+    *,
+    config: str | Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    old_names: bool = True,
+) -> Resolved:
+    """`flags` that are None or empty were not given. `config` is the file; else the variable's, else the one here."""
+    environment = os.environ if environment is None else environment
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    path = _file(config, environment)
+    if path is not None:
+        _take(values, origins, _flat(_read_file(path), path), Origin(1, f"file {path}"))
+    unheard = _take_environment(values, origins, environment, old_names)
+    for name, value in (flags or {}).items():
+        if value is not None and value != ():
+            _put(values, origins, name, value, Origin(3, f"flag {flag_of(name)}"))
+    if not values.get("data"):
+        values["data"] = str(_usual_data(environment))
+    return Resolved(msgspec.convert(values, Settings), origins, unheard)
+
+
+def _file(config: str | Path | None, environment: Mapping[str, str]) -> Path | None:
+    given = config or environment.get(f"{PREFIX}CONFIG")
+    if given:
+        return Path(given)
+    here = Path(FILE_NAME)
+    return here if here.is_file() else None
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandFailed(
+            f"the settings in {path} cannot be read: {error.strerror}", ExitCode.USAGE
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise CommandFailed(f"{path} is not TOML: {error}", ExitCode.USAGE) from error
+
+
+def _flat(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    origin = Origin(1, f"file {path}")
+    found: dict[str, Any] = {}
+    for name, value in content.items():
+        if name not in TABLES:
+            found[name] = value
+        elif isinstance(value, dict):
+            found |= {f"{name}.{field}": each for field, each in value.items()}
+        else:
+            raise _wrong(name, origin, f"it is a table: write [{name}] and its settings below")
+    return found
+
+
+def _take(
+    values: dict[str, Any], origins: dict[str, Origin], given: Mapping[str, Any], origin: Origin
+) -> None:
+    for name, value in given.items():
+        _put(values, origins, name, value, origin)
+
+
+def _take_environment(
+    values: dict[str, Any], origins: dict[str, Origin], environment: Mapping[str, str], old_names: bool
+) -> tuple[str, ...]:
+    by_variable = {variable_of(name): name for name in _names()}
+    for name, olds in OLD_NAMES.items() if old_names else ():
+        # The first of them wins, and our own wins over them all.
+        for old in reversed(olds):
+            if environment.get(old):
+                _put(values, origins, name, environment[old], Origin(2, f"environment {old}"))
+    unheard = []
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith(PREFIX) or variable in ELSEWHERE or not text:
+            continue
+        if variable not in by_variable:
+            unheard.append(variable)
+            continue
+        name = by_variable[variable]
+        value: Any = text.replace(",", " ").split() if name == "servers" else text
+        _put(values, origins, name, value, Origin(2, f"environment {variable}"))
+    return tuple(unheard)
+
+
+def _put(values: dict[str, Any], origins: dict[str, Origin], name: str, value: Any, origin: Origin) -> None:
+    table, _, field = name.rpartition(".")
+    known = TABLES.get(table, Settings)
+    fields = {each.name: each.type for each in msgspec.structs.fields(known)}
+    if (
+        (table and table not in TABLES)
+        or field not in fields
+        or (not table and field in TABLES and origin.rank < 3)
+    ):
+        raise _unknown(name, origin)
+    # What comes as text is read as what it should be; a file and a flag have kinds of their own.
+    is_text = origin.rank == 2
+    try:
+        value = msgspec.convert(value, fields[field], strict=not is_text)
+    except msgspec.ValidationError as error:
+        raise _wrong(name, origin, str(error)) from error
+    if table:
+        values.setdefault(table, {})[field] = value
+    else:
+        values[name] = value
+    origins[name] = origin
+
+
+def _names() -> list[str]:
+    plain = [name for name in Settings.__struct_fields__ if name not in TABLES]
+    return plain + [f"{table}.{field}" for table, kind in TABLES.items() for field in kind.__struct_fields__]
+
+
+def nearest(name: str, known: list[str]) -> str:
+    found = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(known)}"
+
+
+def _unknown(name: str, origin: Origin) -> CommandFailed:
+    known = [each for each in _names() if "." not in each or name.partition(".")[0] in TABLES]
+    return CommandFailed(
+        f"there is no setting {name!r} ({origin.place}){nearest(name, known)}", ExitCode.USAGE
+    )
+
+
+def _wrong(name: str, origin: Origin, why: str) -> CommandFailed:
+    return CommandFailed(f"the setting {name!r} ({origin.place}) will not do: {why}", ExitCode.USAGE)
+
+
+def _usual_data(environment: Mapping[str, str]) -> Path:
+    home = Path(environment.get("HOME") or Path.home())
+    if sys.platform == "win32":
+        return Path(environment.get("LOCALAPPDATA") or home) / "comfyfleet"
+    if sys.platform == "darwin":
+        return home / "Library" / "Application Support" / "comfyfleet"
+    return Path(environment.get("XDG_DATA_HOME") or home / ".local" / "share") / "comfyfleet"

@@ -1,0 +1,129 @@
+"""`comfyfleet up`: a hub, its store and the agents of its servers in one process.
+
+Parses and composes; the hub is `house.py`'s, the servers are `servers.py`'s.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from comfyfleet.cli.endings import Terminated
+from comfyfleet.cli.options import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from comfyfleet.cli.house import House
+    from comfyfleet.cli.settings import Resolved
+    from comfyfleet.pool.agents import Agents
+
+_LOOK_S = 10.0
+"""Between two looks for servers on this machine, where none was named."""
+
+
+@click.command("up")
+@settings(
+    "servers",
+    "fake",
+    "slots",
+    "host",
+    "port",
+    "open",
+    "certificate",
+    "certificate_key",
+    "data",
+    "store",
+    "name",
+    "grace_s",
+    "log_level",
+    "log_format",
+    "config",
+)
+def command(config: str | None, **flags: Any) -> None:
+    """Run a hub and work on its jobs, until Ctrl-C or SIGTERM.
+
+    One process: an embedded SQLite store, the API, a status page, and a worker for each server that is given. Without
+    --server and --fake, ComfyUI servers on ports 8188 to 8199 of this machine are found, now and when they appear. The
+    first signal lets what runs end, a second one gives it back at once.
+    """
+    from comfyfleet.cli.house import needs_hub, run_loop
+    from comfyfleet.cli.logs import set_up
+    from comfyfleet.cli.settings import read_settings
+
+    needs_hub()
+    # What others mean by REDIS_URL is no reason to keep the jobs there.
+    resolved = read_settings(flags, config=config, old_names=False)
+    set_up(resolved.values.log_level, resolved.values.log_format)
+    ended(run_loop(_live(resolved)))
+
+
+def ended(signals: Sequence[int]) -> None:
+    """To be told to stop, and to end what runs, is how a program that serves ends well; to be told twice is not."""
+    import signal
+
+    if signal.SIGINT in signals:
+        raise KeyboardInterrupt
+    if len(signals) > 1:
+        raise Terminated
+
+
+async def _live(resolved: Resolved) -> Sequence[int]:
+    from contextlib import AsyncExitStack
+
+    from comfyfleet.cli.house import greet, open_house
+    from comfyfleet.cli.servers import fakes, named, tell_state
+    from comfyfleet.cli.signals import Signals
+    from comfyfleet.pool.agents import Agents
+    from comfyfleet.worker.settings import AgentSettings
+
+    chosen = resolved.values
+    servers = named(chosen.servers, chosen.name, chosen.slots, alone=not chosen.fake)
+    with Signals() as signals:
+        async with AsyncExitStack() as stack:
+            servers += await fakes(stack, chosen.fake, chosen.name or _machine(), chosen.slots)
+            entered = await signals.before(stack.enter_async_context(open_house(resolved)), 1)
+            if entered is None:
+                return signals.came
+            (house,) = entered
+            agents = Agents(tell_state, AgentSettings(drain_grace_s=chosen.grace_s))
+            stack.push_async_callback(agents.close)
+            greet(house, resolved)
+            for server in servers:
+                await agents.add(house.engine, server)
+            if servers:
+                await signals.wait()
+            else:
+                await signals.before(_keep_looking(house, agents, resolved), 1)
+            if len(agents):
+                click.echo("draining: what runs may end; once more stops at once")
+                await signals.before(agents.drain(), 2)
+    return signals.came
+
+
+async def _keep_looking(house: House, agents: Agents, resolved: Resolved) -> None:
+    import asyncio
+
+    from comfyfleet.cli.servers import LOCAL_PORTS, found_here, named
+
+    is_first = True
+    while True:
+        for address in await found_here():
+            (server,) = named([address], None, resolved.values.slots)
+            assert server.id is not None, "named servers have an id"
+            if server.id not in agents:
+                await agents.add(house.engine, server)
+        if is_first and not len(agents):
+            click.echo(
+                f"No ComfyUI answers on ports {LOCAL_PORTS[0]} to {LOCAL_PORTS[-1]} of this machine; one that comes is "
+                "found. Or name one with --server, or try --fake 2"
+            )
+        is_first = False
+        await asyncio.sleep(_LOOK_S)
+
+
+def _machine() -> str:
+    import socket
+
+    return socket.gethostname()
