@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
-from click.types import StringParamType
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder, run
+from comfyfleet.cli.options import Address
 
 if TYPE_CHECKING:
     from comfyfleet.cli.run_progress import RunProgress
@@ -22,15 +22,6 @@ _TAKE_BACK_S = 5.0
 """How long a server gets to confirm that an interrupted job was stopped."""
 _LEAVE_S = 1.0
 """Whatever has not ended by itself then is left so soon."""
-
-
-class Address(StringParamType):
-    """An address; of several in an environment variable, commas or spaces lie between them."""
-
-    name = "url"
-
-    def split_envvar_value(self, rv: str) -> list[str]:
-        return rv.replace(",", " ").split()
 
 
 @click.command("run")

@@ -124,6 +124,7 @@ def masked(name: str, value: Any) -> Any:
 
 
 def flag_of(name: str) -> str:
+    name = name.partition(".")[0]
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
@@ -219,11 +220,7 @@ def _put(values: dict[str, Any], origins: dict[str, Origin], name: str, value: A
     table, _, field = name.rpartition(".")
     known = TABLES.get(table, Settings)
     fields = {each.name: each.type for each in msgspec.structs.fields(known)}
-    if (
-        (table and table not in TABLES)
-        or field not in fields
-        or (not table and field in TABLES and origin.rank < 3)
-    ):
+    if (table and table not in TABLES) or field not in fields or name in TABLES:
         raise _unknown(name, origin)
     # What comes as text is read as what it should be; a file and a flag have kinds of their own.
     is_text = origin.rank == 2

@@ -33,6 +33,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.job import OutputFile
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire import keys as key_bodies
+from comfyfleet.wire import worker as worker_bodies
 from comfyfleet.wire.problems import refusal_in
 
 DEFAULT_URL = "http://127.0.0.1:3001"
@@ -340,6 +341,11 @@ class FleetClient:
         """A token with which so many workers fetch keys of their own."""
         body = key_bodies.EnrolmentBody(uses, expires_in_s, worker_prefix)
         return await self._link.ask("create_enrolment", key_bodies.EnrolmentMade, body=body)
+
+    async def enrol(self, token: str, worker_id: str) -> key_bodies.KeyMade:
+        """One use of the token for a key that is good for this worker alone."""
+        body = worker_bodies.EnrolBody(token, worker_id)
+        return await self._link.ask("worker_enrol", key_bodies.KeyMade, body=body)
 
     async def health(self) -> answers.HealthBody:
         return await self._link.ask("health", answers.HealthBody)

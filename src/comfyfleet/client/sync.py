@@ -150,4 +150,5 @@ class SyncFleetClient:
     rotate_key = _blocking(FleetClient.rotate_key)
     revoke_key = _blocking(FleetClient.revoke_key)
     invite = _blocking(FleetClient.invite)
+    enrol = _blocking(FleetClient.enrol)
     health = _blocking(FleetClient.health)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import mimetypes
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,12 +52,20 @@ _UPLOAD_S = 120.0
 class HttpWorkerApi:
     """An async context manager; closing twice is harmless. One serves any number of agents."""
 
-    def __init__(self, url: str, key: str | None = None, *, answer_s: float = _ANSWER_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        answer_s: float = _ANSWER_S,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
         self._url = url.rstrip("/")
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
         self._answer_s = answer_s
+        self._trust = trust
         self._hashes: dict[WorkerId, str] = {}
         self._session: aiohttp.ClientSession | None = None
         self._is_keeping = True
@@ -190,7 +199,8 @@ class HttpWorkerApi:
         if self._session is None:
             # One connection for each parked poll, so their number must not be bounded here.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), headers=self._headers, auto_decompress=True
+                connector=aiohttp.TCPConnector(limit=0, ssl=True if self._trust is None else self._trust),
+                headers=self._headers,
             )
         content = msgspec.json.encode(body)
         try:

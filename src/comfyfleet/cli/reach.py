@@ -1,0 +1,130 @@
+"""How the commands reach a hub: the one that was named, else the one of this machine, with the key that goes with it.
+
+The key in the data folder is the owner's and goes to that hub alone, wherever else a command asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import click
+import msgspec
+
+from comfyfleet.cli.endings import run
+from comfyfleet.cli.local import read_hub
+from comfyfleet.cli.settings import Resolved, read_settings
+from comfyfleet.client.fleet import DEFAULT_URL, FleetClient
+
+T = TypeVar("T")
+
+_PATIENCE_S = 3.0
+"""Whoever sits at a terminal wants to know soon that nobody answers."""
+
+
+class Reach(msgspec.Struct, frozen=True):
+    url: str
+    key: str | None
+    trust: ssl.SSLContext | None
+
+
+def find_hub(resolved: Resolved) -> Reach:
+    chosen = resolved.values
+    local = read_hub(resolved.data)
+    url = (chosen.hub or (DEFAULT_URL if local is None else local.url)).rstrip("/")
+    is_local = local is not None and local.url == url
+    key, trust = chosen.key, None
+    if key is None and is_local and local is not None:
+        key = local.key
+    if chosen.trust is not None:
+        try:
+            trust = ssl.create_default_context()
+            trust.load_verify_locations(chosen.trust)
+        except (OSError, ssl.SSLError) as error:
+            raise resolved.wrong("trust", f"there are no certificates to read: {error}") from error
+    elif is_local and local is not None and local.certificate is not None:
+        trust = _exactly(local.certificate)
+    return Reach(url, key, trust)
+
+
+def _exactly(certificate: str) -> ssl.SSLContext | None:
+    """The hub's own certificate and no other; whatever name it is for, this machine is meant."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        context.load_verify_locations(certificate)
+    except (OSError, ssl.SSLError):
+        return None
+    return context
+
+
+def ask(flags: dict[str, Any], work: Callable[[FleetClient], Coroutine[Any, Any, T]]) -> T:
+    """Does the work with a client of the hub that the flags, or their places, mean."""
+    config = flags.pop("config", None)
+    reach = find_hub(read_settings(flags, config=config))
+
+    async def asking() -> T:
+        client = FleetClient(reach.url, reach.key, patience_s=_PATIENCE_S, trust=reach.trust)
+        async with client:
+            return await work(client)
+
+    return run(asking())
+
+
+def print_json(value: Any) -> None:
+    """One object or list, indented; what is unset is null."""
+    click.echo(msgspec.json.format(msgspec.json.encode(plain(value))).decode())
+
+
+def plain(value: Any) -> Any:
+    """As builtins, with every field that the wire would leave out."""
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return msgspec.to_builtins(value)
+
+
+@functools.cache
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def print_table(headings: list[str], rows: list[list[str]], *, empty: str) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    if not rows:
+        click.echo(empty)
+        return
+    if not _console().is_terminal:
+        # For pipes: nothing is cut off or wrapped.
+        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+        for row in [headings, *rows]:
+            click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading)
+    for row in rows:
+        # As text: what others named must not be read as styles.
+        table.add_row(*map(Text, row))
+    _console().print(table)
+
+
+def ago(at: float | None, now: float) -> str:
+    """So long before now, in one unit."""
+    if at is None:
+        return "–"
+    seconds = max(0.0, now - at)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
