@@ -16,14 +16,24 @@ from comfyfleet import __version__
 from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated
 
 _COMMANDS = {
+    "completion": "comfyfleet.cli.completion",
+    "config": "comfyfleet.cli.config",
+    "dead": "comfyfleet.cli.dead",
     "demo": "comfyfleet.cli.demo",
     "fake-comfyui": "comfyfleet.cli.fake_comfyui",
     "hash": "comfyfleet.cli.hash",
     "hub": "comfyfleet.cli.hub",
+    "job": "comfyfleet.cli.job",
+    "jobs": "comfyfleet.cli.jobs",
+    "key": "comfyfleet.cli.key",
+    "queue": "comfyfleet.cli.queue",
     "run": "comfyfleet.cli.run",
     "store": "comfyfleet.cli.store",
+    "submit": "comfyfleet.cli.submit",
+    "top": "comfyfleet.cli.top",
     "up": "comfyfleet.cli.up",
     "worker": "comfyfleet.cli.worker",
+    "workers": "comfyfleet.cli.workers",
 }
 """Where each command is: a module with a click command named `command`."""
 

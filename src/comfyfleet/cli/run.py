@@ -108,7 +108,7 @@ def command(
     # The content is checked before anything is changed in it, so that a fault of the file is told as one.
     graph = parse_workflow(workflow.read()).to_graph()
     for change in changes:
-        _change(graph, change)
+        change_input(graph, change)
     options = {
         "priority": priority,
         "max_attempts": max_attempts,
@@ -121,7 +121,7 @@ def command(
     run(_run(graph, list(addresses.values()), store, options, out, quiet))
 
 
-def _change(graph: dict[str, dict[str, Any]], text: str) -> None:
+def change_input(graph: dict[str, dict[str, Any]], text: str) -> None:
     import msgspec
 
     node, name, value = _target(graph, text, "--set")

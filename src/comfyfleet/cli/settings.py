@@ -240,9 +240,15 @@ def _names() -> list[str]:
     return plain + [f"{table}.{field}" for table, kind in TABLES.items() for field in kind.__struct_fields__]
 
 
-def nearest(name: str, known: list[str]) -> str:
-    found = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(known)}"
+def variables() -> list[str]:
+    return [variable_of(name) for name in _names()]
+
+
+def nearest(name: str, known: list[str], prefix: str = "") -> str:
+    """The end of a sentence about a name that nobody knows; `prefix` is what all of them begin with."""
+    by_rest = {each.removeprefix(prefix): each for each in known}
+    found = difflib.get_close_matches(name.removeprefix(prefix), by_rest, 1, cutoff=0.5)
+    return f"; did you mean {by_rest[found[0]]!r}?" if found else f"; there are: {', '.join(known)}"
 
 
 def _unknown(name: str, origin: Origin) -> CommandFailed:

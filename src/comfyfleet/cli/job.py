@@ -1,0 +1,174 @@
+"""`comfyfleet job`: one job, looked at or told what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from comfyfleet.cli.endings import make_folder
+from comfyfleet.cli.options import TO_REACH, as_json, settings
+
+
+@click.group("job")
+def command() -> None:
+    """Look at a job, or tell it what to do."""
+
+
+@command.command("show")
+@click.argument("job_id")
+@as_json
+@settings(*TO_REACH)
+def show(job_id: str, as_json: bool, **flags: Any) -> None:
+    """The state of a job, its attempts and its outputs."""
+    import time
+
+    from comfyfleet.cli.reach import ago, ask, plain, print_json, print_table
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.wire.answers import JobDetails, ResultBody
+
+    async def look(client: FleetClient) -> tuple[JobDetails, ResultBody]:
+        return await client.get(job_id), await client.result(job_id)
+
+    job, ended = ask(flags, look)
+    if as_json:
+        print_json({**plain(job), "result": plain(ended.result)})
+        return
+    now = time.time()
+    click.echo(f"{job.id}  {job.status}" + (", paused" if job.is_paused else ""))
+    told = {
+        "workflow": job.workflow_hash,
+        "tenant": job.tenant,
+        "priority": job.priority,
+        "reference": job.reference,
+        "worker": job.worker_id,
+        "submitted": f"{ago(job.submitted_at, now)} ago",
+        "metadata": job.metadata,
+    }
+    for name, value in told.items():
+        if value is not None:
+            click.echo(f"  {name:<10} {value}")
+    if job.error is not None:
+        click.echo(f"  {'error':<10} {job.error.kind.value}: {job.error.message}")
+    if job.history:
+        rows = [
+            [str(each.lease), each.worker_id, each.outcome, "" if each.error is None else each.error.message]
+            for each in job.history
+        ]
+        print_table(["lease", "worker", "outcome", "error"], rows, empty="")
+    for file in ended.result.files if ended.result else ():
+        click.echo(f"  {file.filename}  {file.url or ''}")
+
+
+@command.command("watch")
+@click.argument("job_id")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    help="Download the outputs into this folder. No file is overwritten.",
+)
+@as_json
+@settings(*TO_REACH)
+def watch(job_id: str, out: Path | None, as_json: bool, **flags: Any) -> None:
+    """Follow a job to its end: 0 if it completed, 1 if not."""
+    from comfyfleet.cli.reach import ask
+    from comfyfleet.cli.watching import watch_jobs
+
+    if out is not None:
+        make_folder(out)
+    ask(flags, lambda client: watch_jobs(client, [job_id], out, as_json))
+
+
+@command.command("cancel")
+@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...")
+@as_json
+@settings(*TO_REACH)
+def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Cancel jobs: at once while they wait, else their workers are told."""
+    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.wire.answers import CancelBody
+
+    async def each(client: FleetClient) -> list[CancelBody]:
+        return [await client.cancel(job_id) for job_id in job_ids]
+
+    found = ask(flags, each)
+    if as_json:
+        print_json(found)
+        return
+    for answer in found:
+        state = (
+            "is being cancelled" if answer.cancel_requested and answer.status == "leased" else answer.status
+        )
+        click.echo(f"{answer.id} {state}")
+
+
+@command.command("retry")
+@click.argument("job_id")
+@as_json
+@settings(*TO_REACH)
+def retry(job_id: str, as_json: bool, **flags: Any) -> None:
+    """Run a failed or cancelled job again."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    answer = ask(flags, lambda client: client.retry(job_id))
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{answer.id} {answer.status}")
+
+
+@command.command("explain")
+@click.argument("job_id")
+@as_json
+@settings(*TO_REACH)
+def explain(job_id: str, as_json: bool, **flags: Any) -> None:
+    """Why a job is not running."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    answer = ask(flags, lambda client: client.explain(job_id))
+    if as_json:
+        print_json(answer)
+        return
+    click.echo(answer.summary)
+    if answer.position is not None:
+        click.echo(f"  its place in line: {answer.position}")
+    for worker in answer.workers:
+        click.echo(f"  {worker.worker_id}: {'; '.join(worker.reasons) or worker.reason}")
+
+
+def _changing(name: str, text: str, method: str) -> None:
+    @command.command(name, help=text)
+    @click.argument("job_id")
+    @as_json
+    @settings(*TO_REACH)
+    def change(job_id: str, as_json: bool, **flags: Any) -> None:
+        from comfyfleet.cli.reach import ask, print_json
+
+        job = ask(flags, lambda client: getattr(client, method)(job_id))
+        if as_json:
+            print_json(job)
+        else:
+            click.echo(f"{job.id} {'paused' if job.is_paused else job.status}")
+
+
+_changing("pause", "Keep a waiting job from running; it keeps its place.", "pause")
+_changing("resume", "Let a paused job run again.", "resume")
+
+
+@command.command("priority")
+@click.argument("job_id")
+@click.argument("priority", type=click.IntRange(-1000, 1000))
+@as_json
+@settings(*TO_REACH)
+def priority(job_id: str, priority: int, as_json: bool, **flags: Any) -> None:
+    """Change the priority of a waiting job."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    job = ask(flags, lambda client: client.set_priority(job_id, priority))
+    if as_json:
+        print_json(job)
+    else:
+        click.echo(f"{job.id} has priority {job.priority}")

@@ -1,0 +1,95 @@
+"""`comfyfleet jobs`: which jobs a hub has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from comfyfleet.cli.options import TO_REACH, as_json, settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.wire.answers import JobBody
+
+
+@click.command("jobs")
+@click.option(
+    "--status",
+    type=click.Choice(["queued", "leased", "completed", "failed", "cancelled"]),
+    help="Only those in this phase.",
+)
+@click.option("--tenant", metavar="NAME", help="Only this tenant's.")
+@click.option("--workflow", "workflow_hash", metavar="HASH", help="Only those of this workflow hash.")
+@click.option(
+    "--metadata", "labels", multiple=True, metavar="NAME=VALUE", help="Only those labelled so. Repeatable."
+)
+@click.option(
+    "-n", "--limit", type=click.IntRange(1), default=50, show_default=True, help="At most so many, …"
+)
+@click.option("--cursor", metavar="ID", help="… from this one on.")
+@as_json
+@settings(*TO_REACH)
+def command(
+    status: str | None,
+    tenant: str | None,
+    workflow_hash: str | None,
+    labels: tuple[str, ...],
+    limit: int,
+    cursor: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """List jobs in order of submission."""
+    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.cli.submit import label
+
+    wanted = {
+        "status": status,
+        "tenant": tenant,
+        "workflow_hash": workflow_hash,
+        "metadata": dict(map(label, labels)),
+    }
+    jobs, after = ask(flags, lambda client: _list(client, wanted, limit, cursor))
+    if as_json:
+        print_json({"jobs": jobs, "cursor": after})
+        return
+    print_jobs(jobs, "there are no such jobs")
+    if after is not None:
+        click.echo(f"there is more: --cursor {after}", err=True)
+
+
+async def _list(
+    client: FleetClient, wanted: dict[str, Any], limit: int, cursor: str | None
+) -> tuple[list[JobBody], str | None]:
+    found: list[JobBody] = []
+    while True:
+        page = await client.jobs(**wanted, cursor=cursor, limit=min(1_000, limit - len(found)))
+        found += page.jobs
+        cursor = page.cursor
+        if cursor is None or len(found) >= limit:
+            return found, cursor
+
+
+def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
+    import time
+
+    from comfyfleet.cli.reach import ago, print_table
+
+    now = time.time()
+    rows = [
+        [
+            job.id,
+            "paused" if job.is_paused else job.status,
+            str(job.priority),
+            job.worker_id or "–",
+            ago(job.submitted_at, now),
+            ""
+            if job.error is None
+            else f"{job.error.kind.value}: {' '.join(job.error.message.split())[:60]}",
+        ]
+        for job in jobs
+    ]
+    print_table(["job", "status", "priority", "worker", "submitted", "last error"], rows, empty=empty)

@@ -1,0 +1,147 @@
+"""`comfyfleet key`: who may do what at a hub. A key is shown when it is made, and never again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from comfyfleet.cli.options import TO_REACH, as_json, settings
+
+
+@click.group("key")
+def command() -> None:
+    """Make, list, renew and revoke keys."""
+
+
+@command.command("create")
+@click.argument("role", type=click.Choice(["admin", "operator", "tenant", "viewer", "worker"]))
+@click.option("--name", "label", default="", metavar="TEXT", help="What it is for.")
+@click.option("--tenant", metavar="NAME", help="Whose jobs it is for; a tenant's key needs one.")
+@click.option("--worker", "worker_id", metavar="ID", help="The one worker that a worker's key is good for.")
+@click.option(
+    "--days", type=click.FloatRange(0, min_open=True), help="How long it is good; for ever unless given."
+)
+@as_json
+@settings(*TO_REACH)
+def create(
+    role: str,
+    label: str,
+    tenant: str | None,
+    worker_id: str | None,
+    days: float | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Make a key of a ROLE and print it, this once."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    expires_in_s = None if days is None else days * 86400
+    made = ask(
+        flags,
+        lambda client: client.create_key(
+            role, name=label, tenant=tenant, worker_id=worker_id, expires_in_s=expires_in_s
+        ),
+    )
+    if as_json:
+        print_json(made)
+    else:
+        click.echo(made.key)
+
+
+@command.command("list")
+@as_json
+@settings(*TO_REACH)
+def list_(as_json: bool, **flags: Any) -> None:
+    """Every key, without its secret."""
+    import time
+
+    from comfyfleet.cli.reach import ago, ask, print_json, print_table
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.wire.keys import KeyView
+
+    async def every(client: FleetClient) -> list[KeyView]:
+        page = await client.keys()
+        found = list(page.keys)
+        while page.cursor is not None:
+            page = await client.keys(page.cursor)
+            found += page.keys
+        return found
+
+    found = ask(flags, every)
+    if as_json:
+        print_json(found)
+        return
+    now = time.time()
+
+    def state(key: KeyView) -> str:
+        if key.revoked_at is not None:
+            return "revoked"
+        return "expired" if key.expires_at is not None and key.expires_at <= now else "good"
+
+    rows = [
+        [
+            key.id,
+            key.role.value,
+            state(key),
+            key.tenant or key.worker_id or "–",
+            f"{ago(key.created_at, now)} ago",
+            key.name,
+        ]
+        for key in found
+    ]
+    print_table(["key", "role", "state", "for", "made", "name"], rows, empty="there are no keys")
+
+
+@command.command("revoke")
+@click.argument("key_id")
+@as_json
+@settings(*TO_REACH)
+def revoke(key_id: str, as_json: bool, **flags: Any) -> None:
+    """End a key at once."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    key = ask(flags, lambda client: client.revoke_key(key_id))
+    if as_json:
+        print_json(key)
+    else:
+        click.echo(f"{key.id} revoked")
+
+
+@command.command("rotate")
+@click.argument("key_id")
+@click.option(
+    "--overlap", type=click.FloatRange(0), default=0.0, metavar="SECONDS", help="So long the old one is good."
+)
+@as_json
+@settings(*TO_REACH)
+def rotate(key_id: str, overlap: float, as_json: bool, **flags: Any) -> None:
+    """Give a key a new secret and print it, this once."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    made = ask(flags, lambda client: client.rotate_key(key_id, overlap))
+    if as_json:
+        print_json(made)
+    else:
+        click.echo(made.key)
+
+
+@command.command("invite")
+@click.option(
+    "--uses", type=click.IntRange(1), default=1, show_default=True, help="How many workers it is for."
+)
+@click.option("--hours", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
+@click.option("--prefix", default="", metavar="TEXT", help="What the ids of the workers begin with.")
+@as_json
+@settings(*TO_REACH)
+def invite(uses: int, hours: float, prefix: str, as_json: bool, **flags: Any) -> None:
+    """Make a token with which workers fetch keys of their own: `comfyfleet worker --enrol TOKEN`."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    made = ask(
+        flags, lambda client: client.invite(uses=uses, expires_in_s=hours * 3600, worker_prefix=prefix)
+    )
+    if as_json:
+        print_json(made)
+    else:
+        click.echo(made.token)

@@ -1,0 +1,55 @@
+"""`comfyfleet queue`: how much waits, and whether anything is leased."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from comfyfleet.cli.options import TO_REACH, as_json, settings
+
+
+@click.group("queue")
+def command() -> None:
+    """Look at the queue, pause it, resume it."""
+
+
+@command.command("show")
+@as_json
+@settings(*TO_REACH)
+def show(as_json: bool, **flags: Any) -> None:
+    """How many jobs wait, run and ended."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    stats = ask(flags, lambda client: client.stats())
+    if as_json:
+        print_json(stats)
+        return
+    for name in stats.__struct_fields__:
+        click.echo(f"{name.replace('_', ' '):<12} {getattr(stats, name)}")
+
+
+@command.command("pause")
+@as_json
+@settings(*TO_REACH)
+def pause(as_json: bool, **flags: Any) -> None:
+    """Lease nothing until resumed. What runs goes on, and jobs are still taken."""
+    _set(flags, as_json, "pause_queue")
+
+
+@command.command("resume")
+@as_json
+@settings(*TO_REACH)
+def resume(as_json: bool, **flags: Any) -> None:
+    """Lease again."""
+    _set(flags, as_json, "resume_queue")
+
+
+def _set(flags: dict[str, Any], as_json: bool, method: str) -> None:
+    from comfyfleet.cli.reach import ask, print_json
+
+    queue = ask(flags, lambda client: getattr(client, method)())
+    if as_json:
+        print_json(queue)
+    else:
+        click.echo("the queue is paused" if queue.is_paused else "the queue runs")

@@ -1,0 +1,151 @@
+"""`comfyfleet submit`: jobs for a hub, and with --watch their progress and their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import click
+
+from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder
+from comfyfleet.cli.options import TO_REACH, as_json, settings
+
+if TYPE_CHECKING:
+    from comfyfleet.client.fleet import FleetClient
+
+
+@click.command("submit")
+@click.argument("workflows", type=click.File("rb"), nargs=-1, required=True, metavar="WORKFLOW...")
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="NODE.INPUT=VALUE",
+    help="Change an input, such as 6.text='a cat' or 3.seed=-1 (a random one). Repeatable.",
+)
+@click.option(
+    "--priority", type=click.IntRange(-1000, 1000), default=0, show_default=True, help="Higher runs first."
+)
+@click.option(
+    "--count", type=click.IntRange(1), default=1, metavar="N", help="So many jobs of each workflow."
+)
+@click.option(
+    "--metadata",
+    "labels",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Kept with the job, to find it by. Repeatable.",
+)
+@click.option(
+    "--reference", metavar="TEXT", help="Your own id of the job: submitted again, it is the same job."
+)
+@click.option(
+    "--max-attempts", type=click.IntRange(1, 1000), metavar="N", help="Give up after so many; 3 unless given."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="SECONDS",
+    help="Give up after so long, waiting included.",
+)
+@click.option("--workable", is_flag=True, help="Refuse a job that no worker can run now.")
+@click.option("-w", "--watch", is_flag=True, help="Show progress to the end, and download the outputs.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    default=Path(),
+    help="With --watch: folder for the outputs; the current one unless given. No file is overwritten.",
+)
+@as_json
+@settings(*TO_REACH)
+def command(
+    workflows: tuple[BinaryIO, ...],
+    changes: tuple[str, ...],
+    priority: int,
+    count: int,
+    labels: tuple[str, ...],
+    reference: str | None,
+    max_attempts: int | None,
+    timeout: float | None,
+    workable: bool,
+    watch: bool,
+    out: Path,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Submit WORKFLOW files to a hub.
+
+    A WORKFLOW is a file in ComfyUI's API format, or - for standard input. The ids of the jobs go to standard output,
+    with --watch the paths of their outputs; everything else to standard error.
+    """
+    from comfyfleet.cli.reach import ask
+    from comfyfleet.cli.run import change_input
+    from comfyfleet.model.workflow import parse_workflow
+    from comfyfleet.wire.bodies import TimeoutsBody
+
+    graphs = []
+    for workflow in workflows:
+        # The content is checked before anything is changed in it, so that a fault of the file is told as one.
+        graph = parse_workflow(workflow.read()).to_graph()
+        for change in changes:
+            change_input(graph, change)
+        graphs += [graph] * count
+    if reference is not None and len(graphs) > 1:
+        raise click.UsageError("several jobs cannot share one --reference")
+    options = {
+        "priority": priority,
+        "metadata": dict(map(label, labels)) or None,
+        "max_attempts": max_attempts,
+        "timeouts": None if timeout is None else TimeoutsBody(total_s=timeout),
+        "require_workable": workable,
+    }
+    if watch:
+        make_folder(out)
+    ask(flags, lambda client: _submit(client, graphs, options, reference, out if watch else None, as_json))
+
+
+def label(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--metadata")
+    return name, value
+
+
+async def _submit(
+    client: FleetClient,
+    graphs: list[dict[str, Any]],
+    options: dict[str, Any],
+    reference: str | None,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    from comfyfleet.cli.reach import print_json
+    from comfyfleet.cli.watching import Bar, watch_jobs
+    from comfyfleet.model.errors import Refusal
+
+    if len(graphs) == 1:
+        jobs = [await client.submit(graphs[0], reference=reference, **options)]
+    else:
+        with Bar("submitting") as bar:
+            found = await client.submit_many(graphs, on_progress=bar.show, **options)
+        jobs = [job for job in found if not isinstance(job, Refusal)]
+        refusals = [job for job in found if isinstance(job, Refusal)]
+        if refusals:
+            # What was taken is told first: it runs, whatever became of the others.
+            for job in jobs:
+                click.echo(job.id)
+            raise CommandFailed(
+                f"{len(refusals)} of {len(found)} jobs were refused, the first one because: {refusals[0].message}",
+                ExitCode.REFUSED,
+            )
+    for job in jobs:
+        for warning in job.warnings:
+            click.echo(f"Warning: no worker can run {job.id} now: {warning}", err=True)
+    if out is not None:
+        await watch_jobs(client, [job.id for job in jobs], out, as_json)
+    elif as_json:
+        print_json(jobs)
+    else:
+        for job in jobs:
+            click.echo(job.id)

@@ -1,0 +1,126 @@
+"""Jobs watched from a terminal: a bar where there is one, lines elsewhere; outputs saved when a job is done."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.cli.reach import print_json
+from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.options import JobUpdate
+from comfyfleet.model.failure import FailureKind
+from comfyfleet.pool.saving import write_new
+from comfyfleet.wire.answers import ResultBody
+
+_CALLERS_FAULT = (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT)
+_AT_A_TIME = 50
+"""Jobs that are watched together; the others' turn comes when one ends."""
+
+
+class Bar:
+    """A bar on standard error, or nothing where that is no terminal."""
+
+    def __init__(self, title: str) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._title = title
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+            )
+            self._bar = Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task(self._title, total=None)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    @property
+    def is_shown(self) -> bool:
+        return self._bar is not None
+
+    def show(self, done: float, total: float, title: str | None = None) -> None:
+        if self._bar is not None:
+            self._bar.update(
+                self._bar.task_ids[0], completed=done, total=total, description=title or self._title
+            )
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+
+async def watch_jobs(client: FleetClient, job_ids: list[str], out: Path | None, as_json: bool) -> None:
+    """To the end of all of them. Outputs go to the folder, where there is one; raises when a job did not complete."""
+    ended: dict[str, ResultBody] = {}
+    gate = asyncio.Semaphore(_AT_A_TIME)
+    with Bar("waiting for a worker") as bar:
+
+        async def follow(job_id: str) -> None:
+            async with gate:
+                async for update in client.watch(job_id):
+                    _tell(bar, job_id, update, len(job_ids) == 1)
+                ended[job_id] = await client.result(job_id)
+                if len(job_ids) > 1:
+                    bar.show(len(ended), len(job_ids), "jobs done")
+                await _save(client, ended[job_id], out, is_quiet=as_json)
+
+        async with asyncio.TaskGroup() as group:
+            for job_id in job_ids:
+                group.create_task(follow(job_id))
+    results = [ended[job_id] for job_id in job_ids]
+    if as_json:
+        print_json(results)
+    _verdict(results)
+
+
+def _tell(bar: Bar, job_id: str, update: JobUpdate, is_alone: bool) -> None:
+    where = "" if is_alone else f"{job_id}: "
+    match update.kind:
+        case "leased":
+            bar.say(f"{where}runs on {update.worker_id or update.data.get('worker_id')}")
+        case "retrying":
+            bar.say(f"{where}failed and is tried again: {update.message or update.data.get('message', '')}")
+        case "cancelled":
+            bar.say(f"{where}was cancelled")
+        case _:
+            pass
+    if is_alone and update.percentage is not None:
+        bar.show(update.percentage, 100.0, update.worker_id or "running")
+
+
+async def _save(client: FleetClient, ended: ResultBody, out: Path | None, *, is_quiet: bool) -> None:
+    if out is None or ended.result is None:
+        return
+    for file in ended.result.files:
+        path = await write_new(out, file, await client.fetch(file))
+        if not is_quiet:
+            click.echo(path)
+
+
+def _verdict(results: list[ResultBody]) -> None:
+    bad = [result for result in results if result.status != "completed"]
+    if not bad:
+        return
+    first = bad[0]
+    why = first.status if first.error is None else f"{first.error.kind.value}: {first.error.message}"
+    is_callers = first.error is not None and first.error.kind in _CALLERS_FAULT
+    text = f"job {first.id} {first.status}" if first.error is None else f"job {first.id} failed ({why})"
+    if len(results) > 1:
+        text = f"{len(bad)} of {len(results)} jobs did not complete; {text}"
+    raise CommandFailed(text, ExitCode.REFUSED if is_callers else ExitCode.FAILED)

@@ -1,0 +1,115 @@
+"""`comfyfleet workers`: the workers of a hub, listed or told what to do. (`comfyfleet worker` is one.)"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from comfyfleet.cli.options import TO_REACH, as_json, settings
+
+
+@click.group("workers", invoke_without_command=True)
+@as_json
+@settings(*TO_REACH)
+@click.pass_context
+def command(context: click.Context, /, as_json: bool, **flags: Any) -> None:
+    """List the workers of a hub, or tell one what to do.
+
+    The program that works is `comfyfleet worker`.
+    """
+    if context.invoked_subcommand is not None:
+        if as_json or any(value is not None for value in flags.values()):
+            raise click.UsageError(f"put the options behind `{context.invoked_subcommand}`")
+        return
+    _list(as_json, flags)
+
+
+@command.command("list")
+@as_json
+@settings(*TO_REACH)
+def list_(as_json: bool, **flags: Any) -> None:
+    """List the workers; so does `comfyfleet workers` alone."""
+    _list(as_json, flags)
+
+
+def _list(as_json: bool, flags: dict[str, Any]) -> None:
+    import time
+
+    from comfyfleet.cli.reach import ago, ask, print_json, print_table
+
+    workers = ask(flags, lambda client: client.workers())
+    if as_json:
+        print_json(workers)
+        return
+    now = time.time()
+    rows = [
+        [
+            worker.id,
+            worker.status.value,
+            f"{len(worker.current_jobs)} of {worker.slots}",
+            str(worker.completed),
+            str(worker.failed),
+            f"{worker.per_hour:g}",
+            f"{ago(worker.last_seen_at, now)} ago",
+        ]
+        for worker in workers
+    ]
+    headings = ["worker", "status", "runs", "completed", "failed", "per hour", "seen"]
+    print_table(headings, rows, empty="there are no workers: start one with `comfyfleet worker --server …`")
+
+
+@command.command("show")
+@click.argument("worker_id")
+@as_json
+@settings(*TO_REACH)
+def show(worker_id: str, as_json: bool, **flags: Any) -> None:
+    """One worker, with what it offers."""
+    from comfyfleet.cli.reach import ask, plain, print_json
+
+    worker = ask(flags, lambda client: client.worker(worker_id))
+    if as_json:
+        print_json(worker)
+        return
+    click.echo(f"{worker.id}  {worker.status.value}")
+    for name in ("environment", "slots", "current_jobs", "completed", "failed", "per_hour", "disconnects"):
+        click.echo(f"  {name:<13} {plain(getattr(worker, name))}")
+    for service in worker.capabilities.services if worker.capabilities else ():
+        models = "any" if service.models is None else len(service.models)
+        classes = "any" if service.node_classes is None else len(service.node_classes)
+        click.echo(f"  {service.name}: {models} models, {classes} node classes")
+
+
+def _commanding(name: str, text: str, method: str) -> None:
+    @command.command(name, help=text)
+    @click.argument("worker_id")
+    @as_json
+    @settings(*TO_REACH)
+    def order(worker_id: str, as_json: bool, **flags: Any) -> None:
+        from comfyfleet.cli.reach import ask, print_json
+
+        worker = ask(flags, lambda client: getattr(client, method)(worker_id))
+        if as_json:
+            print_json(worker)
+        else:
+            click.echo(f"{worker.id} {worker.status.value}")
+
+
+_commanding("drain", "Let a worker end what it runs, and leave.", "drain_worker")
+_commanding("pause", "Give a worker nothing new.", "pause_worker")
+_commanding("resume", "Give a worker work again.", "resume_worker")
+
+
+@command.command("remove")
+@click.argument("worker_id")
+@as_json
+@settings(*TO_REACH)
+def remove(worker_id: str, as_json: bool, **flags: Any) -> None:
+    """Forget a worker and its blocks; one that still polls comes back."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    ask(flags, lambda client: client.remove_worker(worker_id))
+    if as_json:
+        print_json({"id": worker_id, "removed": True})
+    else:
+        click.echo(f"{worker_id} removed")
