@@ -50,9 +50,17 @@ def test_it_does_not_matter_where_the_network_cuts(places: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", ["completed", "failed", "cancelled"])
 def test_the_end_of_a_job_is_known_and_carries_what_the_hub_told(kind: str) -> None:
-    members = {"status": kind, "percentage": 100, "new": [1], "worker_id": 5}
-    update = update_of(kind, "7", json.dumps(members))
-    assert update.is_final
+    members = {
+        "number": 7,
+        "status": kind,
+        "data": {"lease": 2},
+        "percentage": 100,
+        "new": [1],
+        "worker_id": 5,
+    }
+    update = update_of(kind, json.dumps(members))
+    assert update.is_end
     assert (update.number, update.status, update.percentage) == (7, kind, 100.0)
     assert update.worker_id is None, "a field of another kind than ours is left to `data`"
+    assert update.lease == 2
     assert update.data["new"] == [1]

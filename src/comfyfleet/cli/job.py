@@ -27,6 +27,7 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
     from comfyfleet.cli.reach import ago, ask, plain, print_json, print_table
     from comfyfleet.client.fleet import FleetClient
     from comfyfleet.wire.answers import JobDetails, ResultBody
+    from comfyfleet.wire.bodies import IDEMPOTENCY_PREFIX
 
     async def look(client: FleetClient) -> tuple[JobDetails, ResultBody]:
         return await client.get(job_id), await client.result(job_id)
@@ -36,12 +37,14 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
         print_json({**plain(job), "result": plain(ended.result)})
         return
     now = time.time()
+    # Of a submission that may be repeated: nobody chose it.
+    is_made_up = (job.reference or "").startswith(IDEMPOTENCY_PREFIX)
     click.echo(f"{job.id}  {job.status}" + (", paused" if job.is_paused else ""))
     told = {
         "workflow": job.workflow_hash,
         "tenant": job.tenant,
         "priority": job.priority,
-        "reference": job.reference,
+        "reference": None if is_made_up else job.reference,
         "worker": job.worker_id,
         "submitted": f"{ago(job.submitted_at, now)} ago",
         "metadata": job.metadata,

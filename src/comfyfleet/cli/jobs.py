@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     type=click.Choice(["queued", "leased", "completed", "failed", "cancelled"]),
     help="Only those in this phase.",
 )
+@click.option(
+    "--since",
+    type=click.FloatRange(0, min_open=True),
+    metavar="HOURS",
+    help="Only those submitted since then.",
+)
 @click.option("--tenant", metavar="NAME", help="Only this tenant's.")
 @click.option("--workflow", "workflow_hash", metavar="HASH", help="Only those of this workflow hash.")
 @click.option(
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
 @settings(*TO_REACH)
 def command(
     status: str | None,
+    since: float | None,
     tenant: str | None,
     workflow_hash: str | None,
     labels: tuple[str, ...],
@@ -43,6 +50,8 @@ def command(
     **flags: Any,
 ) -> None:
     """List jobs in order of submission."""
+    import time
+
     from comfyfleet.cli.reach import ask, print_json
     from comfyfleet.cli.submit import label
 
@@ -50,6 +59,7 @@ def command(
         "status": status,
         "tenant": tenant,
         "workflow_hash": workflow_hash,
+        "submitted_after": None if since is None else time.time() - since * 3600,
         "metadata": dict(map(label, labels)),
     }
     jobs, after = ask(flags, lambda client: _list(client, wanted, limit, cursor))

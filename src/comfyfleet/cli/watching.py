@@ -93,9 +93,9 @@ def _tell(bar: Bar, job_id: str, update: JobUpdate, is_alone: bool) -> None:
     where = "" if is_alone else f"{job_id}: "
     match update.kind:
         case "leased":
-            bar.say(f"{where}runs on {update.worker_id or update.data.get('worker_id')}")
+            bar.say(f"{where}runs on {update.worker_id}")
         case "retrying":
-            bar.say(f"{where}failed and is tried again: {update.message or update.data.get('message', '')}")
+            bar.say(f"{where}failed and is tried again: {update.message}")
         case "cancelled":
             bar.say(f"{where}was cancelled")
         case _:

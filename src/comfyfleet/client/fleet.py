@@ -43,6 +43,8 @@ _AT_A_TIME = 200
 _LOOK_S = 0.5
 """Between two looks at a job where a hub has no stream of it."""
 
+_NOTHING_LEFT = 204
+
 T = TypeVar("T")
 
 
@@ -183,7 +185,7 @@ class FleetClient:
     async def watch(self, job_id: str, after: int | None = None) -> AsyncGenerator[JobUpdate, None]:
         """What happens to a job, to its end; with `after`, what follows that number. Survives a lost connection."""
         path = filled("/api/jobs/{job_id}/progress", {"job_id": job_id})
-        last = after
+        last, is_over = after, False
         tries = Tries(self._link.patience_s)
         while True:
             parser = EventParser()
@@ -194,12 +196,14 @@ class FleetClient:
                 async with self._link.stream(path, headers) as response:
                     async for content in response.content.iter_any():
                         for event in parser.feed(content):
-                            update = update_of(event.event, event.id, event.data)
-                            last = update.number if update.number is not None else last
+                            update = update_of(event.event, event.data)
+                            if update.number is not None:
+                                last, is_over = update.number, update.is_end
                             tries = Tries(self._link.patience_s)
                             yield update
-                            if update.is_final:
-                                return
+                    # A hub that has nothing left to say, now or from the beginning, ends the stream.
+                    if is_over or response.status == _NOTHING_LEFT:
+                        return
                 raise Fault(f"the stream of job {job_id} ended before the job did")
             except Refusal as error:
                 if error.code is RefusalCode.NOT_FOUND:

@@ -7,6 +7,7 @@ not answer is a `Fault`.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import ssl
 from collections.abc import AsyncIterator, Mapping
@@ -169,7 +170,8 @@ class Link:
                     raise refusal_in(response.status, await response.read())
                 yield response
         except aiohttp.ClientConnectorError as error:
-            why = error.os_error.strerror or str(error.os_error)
+            number = error.os_error.errno
+            why = str(error.os_error) if number is None else os.strerror(number)
             raise _Away(f"no hub answers at {self.url} ({why}): is it running there?") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             why = str(error) or "it took too long"

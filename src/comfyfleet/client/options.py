@@ -53,7 +53,7 @@ class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     percentage: float | None = None
     value: float | None = None
     max: float | None = None
-    step: str | None = None
+    step: int | None = None
     node: str | None = None
     message: str | None = None
     worker_id: str | None = None
@@ -67,7 +67,8 @@ class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     """Everything the hub told, as it told it."""
 
     @property
-    def is_final(self) -> bool:
+    def is_end(self) -> bool:
+        """The end of a round. A job that was retried since then has more to tell."""
         return self.kind in FINAL
 
 
@@ -87,20 +88,19 @@ def submission(workflow: WorkflowLike, options: SubmitOptions) -> SubmitBody:
     return SubmitBody({"workflow": read_workflow(workflow)}, **options)
 
 
-def update_of(kind: str, number: str, data: str) -> JobUpdate:
+def update_of(kind: str, data: str) -> JobUpdate:
     """Of an event in a stream. What this version does not know stands in `data` alone."""
     told = msgspec.json.decode(data.encode())
     members: dict[str, Any] = told if isinstance(told, dict) else {"message": told}
-    return _update(kind, int(number) if number.isdecimal() else None, members)
-
-
-def _update(kind: str, number: int | None, members: dict[str, Any]) -> JobUpdate:
+    # A change of state tells its particulars one level below.
+    inner = members.get("data")
+    every = {**(inner if isinstance(inner, dict) else {}), **members}
     known: dict[str, Any] = {}
     for field in msgspec.structs.fields(JobUpdate):
-        if field.name in ("kind", "number", "data") or members.get(field.name) is None:
+        if field.name in ("kind", "data") or every.get(field.name) is None:
             continue
         try:
-            known[field.name] = msgspec.convert(members[field.name], field.type, strict=False)
+            known[field.name] = msgspec.convert(every[field.name], field.type)
         except msgspec.ValidationError:
             continue
-    return JobUpdate(kind, number, **known, data=members)
+    return JobUpdate(kind, **known, data=members)

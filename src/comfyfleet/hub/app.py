@@ -16,10 +16,11 @@ from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.events import FleetFeed
 from comfyfleet.hub.files import FileHandlers
 from comfyfleet.hub.fleet import FleetHandlers
-from comfyfleet.hub.health import HealthHandlers
+from comfyfleet.hub.health import HealthHandlers, version_here
 from comfyfleet.hub.jobs import JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
 from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.page import PageHandlers
 from comfyfleet.hub.rooms import Rooms
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
@@ -60,6 +61,7 @@ class Hub:
             **FleetHandlers(engine).bound(),
             **WorkerHandlers(engine, self.limits.max_wait_s, assets).bound(),
             **KeyHandlers(self.keys, credentials, self.audit).bound(),
+            **PageHandlers(engine, version_here()).bound(),
             **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
         }
         self._door = Door(ROUTES, handlers, credentials, self.limits, self.audit)

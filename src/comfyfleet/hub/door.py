@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from comfyfleet.hub import html
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.limits import HungUp, Limits, Rate, check_json, read_body
@@ -161,7 +162,10 @@ class Door:
                 return reply.status_code
             await _send_reply(call, reply, send)
             return reply.status
-        await _send_problem(answered, call.request_id, send)
+        if call.route.is_page and "text/html" in call.headers.get("accept", ""):
+            await _send_refusal_page(answered, call.request_id, send)
+        else:
+            await _send_problem(answered, call.request_id, send)
         return answered.status
 
     async def _handled(self, call: Call[Any]) -> Reply | Response:
@@ -311,6 +315,15 @@ async def _send_problem(answered: Answered, request_id: str, send: Send) -> None
         headers.append((b"x-request-id", request_id.encode("latin-1")))
     headers += [(name.encode(), value.encode()) for name, value in answered.headers().items()]
     await _send(send, answered.status, headers, _ENCODER.encode(answered.body))
+
+
+async def _send_refusal_page(answered: Answered, request_id: str, send: Send) -> None:
+    told = {"content-type": "text/html; charset=utf-8", "x-request-id": request_id}
+    told |= {**html.HEADERS, **answered.headers()}
+    # A browser would not know what to do with a bearer.
+    told.pop("www-authenticate", None)
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+    await _send(send, answered.status, headers, html.refusal_page(answered).encode())
 
 
 async def _respond_nowhere(scope: Scope, methods: tuple[str, ...], send: Send) -> None:

@@ -19,7 +19,7 @@ class HealthHandlers:
     def __init__(self, store: Store, routes: tuple[Route, ...], is_stopping: Callable[[], bool]) -> None:
         self._store = store
         self._is_stopping = is_stopping
-        self._version = _version()
+        self._version = version_here()
         self._document = document(routes, self._version)
 
     def bound(self) -> dict[str, Handler]:
@@ -44,7 +44,7 @@ class HealthHandlers:
         return Reply(200, self._document)
 
 
-def _version() -> str:
+def version_here() -> str:
     try:
         return version("comfyfleet")
     except PackageNotFoundError:

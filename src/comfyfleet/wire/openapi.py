@@ -147,6 +147,8 @@ def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
             found[str(status)]["content"] = {"application/json": {"schema": by_type[id(kind)]}}
     if route.streams:
         found["200"].setdefault("content", {})["text/event-stream"] = {"schema": _SSE}
+    if route.is_page:
+        found["200"]["content"] = {"text/html": {"schema": {"type": "string"}}}
     by_status: dict[int, list[str]] = {500: [INCIDENT]}
     for code in route.all_refusals:
         by_status.setdefault(KINDS[code].status, []).append(code.value)

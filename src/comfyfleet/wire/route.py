@@ -47,6 +47,8 @@ class Route(msgspec.Struct, frozen=True):
     """The key may stand in the query: browsers cannot send a header with a stream or a socket."""
     streams: bool = False
     """It may be answered with Server-Sent Events."""
+    is_page: bool = False
+    """It is answered with HTML, and so are its refusals to a browser."""
     noun: str = ""
 
     @property

@@ -446,6 +446,16 @@ HUB = of_noun(
         answers={200: answers.HealthBody, 503: answers.HealthBody},
     ),
     get_route("live", "/health/live", "Whether the process lives", ANYBODY, answers.HealthBody),
+    Route(
+        "status_page",
+        "GET",
+        "/",
+        "The fleet on a page for people",
+        READERS,
+        answers={200: None},
+        takes_token=True,
+        is_page=True,
+    ),
     get_route("openapi", "/openapi.json", "This protocol as OpenAPI 3.1", ANYBODY, dict[str, Any]),
 )
 

@@ -1,0 +1,125 @@
+"""The hub's pages as text: made from values, every word of others escaped. No script, nothing from elsewhere.
+
+Who may see a page, and where its values come from, is `page.py`'s.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from comfyfleet.wire.answers import JobBody, StatsBody, WorkerBody
+from comfyfleet.wire.problems import Answered
+
+REFRESH_S = 5
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;"
+    "color-scheme:light dark}"
+    "table{border-collapse:collapse;width:100%;margin:0 0 2rem}"
+    "th,td{text-align:left;padding:.25rem .75rem .25rem 0;border-bottom:1px solid #8884;vertical-align:top}"
+    "td{overflow-wrap:anywhere}dl{display:flex;flex-wrap:wrap;gap:.5rem 2rem}dt{opacity:.7}"
+    "dd{margin:0;font-size:1.4rem}.bad{color:#c33}.good{color:#2a7}small{opacity:.7}"
+)
+_STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+
+HEADERS = {
+    "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+
+_COUNTS = (
+    "waiting",
+    "delayed",
+    "paused",
+    "leased",
+    "completed",
+    "failed",
+    "cancelled",
+    "workers",
+    "idle_slots",
+)
+_GOOD = frozenset({"idle", "busy", "completed"})
+_BAD = frozenset({"offline", "failed"})
+
+
+def status_page(
+    stats: StatsBody, workers: Sequence[WorkerBody] | None, jobs: Sequence[JobBody], now: float, version: str
+) -> str:
+    """`workers` is None for whoever may not see them."""
+    counts = "".join(
+        f"<div><dt>{name.replace('_', ' ')}</dt><dd>{getattr(stats, name)}</dd></div>" for name in _COUNTS
+    )
+    parts = ["<h1>ComfyFleet</h1>"]
+    if stats.is_paused:
+        parts.append("<p class=bad>The queue is paused.</p>")
+    parts.append(f"<dl>{counts}</dl>")
+    if workers is not None:
+        parts.append("<h2>Workers</h2>")
+        parts.append(
+            _table(("worker", "status", "runs", "completed", "failed", "seen"), map_workers(workers, now))
+        )
+    parts.append("<h2>Recent jobs</h2>")
+    parts.append(
+        _table(("job", "status", "priority", "worker", "submitted", "last error"), map_jobs(jobs, now))
+    )
+    parts.append(
+        f"<p><small>ComfyFleet {escape(version)} · <a href=/openapi.json>the protocol</a></small></p>"
+    )
+    return _page("".join(parts), refresh=True)
+
+
+def map_workers(workers: Sequence[WorkerBody], now: float) -> Iterable[tuple[str, ...]]:
+    for worker in workers:
+        yield (
+            worker.id,
+            worker.status.value,
+            f"{len(worker.current_jobs)} of {worker.slots}",
+            str(worker.completed),
+            str(worker.failed),
+            f"{max(0.0, now - worker.last_seen_at):.0f} s ago",
+        )
+
+
+def map_jobs(jobs: Sequence[JobBody], now: float) -> Iterable[tuple[str, ...]]:
+    for job in jobs:
+        error = "" if job.error is None else f"{job.error.kind.value}: {job.error.message[:200]}"
+        ago = f"{max(0.0, now - job.submitted_at):.0f} s ago"
+        yield (job.id, job.status, str(job.priority), job.worker_id or "–", ago, error)
+
+
+def refusal_page(answered: Answered) -> str:
+    """For a browser: what is wrong and, where a key is missing, a place to put one."""
+    body = answered.body
+    parts = [f"<h1>{escape(str(body['title']))}</h1>", f"<p>{escape(str(body.get('detail', '')))}</p>"]
+    if answered.status == 401:
+        parts.append(
+            "<form method=get action=/><p><label>Key <input type=password name=token autocomplete=off size=60>"
+            "</label> <button>Open</button></p></form>"
+        )
+    return _page("".join(parts), refresh=False)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    head = "".join(f"<th scope=col>{heading}</th>" for heading in headings)
+    body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else "<p>None.</p>"
+
+
+def _cell(text: str) -> str:
+    kind = " class=good" if text in _GOOD else " class=bad" if text in _BAD else ""
+    return f"<td{kind}>{escape(text)}</td>"
+
+
+def _page(body: str, *, refresh: bool) -> str:
+    again = f'<meta http-equiv=refresh content="{REFRESH_S}">' if refresh else ""
+    return (
+        "<!doctype html><html lang=en><head><meta charset=utf-8><title>ComfyFleet</title>"
+        f'<meta name=viewport content="width=device-width, initial-scale=1">{again}<style>{_STYLE}</style></head>'
+        f"<body>{body}</body></html>"
+    )
