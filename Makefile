@@ -24,8 +24,8 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
-demo: $(STAMP) ## a fleet of fake servers at work, in the terminal
-	@$(BIN)/comfyfleet demo
+demo: $(STAMP) ## a hub with fake servers at work, then yours until Ctrl-C (ONCE=1 ends by itself)
+	@$(BIN)/comfyfleet demo $(if $(ONCE),--once)
 
 test: $(STAMP) ## everything that must hold
 	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(OPTIONS)

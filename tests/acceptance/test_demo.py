@@ -10,17 +10,29 @@ import select
 import signal
 import subprocess
 import time
+import urllib.error
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.acceptance._process import CLI, environment, read_until, run_cli, started, stop
+from tests.acceptance._process import (
+    CLI,
+    ROOT,
+    ask,
+    environment,
+    read_until,
+    run_cli,
+    run_program,
+    started,
+    stop,
+)
 
 from comfyfleet.cli.demo_report import Report
 from comfyfleet.cli.demo_show import LiveShow, Narrator
 from comfyfleet.pool.events import PoolEvent
 
-FASTER = ("--time-scale", "0.3")
+FREE = ("--port", "0")
+FASTER = ("--time-scale", "0.3", *FREE)
 
 # One process plays the demo once for all of them.
 pytestmark = pytest.mark.xdist_group("demo")
@@ -29,7 +41,7 @@ pytestmark = pytest.mark.xdist_group("demo")
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
     folder = tmp_path_factory.mktemp("demo") / "pictures"
-    return run_cli("demo", *FASTER, "--out", folder), folder
+    return run_cli("demo", "--once", *FASTER, "--out", folder), folder
 
 
 Played = tuple[subprocess.CompletedProcess[str], Path]
@@ -81,18 +93,44 @@ def test_the_counts_of_the_servers_add_up(played: Played) -> None:
 
 
 def test_an_interrupted_demo_ends_at_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    with started(*CLI, "demo", env={"TMPDIR": str(tmp_path)}) as process:
-        read_until(process, lambda line: "completed" in line)
+    with started(*CLI, "demo", *FREE, env={"TMPDIR": str(tmp_path)}) as process:
+        read_until(process, lambda line: " s  gpu-" in line and "completed" in line)
         code, _, errors = stop(process, signal.SIGINT)
     assert code == 130
     assert re.fullmatch(r"interrupted, \d+ of 24 done", errors.strip())
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_demo_leaves_its_hub_running_until_ctrl_c(tmp_path: Path) -> None:
+    temporary, out = tmp_path / "temporary", tmp_path / "pictures"
+    temporary.mkdir()
+    command = (*CLI, "demo", *FREE, "--time-scale", "0.1", "--out", out)
+    with started(*command, env={"TMPDIR": str(temporary)}) as process:
+        lines = read_until(process, lambda line: line == "Ctrl-C ends it.")
+        (url,) = {
+            word.rstrip(":") for line in lines for word in line.split() if word.startswith("http://127")
+        }
+        stats = ask(f"{url}/api/stats")
+        assert (stats["completed"], stats["waiting"]) == (24, 0)
+        assert "gpu-a" in run_cli("workers", "--hub", url, env={"COMFYFLEET_DATA": str(tmp_path)}).stdout
+        assert stop(process, signal.SIGINT) == (0, "", "")
+    assert list(temporary.iterdir()) == []
+    with pytest.raises(urllib.error.URLError):
+        ask(f"{url}/health")
+
+
+@pytest.mark.parametrize(
+    ("variables", "ending"), [(["ONCE=1"], "comfyfleet demo --once"), ([], "comfyfleet demo")]
+)
+def test_once_is_passed_on_by_make(variables: list[str], ending: str) -> None:
+    told = run_program("make", "--dry-run", "--directory", ROOT, "demo", *variables).stdout
+    assert any(line.rstrip().endswith(ending) for line in told.splitlines()), told
+
+
 def test_an_interrupted_demo_leaves_the_terminal_sane() -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [*CLI, "demo"],
+        [*CLI, "demo", *FREE],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -1,7 +1,7 @@
-"""`comfyfleet demo`: a small fleet of fake servers, some of which misbehave, and a pool that gets everything done.
+"""`comfyfleet demo`: a hub and a small fleet of fake servers, some of which misbehave, that gets everything done.
 
-Plays the demo: starts the servers, submits the jobs, pulls a plug, collects what became of it. The cast is in
-`demo_fleet.py`, the pictures on the terminal in `demo_show.py`, the tables at the end in `demo_report.py`.
+Plays the demo: starts the hub and the servers, submits the jobs through the API, pulls a plug, collects what became of
+it. The cast is in `demo_fleet.py`, what is shown in `demo_show.py`, the tables at the end in `demo_report.py`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,25 @@ import click
 from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated, make_folder, run
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from comfyfleet.cli.demo_fleet import Kind, Story
     from comfyfleet.cli.demo_report import Report
     from comfyfleet.cli.demo_show import Show
+    from comfyfleet.cli.settings import Resolved
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.engine.engine import Engine
+    from comfyfleet.model.job import OutputFile
     from comfyfleet.pool.events import PoolEvent
-    from comfyfleet.pool.pool import WorkflowPool
-    from comfyfleet.pool.records import JobRecord
+    from comfyfleet.pool.telling import Teller
     from comfyfleet.sim.fake_comfyui import FakeComfyUI
+    from comfyfleet.worker.settings import AgentState
 
 _COOLDOWN_S = 4.0
 _DOWN_S = 1.5
 _LIMIT_S = 120.0
 """A demo that takes longer hangs."""
+_PORT = 3001
 
 
 @click.command("demo")
@@ -34,14 +41,21 @@ _LIMIT_S = 120.0
     type=click.Path(file_okay=False, writable=True, path_type=Path),
     help="Folder for the pictures; a temporary one unless given.",
 )
+@click.option("--once", is_flag=True, help="End when every job is done, instead of leaving the hub to you.")
 @click.option("--plain", is_flag=True, help="Print lines instead of live progress bars.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    help="Of the hub. Unless given, 3001 or, if that is taken, a free one.",
+)
 @click.option("--time-scale", type=click.FloatRange(0.05, 10), default=1.0, hidden=True)
-def command(out: Path | None, plain: bool, time_scale: float) -> None:
-    """Watch a pool drive four fake servers for a quarter of a minute.
+def command(out: Path | None, once: bool, plain: bool, port: int | None, time_scale: float) -> None:
+    """Watch a hub drive four fake servers for a quarter of a minute.
 
-    24 jobs of four workflows and different priorities run on cards of different size and speed. One server fails a
-    workflow and is blocked for it until its cooldown is over, another one crashes in the middle of a run and comes
-    back. Nothing is lost. Ends with who ran what. Needs no GPU and no network.
+    24 jobs of four workflows and different priorities are submitted through the API and run on cards of different size
+    and speed. One server fails a workflow and is blocked for it until its cooldown is over, another one crashes in the
+    middle of a run and comes back. Nothing is lost. Ends with who ran what, and leaves the hub running until Ctrl-C.
+    Needs no GPU and no network.
     """
     import tempfile
     import time
@@ -50,36 +64,71 @@ def command(out: Path | None, plain: bool, time_scale: float) -> None:
 
     from comfyfleet.cli.demo_report import Report
     from comfyfleet.cli.demo_show import count_jobs, make_show
+    from comfyfleet.cli.house import needs_hub
     from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
 
+    needs_hub()
     if out is not None:
         make_folder(out)
     console = Console(highlight=False)
     began_at = time.time()
     report = Report(began_at)
     try:
-        # A temporary folder is made late: an interrupted demo leaves nothing behind.
-        run(_play(make_show(console, plain, began_at), report, time_scale))
+        with tempfile.TemporaryDirectory(prefix="comfyfleet-demo-") as data:
+            settings = _settings(data, _PORT if port is None else port, port is None, time_scale)
+            show = make_show(console, plain, began_at)
+            run(_play(show, report, settings, time_scale, console, out, once=once))
     except PillowMissing as error:
         raise CommandFailed(str(error)) from error
     except (KeyboardInterrupt, Terminated):
-        click.echo(f"interrupted, {len(report.pictures)} of {count_jobs()} done", err=True)
-        raise
-    folder = out or Path(tempfile.mkdtemp(prefix="comfyfleet-demo-"))
-    report.save_pictures(folder)
-    report.print(console)
+        if not report.is_told:
+            click.echo(f"interrupted, {len(report.pictures)} of {count_jobs()} done", err=True)
+            raise
     if not report.is_complete:
         raise SystemExit(ExitCode.FAILED)
 
 
-async def _play(show: Show, report: Report, time_scale: float) -> None:
+def _settings(data: str, port: int, may_move: bool, time_scale: float) -> Resolved:
+    """A hub for this machine alone, which asks it for no key; what the environment says is for real ones."""
+    import socket
+
+    from comfyfleet.cli.settings import read_settings
+
+    with socket.socket() as probe:
+        if may_move and probe.connect_ex(("127.0.0.1", port)) == 0:
+            port = 0
+    flags = {"data": data, "port": port, "open": True, "rules.cooldown_s": _COOLDOWN_S * time_scale}
+    return read_settings(flags, config=_no_file(), environment={})
+
+
+def _no_file() -> str:
+    import os
+
+    return os.devnull
+
+
+async def _play(
+    show: Show,
+    report: Report,
+    settings: Resolved,
+    time_scale: float,
+    console: Console,
+    out: Path | None,
+    *,
+    once: bool,
+) -> None:
     import asyncio
     import contextlib
 
     from comfyfleet.cli.demo_fleet import CARDS, faults_of, settings_of, stories
+    from comfyfleet.cli.house import open_house
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.engine.shell import SystemClock
+    from comfyfleet.pool.agents import Agents
     from comfyfleet.pool.options import Server
-    from comfyfleet.pool.pool import WorkflowPool
+    from comfyfleet.pool.telling import Teller
     from comfyfleet.sim.fake_comfyui import FakeComfyUI
+    from comfyfleet.worker.settings import AgentSettings
 
     async with contextlib.AsyncExitStack() as stack:
         fakes: dict[str, FakeComfyUI] = {}
@@ -87,20 +136,25 @@ async def _play(show: Show, report: Report, time_scale: float) -> None:
             faults = faults_of(card, _DOWN_S * time_scale)
             fake = FakeComfyUI(settings_of(card, time_scale, seed), faults=faults)
             fakes[card.id] = await stack.enter_async_context(fake)
-        pool = await stack.enter_async_context(
-            WorkflowPool(
-                [Server(fake.url, id=name) for name, fake in fakes.items()],
-                cooldown=_COOLDOWN_S * time_scale,
-                health_check_interval=time_scale,
-                reconnection_grace=0.5 * time_scale,
-            )
-        )
-        stage = _Stage(pool, fakes, report)
+        house = await stack.enter_async_context(open_house(settings))
+        teller = Teller(house.engine, SystemClock())
+        teller.start()
+        stack.push_async_callback(teller.close)
+        agent = AgentSettings(health_interval_s=time_scale, reconnect_grace_s=0.5 * time_scale)
+        agents = Agents(lambda worker, state: _publish(house.engine, worker, state), agent)
+        stack.push_async_callback(agents.close)
+        for name, fake in fakes.items():
+            await agents.add(house.engine, Server(fake.url, id=name))
+        await agents.first_verdicts()
+        client = await stack.enter_async_context(FleetClient(house.url))
+        stage = _Stage(client, teller, fakes, report)
+        console.print(f"The hub answers at {house.url}", soft_wrap=True)
         with show:
-            # Heard no more before the pool closes: what an interruption takes back is no news.
-            stack.callback(pool.on("*", show.hear))
-            pool.on("*", report.hear)
-            pool.on("job:progress", stage.pull_the_plug)
+            # Heard no more before the agents leave: what an interruption takes back is no news.
+            leave = teller.on("*", show.hear, None)
+            stack.callback(leave)
+            stack.callback(teller.on("*", report.hear, None))
+            teller.on("job:progress", stage.pull_the_plug, None)
             drawing = asyncio.create_task(show.keep_drawing())
             try:
                 async with asyncio.timeout(_LIMIT_S), asyncio.TaskGroup() as group:
@@ -112,56 +166,83 @@ async def _play(show: Show, report: Report, time_scale: float) -> None:
             finally:
                 drawing.cancel()
                 await asyncio.gather(drawing, return_exceptions=True)
-        await report.collect(pool, fakes)
+        await report.collect(client, fakes)
+        _tell(report, console, out)
+        report.is_told = True
+        if not once and report.is_complete:
+            leave()
+            console.print(
+                f"\nThe hub runs on at {house.url}: look at it in a browser, or try", soft_wrap=True
+            )
+            console.print(f"  comfyfleet submit WORKFLOW.json --watch --hub {house.url}", soft_wrap=True)
+            console.print(f"  comfyfleet top --hub {house.url}", soft_wrap=True)
+            console.print("Ctrl-C ends it.")
+            await asyncio.Event().wait()
+
+
+def _publish(engine: Engine, worker: str, state: AgentState) -> None:
+    import time
+
+    from comfyfleet.model.fact import FleetEvent
+    from comfyfleet.model.ids import WorkerId
+
+    told = {"state": state.status.value, "message": state.reason}
+    engine.bus.publish(FleetEvent("state", time.time(), WorkerId(worker), told))
+
+
+def _tell(report: Report, console: Console, out: Path | None) -> None:
+    import tempfile
+
+    # A temporary folder is made late: an interrupted demo leaves nothing behind.
+    report.save_pictures(out or Path(tempfile.mkdtemp(prefix="comfyfleet-pictures-")))
+    report.print(console)
 
 
 class _Stage:
     """Where the stories are played: jobs are submitted, followed, and one server is made to crash."""
 
-    def __init__(self, pool: WorkflowPool, fakes: dict[str, FakeComfyUI], report: Report) -> None:
-        self._pool = pool
+    def __init__(
+        self, client: FleetClient, teller: Teller, fakes: dict[str, FakeComfyUI], report: Report
+    ) -> None:
+        self._client = client
+        self._teller = teller
         self._fakes = fakes
         self._report = report
         self._has_crashed = False
 
     async def tell(self, story: Story) -> None:
-        """Make the picture, then what is to be made of it."""
-        picture = await self._job(story, story.kind)
-        if story.then is not None and picture is not None:
-            await self._job(story, story.then, picture)
+        """Make the picture, then what follows it."""
+        is_made = await self._job(story, story.kind)
+        if story.then is not None and is_made:
+            await self._job(story, story.then)
         elif story.then is not None:
             self._report.is_short = True
 
-    async def _job(self, story: Story, kind: Kind, picture: bytes | None = None) -> bytes | None:
+    async def _job(self, story: Story, kind: Kind) -> bool:
         from comfyfleet.cli.demo_fleet import workflow_of
-        from comfyfleet.pool.options import attach
 
         graph: dict[str, Any] = workflow_of(kind, story.text)
-        job_id = await self._pool.enqueue(
-            graph,
-            priority=story.priority,
-            metadata={"title": f"{kind} {story.title}", "kind": kind},
-            attachments=[] if picture is None else [attach(picture, "10", "image", "picture.png")],
+        title = f"{kind} {story.title}"
+        job = await self._client.submit(
+            graph, priority=story.priority, metadata={"title": title, "kind": kind}
         )
-        self._report.submitted.append(job_id)
-        record = await self._pool.wait_for_record(job_id)
-        if record.result is None:
-            return None
-        made = await self._fetch(record)
-        self._report.pictures[f"{kind} {story.title}"] = made
-        return made
+        self._report.submitted.append(job.id)
+        ended = await self._client.wait(job.id)
+        if ended.result is None:
+            return False
+        self._report.pictures[title] = await self._fetch(ended.result.files[0])
+        return True
 
-    async def _fetch(self, record: JobRecord) -> bytes:
+    async def _fetch(self, file: OutputFile) -> bytes:
         """A server that is down at this moment comes back, and its files are still there."""
         import asyncio
 
-        from comfyfleet.model.failure import ServiceFailed
+        from comfyfleet.model.errors import Fault
 
-        assert record.result is not None
         while True:
             try:
-                return await self._pool.fetch(record.result.files[0], record.client_id)
-            except ServiceFailed:
+                return await self._client.fetch(file)
+            except Fault:
                 await asyncio.sleep(0.2)
 
     def pull_the_plug(self, event: PoolEvent) -> None:
@@ -182,10 +263,10 @@ class _Stage:
         import asyncio
 
         ends = asyncio.Event()
-        stop = self._pool.on("client:unblocked_workflow", lambda _: ends.set())
+        stop = self._teller.on("client:unblocked_workflow", lambda _: ends.set(), None)
         try:
             async with asyncio.timeout(longest_s + 3):
-                while await self._pool.blocks():
+                while await self._client.blocks():
                     ends.clear()
                     await ends.wait()
         except TimeoutError:

@@ -1,7 +1,7 @@
 """What became of the demo: who ran what, what was blocked, what was tried again, and whether anything was lost.
 
-Everything is computed from the pool's records, its statistics and the counts of the fake servers; of the events only
-the times of blocks are kept.
+Everything is computed from what the hub answers about jobs and workers and from the counts of the fake servers; of the
+events only the times of blocks are kept.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rich.text import Text
 
 from comfyfleet.cli.demo_fleet import CARDS, KINDS
 from comfyfleet.cli.demo_show import count_jobs, kinds_by_hash, shortened
+from comfyfleet.client.fleet import FleetClient
 from comfyfleet.pool.events import PoolEvent
-from comfyfleet.pool.pool import WorkflowPool
-from comfyfleet.pool.records import JobRecord, ServerStats
 from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeStats
+from comfyfleet.wire.answers import JobDetails, WorkerBody
 
 
 class Blocked(msgspec.Struct):
@@ -42,9 +42,11 @@ class Report:
         self.pictures: dict[str, bytes] = {}
         self.is_short = False
         """Time was up, or a job that should have followed another was never submitted."""
+        self.is_told = False
+        """Everything is over and printed; what follows is the hub alone."""
         self.blocks: list[Blocked] = []
-        self.records: list[JobRecord] = []
-        self._servers: dict[str, ServerStats] = {}
+        self.records: list[JobDetails] = []
+        self._workers: dict[str, WorkerBody] = {}
         self._fakes: dict[str, FakeStats] = {}
         self._began_at = began_at
         self._ended_at = self._began_at
@@ -61,10 +63,10 @@ class Report:
                 if is_its and block.ended_at is None:
                     block.ended_at = event.at
 
-    async def collect(self, pool: WorkflowPool, fakes: dict[str, FakeComfyUI]) -> None:
+    async def collect(self, client: FleetClient, fakes: dict[str, FakeComfyUI]) -> None:
         self._ended_at = time.time()
-        self.records = [await pool.get_job(job_id) for job_id in self.submitted]
-        self._servers = {server.id: server for server in (await pool.stats()).servers}
+        self.records = [await client.get(job_id) for job_id in self.submitted]
+        self._workers = {worker.id: worker for worker in await client.workers()}
         self._fakes = {name: fake.stats for name, fake in fakes.items()}
 
     @property
@@ -101,8 +103,8 @@ class Report:
         """The last line: all of them, or how many."""
         for record in self.records:
             if record.status != "completed":
-                why = "" if record.last_error is None else f": {record.last_error.message}"
-                console.print(f"{record.metadata['title']} {record.status}{why}", style="red", markup=False)
+                why = "" if record.error is None else f": {record.error.message}"
+                console.print(f"{_label(record, 'title')} {record.status}{why}", style="red", markup=False)
         counted = f"{self.completed} of {count_jobs()} jobs completed"
         if self.is_complete:
             console.print(f"{counted}, nothing lost", style="bold green")
@@ -110,12 +112,16 @@ class Report:
             console.print(counted, style="bold red")
 
     def _who_ran_what(self) -> Table:
-        ran = Counter((record.client_id, record.metadata["kind"]) for record in self.records if record.result)
+        ran = Counter(
+            (record.worker_id, _label(record, "kind"))
+            for record in self.records
+            if record.status == "completed"
+        )
         failed = Counter[str](
             attempt.worker_id
             for record in self.records
             for attempt in record.history
-            if attempt.failure is not None
+            if attempt.error is not None
         )
         table = Table(
             title="Who ran what", title_justify="left", title_style="bold", box=None, pad_edge=False
@@ -128,9 +134,15 @@ class Report:
             counts = [ran[card.id, kind] for kind in KINDS]
             numbers = [*counts, sum(counts), failed[card.id]]
             loads = [fake.model_loads, fake.model_swaps, fake.crashes]
-            used = f"{self._servers[card.id].utilisation:.0%}"
+            used = f"{self._used(card.id):.0%}"
             table.add_row(card.id, *map(_count, numbers), used, *map(_count, loads))
         return table
+
+    def _used(self, worker_id: str) -> float:
+        """Which share of the time it worked."""
+        worker = self._workers[worker_id]
+        busy_s = worker.completed / worker.per_hour * 3600 if worker.per_hour else 0.0
+        return min(1.0, busy_s / max(1e-9, self._ended_at - self._began_at))
 
     def _what_was_blocked(self) -> Table:
         table = Table(title="\nBlocks", title_justify="left", title_style="bold", box=None, pad_edge=False)
@@ -141,7 +153,7 @@ class Report:
         for block in self.blocks:
             ended = block.ended_at
             since = sum(
-                record.client_id == block.client_id
+                record.worker_id == block.client_id
                 and record.workflow_hash == block.workflow_hash
                 and record.status == "completed"
                 and ended is not None
@@ -165,16 +177,20 @@ class Report:
         for heading in ("job", "tried on", "because"):
             table.add_column(heading)
         trails = {
-            record.metadata["title"]: " → ".join(attempt.worker_id for attempt in record.history)
+            _label(record, "title"): " → ".join(attempt.worker_id for attempt in record.history)
             for record in retried
         }
         left = max(20, width - max(map(len, trails)) - max(map(len, trails.values())) - 4)
         for record in retried:
-            title = record.metadata["title"]
-            why = [attempt.failure for attempt in record.history if attempt.failure is not None]
+            title = _label(record, "title")
+            why = [attempt.error for attempt in record.history if attempt.error is not None]
             lines = [shortened(f"{each.kind.value}: {each.message}", left) for each in why]
             table.add_row(title, trails[title], "\n".join(lines))
         return table
+
+
+def _label(record: JobDetails, name: str) -> str:
+    return str((record.metadata or {}).get(name, ""))
 
 
 def _count(number: int) -> str:

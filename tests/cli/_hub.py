@@ -1,0 +1,84 @@
+"""A hub in a thread of its own, and the command line in this process: many commands in the time of one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+from tests.hub._hub import HubRig, running_hub
+
+from comfyfleet.cli.main import main
+from comfyfleet.model.access import Role
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.worker.agent import Agent
+from comfyfleet.worker.connectors.simulated import SimulatedConnector
+
+
+class Ended(NamedTuple):
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.output)
+
+
+Run = Callable[..., Ended]
+
+
+class Address(NamedTuple):
+    url: str
+    keys: dict[Role, str]
+
+
+@contextmanager
+def hub_with_a_worker() -> Iterator[Address]:
+    """One simulated worker, `gpu`, which takes a moment for each job."""
+    ready: list[Address] = []
+    is_ready = threading.Event()
+    loop = asyncio.new_event_loop()
+    end = asyncio.Event()
+
+    async def live() -> None:
+        async with running_hub() as rig, Agent(rig.engine, WorkerId("gpu"), [SimulatedConnector()]) as agent:
+            await agent.first_verdict()
+            ready.append(_address(rig))
+            is_ready.set()
+            await end.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(live()), daemon=True)
+    thread.start()
+    assert is_ready.wait(20), "the hub did not start"
+    try:
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(end.set)
+        thread.join()
+        loop.close()
+
+
+def _address(rig: HubRig) -> Address:
+    return Address(rig.url, rig.keys)
+
+
+def runner(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, address: Address, data: str
+) -> Run:
+    monkeypatch.setenv("COMFYFLEET_HUB", address.url)
+    monkeypatch.setenv("COMFYFLEET_KEY", address.keys[Role.ADMIN])
+    monkeypatch.setenv("COMFYFLEET_DATA", data)
+
+    def run(*arguments: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main([str(each) for each in arguments])
+        output, errors = capfd.readouterr()
+        code = ended.value.code
+        return Ended(code if isinstance(code, int) else 1, output, errors)
+
+    return run

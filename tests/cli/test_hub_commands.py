@@ -1,0 +1,169 @@
+"""The commands that ask a hub: what they print, as text and as JSON, and with which code they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli._hub import Address, Run, hub_with_a_worker, runner
+from tests.hub._hub import graph
+
+from comfyfleet.model.access import Role
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Address]:
+    with hub_with_a_worker() as address:
+        yield address
+
+
+@pytest.fixture
+def run(
+    hub: Address, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Run:
+    return runner(capfd, monkeypatch, hub, str(tmp_path))
+
+
+@pytest.fixture
+def workflow(tmp_path: Path) -> Path:
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(graph()))
+    return path
+
+
+def waiting(run: Run, workflow: Path, *options: str) -> str:
+    """A job that nobody takes while the queue is paused."""
+    assert run("queue", "pause").output == "the queue is paused\n"
+    ended = run("submit", workflow, *options)
+    assert ended.code == 0, ended.errors
+    return ended.output.strip()
+
+
+def test_a_job_is_submitted_and_watched_to_its_end(run: Run, workflow: Path, tmp_path: Path) -> None:
+    ended = run("submit", workflow, "--watch", "--out", tmp_path / "out", "--json", "--metadata", "who=me")
+    assert ended.code == 0, ended.errors
+    (result,) = ended.json
+    assert result["status"] == "completed"
+    shown = run("job", "show", result["id"], "--json").json
+    assert (shown["metadata"], shown["worker_id"]) == ({"who": "me"}, "gpu")
+    text = run("job", "show", result["id"]).output
+    assert result["id"] in text and "completed" in text and "idempotency" not in text
+    listed = run("jobs", "--metadata", "who=me", "--json").json
+    assert [job["id"] for job in listed["jobs"]] == [result["id"]]
+    assert run("job", "watch", result["id"]).code == 0
+
+
+def test_a_waiting_job_is_explained_changed_paused_cancelled_and_retried(run: Run, workflow: Path) -> None:
+    job_id = waiting(run, workflow, "--priority", "5")
+    try:
+        assert run("job", "explain", job_id).output
+        assert run("job", "explain", job_id, "--json").json["job_id"] == job_id
+        assert run("job", "priority", job_id, "7").output == f"{job_id} has priority 7\n"
+        assert run("job", "pause", job_id).output == f"{job_id} paused\n"
+        assert run("job", "resume", job_id).output == f"{job_id} queued\n"
+        assert job_id in run("jobs", "--status", "queued", "--since", "1").output
+        assert run("job", "cancel", job_id).output == f"{job_id} cancelled\n"
+        ended = run("job", "watch", job_id)
+        assert (ended.code, f"Error: job {job_id} cancelled" in ended.errors) == (1, True)
+        assert run("job", "retry", job_id, "--json").json["status"] == "queued"
+        assert run("job", "cancel", job_id, "--json").json[0]["status"] == "cancelled"
+    finally:
+        assert run("queue", "resume").output == "the queue runs\n"
+
+
+def test_several_jobs_go_at_once(run: Run, workflow: Path) -> None:
+    ended = run("submit", workflow, workflow, "--count", "3", "--watch", "--json")
+    assert ended.code == 0, ended.errors
+    assert len({result["id"] for result in ended.json}) == 6
+    again = run("submit", workflow, workflow, "--reference", "mine")
+    assert (again.code, "--reference" in again.errors) == (2, True)
+
+
+def test_the_same_reference_is_the_same_job(run: Run, workflow: Path) -> None:
+    first, second = (run("submit", workflow, "--reference", "mine").output for _ in range(2))
+    assert first == second != ""
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "code", "words"),
+    [
+        ('{"nodes": [], "links": []}', (), 3, "Export (API)"),
+        ("{", (), 3, "not JSON"),
+        (json.dumps(graph()), ("--set", "9.text=x"), 2, "no node '9'"),
+        (json.dumps(graph()), ("--set", "1.text=x"), 2, "no input 'text'"),
+        (json.dumps(graph()), ("--metadata", "x"), 2, "NAME=VALUE"),
+        (json.dumps(graph()), ("--priority", "1001"), 2, "--priority"),
+        (json.dumps(graph()), ("--key", "cfk_0_0"), 3, "the key is not good"),
+        (json.dumps(graph()), ("--hub", "http://127.0.0.1:9"), 4, "no hub answers"),
+        (json.dumps(graph()), ("--hub", "nonsense"), 3, "is no hub's address"),
+    ],
+)
+def test_what_cannot_be_submitted_is_told_in_a_line(
+    run: Run, workflow: Path, content: str, options: tuple[str, ...], code: int, words: str
+) -> None:
+    workflow.write_text(content)
+    ended = run("submit", workflow, *options)
+    assert (ended.code, ended.output) == (code, "")
+    assert words in ended.errors
+    assert "Traceback" not in ended.errors
+
+
+def test_workers_are_listed_and_told_what_to_do(run: Run) -> None:
+    assert [worker["id"] for worker in run("workers", "--json").json] == ["gpu"]
+    assert run("workers").output == run("workers", "list").output
+    assert run("workers", "show", "gpu").output.startswith("gpu  ")
+    assert run("workers", "pause", "gpu").output == "gpu paused\n"
+    assert run("workers", "resume", "gpu", "--json").json["status"] in ("idle", "busy")
+    assert run("workers", "drain", "nobody").code == 3
+    assert run("workers", "--json", "list").code == 2
+
+
+def test_keys_are_made_listed_rotated_and_revoked(run: Run, hub: Address) -> None:
+    made = run("key", "create", "tenant", "--tenant", "acme", "--name", "theirs", "--json").json
+    assert run("jobs", "--key", made["key"]).code == 0
+    assert run("workers", "--key", made["key"]).code == 3
+    rotated = run("key", "rotate", made["id"]).output.strip()
+    assert run("jobs", "--key", made["key"]).code == 3
+    assert run("jobs", "--key", rotated).code == 0
+    assert run("key", "revoke", made["id"]).output == f"{made['id']} revoked\n"
+    assert run("jobs", "--key", rotated).code == 3
+    listing = run("key", "list").output
+    assert "revoked" in listing and "theirs" in listing and made["key"] not in listing
+    assert run("key", "invite", "--uses", "2").output.startswith("cfe_")
+    assert run("key", "create", "tenant").code == 3
+    assert hub.keys[Role.ADMIN] not in listing
+
+
+def test_the_dead_letter_is_listed_and_purged(run: Run) -> None:
+    assert run("dead", "list", "--json").json["jobs"] == []
+    assert run("dead", "purge", "--yes").output == "0 forgotten\n"
+    assert run("dead", "retry", "nobody").code == 3
+
+
+def test_top_looks_once_where_there_is_no_terminal(run: Run) -> None:
+    assert "gpu" in run("top").output
+    assert run("top", "--json").json["workers"][0]["id"] == "gpu"
+    assert run("queue", "show", "--json").json["workers"] == 1
+
+
+def test_config_tells_where_a_setting_came_from_and_no_secret(
+    run: Run, hub: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = run("config", "show", "--json").json
+    assert shown["hub"] == {"value": hub.url, "from": "environment COMFYFLEET_HUB"}
+    assert shown["key"] == {"value": "…", "from": "environment COMFYFLEET_KEY"}
+    assert "3001" in run("config", "show", "--all").output
+    assert "3001" not in run("config", "show").output
+    assert run("config", "check").code == 0
+    monkeypatch.setenv("COMFYFLEET_PROT", "1")
+    wrong = run("config", "check")
+    assert (wrong.code, "did you mean 'COMFYFLEET_PORT'?" in wrong.errors) == (2, True)
+    monkeypatch.setenv("COMFYFLEET_PORT", "many")
+    assert run("config", "check", "--json").json["holds"] is False
+
+
+def test_shells_learn_the_commands(run: Run) -> None:
+    for shell in ("zsh", "fish"):
+        assert "_COMFYFLEET_COMPLETE" in run("completion", shell).output

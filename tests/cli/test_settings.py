@@ -1,0 +1,166 @@
+"""Settings from flags, environment and file: the nearest wins, and what cannot be understood is told by name."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.cli.local import (
+    LocalHub,
+    read_hub,
+    read_worker_key,
+    write_hub,
+    write_worker_key,
+)
+from comfyfleet.cli.options import _OPTIONS
+from comfyfleet.cli.settings import DEFAULT, Settings, flag_of, read_settings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "comfyfleet.toml"
+
+
+def said(file: Path, content: str) -> Path:
+    file.write_text(content)
+    return file
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_the_file(file: Path) -> None:
+    said(file, 'port = 1\nhost = "::1"\nlog_level = "info"\n')
+    environment = {"COMFYFLEET_PORT": "2", "COMFYFLEET_HOST": "localhost"}
+    found = read_settings({"port": 3, "host": None}, config=file, environment=environment)
+    assert (found.values.port, found.values.host, found.values.log_level) == (3, "localhost", "info")
+    assert [found.origin(name).place for name in ("port", "host", "log_level", "fake")] == [
+        "flag --port",
+        "environment COMFYFLEET_HOST",
+        f"file {file}",
+        DEFAULT.place,
+    ]
+
+
+def test_every_setting_has_its_variable_and_tables_too(file: Path) -> None:
+    environment = {
+        "COMFYFLEET_SERVERS": "http://a:1, http://b:2",
+        "COMFYFLEET_OPEN": "true",
+        "COMFYFLEET_FAKE": "2",
+        "COMFYFLEET_GRACE_S": "1.5",
+        "COMFYFLEET_LIMITS_MAX_DEPTH": "9",
+        "COMFYFLEET_RULES_LEASE_TTL_S": "30",
+    }
+    found = read_settings(config=said(file, "[rules]\nmax_attempts = 7\n"), environment=environment)
+    assert found.values.servers == ("http://a:1", "http://b:2")
+    assert (found.values.open, found.values.fake, found.values.grace_s) == (True, 2, 1.5)
+    assert found.limits().max_depth == 9
+    assert (found.rules().lease_ttl_s, found.rules().max_attempts) == (30.0, 7)
+
+
+@pytest.mark.parametrize(
+    ("variables", "store"),
+    [
+        ({"REDIS_URL": "redis://a"}, "redis://a"),
+        ({"REDIS_URL": "redis://a", "HUB_REDIS_URL": "redis://b"}, "redis://b"),
+        ({"HUB_REDIS_URL": "redis://b", "COMFYFLEET_STORE": "redis://c"}, "redis://c"),
+    ],
+)
+def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str, str], store: str) -> None:
+    found = read_settings(environment={**variables, "HUB_PORT": "4000"}, config=os.devnull)
+    assert (found.values.store, found.values.port) == (store, 4000)
+    assert (
+        read_settings(environment={"REDIS_URL": "x"}, config=os.devnull, old_names=False).values.store is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("prot = 1", ["'prot'", "did you mean 'port'?"]),
+        ("[limits]\nmax_debth = 1", ["'limits.max_debth'", "did you mean 'limits.max_depth'?"]),
+        ("[rules]\nlease = 1", ["'rules.lease'"]),
+        ("port = 70000", ["'port'", "65535"]),
+        ('port = "3001"', ["'port'", "int"]),
+        ('log_level = "loud"', ["'log_level'"]),
+        ("limits = 5", ["'limits'", "[limits]"]),
+        ("[hub]\nport = 1", ["'hub'"]),
+        ("port =", ["is not TOML"]),
+    ],
+)
+def test_what_the_file_says_wrong_is_told_with_its_name_and_place(
+    file: Path, content: str, words: list[str]
+) -> None:
+    with pytest.raises(CommandFailed) as failed:
+        read_settings(config=said(file, content), environment={})
+    assert failed.value.code is ExitCode.USAGE
+    for word in [*words, str(file)]:
+        assert word in str(failed.value)
+
+
+def test_what_the_environment_says_wrong_is_told_with_the_variable() -> None:
+    with pytest.raises(CommandFailed, match=r"'port' \(environment HUB_PORT\)"):
+        read_settings(config=os.devnull, environment={"HUB_PORT": "many"})
+    found = read_settings(config=os.devnull, environment={"COMFYFLEET_PROT": "1", "COMFYFLEET_DEBUG": "1"})
+    assert found.unheard == ("COMFYFLEET_PROT",)
+
+
+def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match="cannot be read"):
+        read_settings(config=tmp_path / "nothing.toml", environment={})
+
+
+def test_secrets_are_not_shown() -> None:
+    environment = {
+        "COMFYFLEET_KEY": "cfk_a_secret",
+        "COMFYFLEET_ENROL": "cfe_a_secret",
+        "COMFYFLEET_STORE": "redis://me:secret@host:1/0",
+    }
+    shown = {
+        name: value for name, value, _ in read_settings(config=os.devnull, environment=environment).shown()
+    }
+    assert "secret" not in str(shown)
+    assert shown["store"] == "redis://…@host:1/0"
+
+
+def test_the_usual_data_folder_is_the_users() -> None:
+    found = read_settings(config=os.devnull, environment={"HOME": "/home/me", "XDG_DATA_HOME": "/elsewhere"})
+    assert found.values.data == "/elsewhere/comfyfleet"
+
+
+def test_every_flag_is_a_settings() -> None:
+    assert _OPTIONS.keys() - {"config"} == set(Settings.__struct_fields__) - {"limits", "rules"}
+    assert flag_of("servers") == "--server"
+
+
+# what is kept for others of the same user
+
+
+def test_the_key_file_is_its_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    path = write_hub(folder, LocalHub("http://127.0.0.1:3001", "cfk_a_b"))
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert read_hub(folder) == LocalHub("http://127.0.0.1:3001", "cfk_a_b")
+    assert [each.name for each in folder.iterdir()] == ["hub.json"]
+    path.chmod(0o640)
+    with pytest.raises(CommandFailed, match="chmod 600"):
+        read_hub(folder)
+
+
+def test_a_key_file_that_is_none_says_what_to_do(tmp_path: Path) -> None:
+    assert read_hub(tmp_path) is None
+    path = write_hub(tmp_path, LocalHub("http://127.0.0.1:3001"))
+    path.write_text("{")
+    with pytest.raises(CommandFailed, match="remove it"):
+        read_hub(tmp_path)
+
+
+def test_a_workers_key_is_kept_by_hub_and_worker(tmp_path: Path) -> None:
+    write_worker_key(tmp_path, "http://a", "gpu", "1")
+    write_worker_key(tmp_path, "http://a", "other", "2")
+    write_worker_key(tmp_path, "http://b", "gpu", "3")
+    assert read_worker_key(tmp_path, "http://a", "gpu") == "1"
+    assert read_worker_key(tmp_path, "http://b", "gpu") == "3"
+    assert read_worker_key(tmp_path, "http://b", "other") is None
