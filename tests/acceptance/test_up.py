@@ -1,0 +1,195 @@
+"""`comfyfleet up`, `hub` and `worker --hub` as real processes: used, interrupted, started again, reached over TLS."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.acceptance._process import (
+    CLI,
+    fake_servers,
+    picture_workflow,
+    read_until,
+    run_cli,
+    started,
+    stop,
+    written,
+)
+
+from comfyfleet.cli.servers import found_here
+from comfyfleet.sim.fake_comfyui import FakeComfyUI
+
+Process = subprocess.Popen[str]
+
+
+class Place:
+    """A data folder, and whoever works with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.env: Mapping[str, str] = {"COMFYFLEET_DATA": str(folder), "REDIS_URL": "", "HUB_PORT": ""}
+
+    def start(self, stack: ExitStack, *arguments: str | Path) -> Process:
+        return stack.enter_context(started(*CLI, *arguments, env=self.env))
+
+    def run(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        return run_cli(*arguments, cwd=self.folder, env=self.env)
+
+    def json(self, *arguments: str | Path) -> object:
+        ended = self.run(*arguments, "--json")
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    (tmp_path / "data").mkdir()
+    return Place(tmp_path / "data")
+
+
+def url_in(lines: list[str]) -> str:
+    return next(line.split()[-1] for line in lines if line.startswith("The hub answers at"))
+
+
+def online(process: Process) -> list[str]:
+    return read_until(process, lambda line: line.endswith(": online"))
+
+
+def test_up_runs_a_job_and_after_ctrl_c_and_a_restart_knows_it(place: Place) -> None:
+    workflow = written(place.folder / "workflow.json", picture_workflow())
+    with fake_servers("--time-scale", "0.02") as (server,), ExitStack() as stack:
+        process = place.start(stack, "up", "--server", server, "--port", "0", "--name", "gpu")
+        lines = online(process)
+        (key,) = {word for line in lines for word in line.split() if word.startswith("cfk_")}
+        ended = place.run("submit", workflow, "--watch", "--out", "pictures", "--set", "6.text=a dog")
+        assert ended.returncode == 0, ended.stderr
+        assert (place.folder / ended.stdout.strip()).read_bytes().startswith(b"\x89PNG")
+        assert "runs on gpu" in ended.stderr
+        listed = place.json("jobs")
+        assert isinstance(listed, dict) and [job["status"] for job in listed["jobs"]] == ["completed"]
+        assert place.run("jobs", "--hub", url_in(lines), "--key", "cfk_0_0").returncode == 3
+        code, output, errors = stop(process, signal.SIGINT)
+        assert (code, errors.strip()) == (130, "")
+        assert "draining" in output
+
+        again = place.start(stack, "up", "--server", server, "--port", "0", "--name", "gpu")
+        lines = online(again)
+        assert key not in "".join(lines), "a key is shown once"
+        assert place.json("jobs") == listed
+        assert stop(again, signal.SIGTERM)[0] == 0
+
+
+def test_a_worker_enrols_is_drained_and_keeps_its_key(place: Place, tmp_path: Path) -> None:
+    far = Place(tmp_path / "far")
+    far.folder.mkdir()
+    workflow = written(place.folder / "workflow.json", picture_workflow())
+    with fake_servers("--time-scale", "0.02") as (server,), ExitStack() as stack:
+        hub = place.start(stack, "hub", "--port", "0")
+        url = url_in(read_until(hub, lambda line: line.startswith("The hub answers at")))
+        token = place.run("key", "invite").stdout.strip()
+        options = ("worker", "--hub", url, "--server", server, "--name", "gpu")
+        worker = far.start(stack, *options, "--enrol", token)
+        assert "gpu: enrolled" in online(worker)
+        assert place.run("submit", workflow, "--watch", "--out", "pictures").returncode == 0
+        assert place.run("workers", "drain", "gpu").returncode == 0
+        output, errors = worker.communicate(timeout=20)
+        assert (worker.returncode, errors) == (0, ""), output
+
+        # The token is used up; the key that it got is not.
+        again = far.start(stack, *options, "--enrol", token)
+        assert "gpu: enrolled" not in online(again)
+        code, output, errors = stop(again, signal.SIGTERM)
+        assert (code, errors) == (0, "")
+        assert "draining" in output
+        assert stop(hub, signal.SIGTERM)[0] == 0
+
+
+def test_a_worker_waits_for_its_hub_and_comes_back_to_it(place: Place, tmp_path: Path) -> None:
+    far = Place(tmp_path)
+    workflow = written(place.folder / "workflow.json", picture_workflow())
+    with ExitStack() as stack:
+        hub = place.start(stack, "hub", "--port", "0", "--open")
+        url = url_in(read_until(hub, lambda line: line.startswith("The hub answers at")))
+        worker = far.start(stack, "worker", "--hub", url, "--simulated", "0.1", "--name", "gpu")
+        online(worker)
+        hub.kill()
+        hub.wait()
+        hub = place.start(stack, "hub", "--port", url.rpartition(":")[2], "--open")
+        read_until(hub, lambda line: line.startswith("The hub answers at"))
+        ended = place.run("submit", workflow, "--watch")
+        assert ended.returncode == 0, ended.stderr
+        worker.send_signal(signal.SIGTERM)
+        worker.communicate(timeout=20)
+        assert worker.returncode == 0
+
+
+def test_a_hub_over_tls_is_found_and_trusted_on_its_own_machine_alone(place: Place) -> None:
+    certificate, key = place.folder / "certificate.pem", place.folder / "key.pem"
+    command = (
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "rsa:2048",
+        "-nodes",
+        "-subj",
+        "/CN=hub.example",
+        "-days",
+        "1",
+    )
+    made = subprocess.run(
+        [*command, "-keyout", key, "-out", certificate], capture_output=True, timeout=30, check=False
+    )
+    assert made.returncode == 0, made.stderr
+    with ExitStack() as stack:
+        hub = place.start(stack, "hub", "--port", "0", "--certificate", certificate, "--certificate-key", key)
+        url = url_in(read_until(hub, lambda line: line.startswith("The hub answers at")))
+        assert url.startswith("https://")
+        assert place.run("jobs").returncode == 0
+        stranger = run_cli(
+            "jobs", "--hub", url, cwd=place.folder, env={"COMFYFLEET_DATA": str(place.folder / "x")}
+        )
+        assert stranger.returncode == 4
+        worker = place.start(stack, "worker", "--simulated", "0.1", "--name", "gpu")
+        online(worker)
+        assert stop(worker, signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--open", "--host", "0.0.0.0"), "the setting 'host' (flag --host) will not do"),
+        (("--certificate", "nothing.pem"), "the setting 'certificate' (flag --certificate) will not do"),
+        (("--certificate-key", "nothing.pem"), "the setting 'certificate_key'"),
+        (("--config", "nothing.toml"), "nothing.toml cannot be read"),
+    ],
+)
+def test_what_must_not_be_is_refused_before_anything_starts(
+    place: Place, options: tuple[str, ...], words: str
+) -> None:
+    for command in ("hub", "up"):
+        ended = place.run(command, "--port", "0", *options)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert words in ended.stderr
+        assert list(place.folder.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_told_and_ends_with_4(place: Place) -> None:
+    with ExitStack() as stack:
+        hub = place.start(stack, "hub", "--port", "0", "--store", "memory:")
+        url = url_in(read_until(hub, lambda line: line.startswith("The hub answers at")))
+        ended = place.run("hub", "--store", "memory:", "--port", url.rpartition(":")[2])
+        assert (ended.returncode, ended.stdout) == (4, "")
+        assert "choose another port" in ended.stderr
+        assert place.run("jobs").returncode == 0, "the hub that runs is still found"
+
+
+async def test_comfyui_servers_of_this_machine_are_found() -> None:
+    async with FakeComfyUI() as first, FakeComfyUI() as second:
+        ports = sorted(int(fake.url.rpartition(":")[2]) for fake in (first, second))
+        assert await found_here([*ports, 9]) == [f"http://127.0.0.1:{port}" for port in ports]
