@@ -10,7 +10,7 @@ from comfyfleet.hub.door import Call, Handler
 from comfyfleet.model.calls import JobFilter
 from comfyfleet.model.ids import TenantId
 from comfyfleet.wire import answers
-from comfyfleet.wire.routes import LOOKERS
+from comfyfleet.wire.route import LOOKERS
 
 _RECENT = 20
 _WINDOWS_S = (1.0, 10.0, 60.0, 600.0, 3600.0, 86400.0, 7 * 86400.0)
