@@ -53,6 +53,8 @@ def test_a_job_is_submitted_and_watched_to_its_end(run: Run, workflow: Path, tmp
     listed = run("jobs", "--metadata", "who=me", "--json").json
     assert [job["id"] for job in listed["jobs"]] == [result["id"]]
     assert run("job", "watch", result["id"]).code == 0
+    nobody = run("job", "watch", "nobody's")
+    assert (nobody.code, nobody.errors) == (3, 'Error: there is no job "nobody\'s" (any more)\n')
 
 
 def test_a_waiting_job_is_explained_changed_paused_cancelled_and_retried(run: Run, workflow: Path) -> None:

@@ -57,6 +57,11 @@ if TYPE_CHECKING:
     default=Path(),
     help="With --watch: folder for the outputs; the current one unless given. No file is overwritten.",
 )
+@click.option(
+    "--previews",
+    type=click.Path(file_okay=False, writable=True, path_type=Path),
+    help="With --watch: folder for the newest preview of each job.",
+)
 @as_json
 @settings(*TO_REACH)
 def command(
@@ -71,6 +76,7 @@ def command(
     workable: bool,
     watch: bool,
     out: Path,
+    previews: Path | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -102,7 +108,19 @@ def command(
     }
     if watch:
         make_folder(out)
-    ask(flags, lambda client: _submit(client, graphs, options, reference, out if watch else None, as_json))
+        if previews is not None:
+            make_folder(previews)
+
+    async def work(client: FleetClient) -> None:
+        job_ids = await _submit(
+            client, graphs, options, reference, as_json=as_json and not watch, is_told=not watch
+        )
+        if watch:
+            from comfyfleet.cli.watching import watch_jobs
+
+            await watch_jobs(client, job_ids, out, as_json, previews)
+
+    ask(flags, work)
 
 
 def label(text: str) -> tuple[str, str]:
@@ -117,11 +135,12 @@ async def _submit(
     graphs: list[dict[str, Any]],
     options: dict[str, Any],
     reference: str | None,
-    out: Path | None,
+    *,
     as_json: bool,
-) -> None:
+    is_told: bool,
+) -> list[str]:
     from comfyfleet.cli.reach import print_json
-    from comfyfleet.cli.watching import Bar, watch_jobs
+    from comfyfleet.cli.watching import Bar
     from comfyfleet.model.errors import Refusal
 
     if len(graphs) == 1:
@@ -142,10 +161,9 @@ async def _submit(
     for job in jobs:
         for warning in job.warnings:
             click.echo(f"Warning: no worker can run {job.id} now: {warning}", err=True)
-    if out is not None:
-        await watch_jobs(client, [job.id for job in jobs], out, as_json)
-    elif as_json:
+    if as_json:
         print_json(jobs)
-    else:
+    elif is_told:
         for job in jobs:
             click.echo(job.id)
+    return [job.id for job in jobs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,6 +21,7 @@ from comfyfleet.pool.saving import write_new
 from comfyfleet.wire.answers import ResultBody
 
 _CALLERS_FAULT = (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT)
+_PATIENCE_S = 60.0
 _AT_A_TIME = 50
 """Jobs that are watched together; the others' turn comes when one ends."""
 
@@ -65,8 +67,11 @@ class Bar:
         self._console.print(line, markup=False, soft_wrap=True)
 
 
-async def watch_jobs(client: FleetClient, job_ids: list[str], out: Path | None, as_json: bool) -> None:
-    """To the end of all of them. Outputs go to the folder, where there is one; raises when a job did not complete."""
+async def watch_jobs(
+    client: FleetClient, job_ids: list[str], out: Path | None, as_json: bool, previews: Path | None = None
+) -> None:
+    """To the end of all of them. Outputs, and the newest preview of each, go to folders, where there are; raises when a
+    job did not complete."""
     ended: dict[str, ResultBody] = {}
     gate = asyncio.Semaphore(_AT_A_TIME)
     with Bar("waiting for a worker") as bar:
@@ -74,15 +79,29 @@ async def watch_jobs(client: FleetClient, job_ids: list[str], out: Path | None, 
         async def follow(job_id: str) -> None:
             async with gate:
                 async for update in client.watch(job_id):
+                    if previews is not None and update.kind == "preview":
+                        await asyncio.to_thread(_keep_preview, previews, job_id, update)
                     _tell(bar, job_id, update, len(job_ids) == 1)
                 ended[job_id] = await client.result(job_id)
                 if len(job_ids) > 1:
                     bar.show(len(ended), len(job_ids), "jobs done")
                 await _save(client, ended[job_id], out, is_quiet=as_json)
 
-        async with asyncio.TaskGroup() as group:
-            for job_id in job_ids:
-                group.create_task(follow(job_id))
+        # A hub that is started anew is waited for: what is watched may take hours.
+        client.patience_s = _PATIENCE_S
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job_id in job_ids:
+                    group.create_task(follow(job_id))
+        except ExceptionGroup as failed:
+            # The first reason is the whole story.
+            raise failed.exceptions[0] from None
+        except asyncio.CancelledError:
+            left = [job_id for job_id in job_ids if job_id not in ended]
+            bar.say(
+                f"not watched any more; the hub goes on with {left[0] if len(left) == 1 else f'{len(left)} jobs'}"
+            )
+            raise
     results = [ended[job_id] for job_id in job_ids]
     if as_json:
         print_json(results)
@@ -102,6 +121,16 @@ def _tell(bar: Bar, job_id: str, update: JobUpdate, is_alone: bool) -> None:
             pass
     if is_alone and update.percentage is not None:
         bar.show(update.percentage, 100.0, update.worker_id or "running")
+
+
+def _keep_preview(folder: Path, job_id: str, update: JobUpdate) -> None:
+    """The newest of a job, in place of the one before."""
+    try:
+        image = base64.b64decode(update.data["image"])
+    except (KeyError, TypeError, ValueError):
+        return
+    suffix = ".png" if image.startswith(b"\x89PNG") else ".jpg"
+    (folder / f"{job_id}{suffix}").write_bytes(image)
 
 
 async def _save(client: FleetClient, ended: ResultBody, out: Path | None, *, is_quiet: bool) -> None:

@@ -70,6 +70,14 @@ class FleetClient:
     def url(self) -> str:
         return self._link.url
 
+    @property
+    def patience_s(self) -> float:
+        return self._link.patience_s
+
+    @patience_s.setter
+    def patience_s(self, seconds: float) -> None:
+        self._link.patience_s = seconds
+
     async def __aenter__(self) -> Self:
         return self
 
