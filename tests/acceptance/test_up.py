@@ -128,6 +128,22 @@ def test_a_worker_waits_for_its_hub_and_comes_back_to_it(place: Place, tmp_path:
         assert worker.returncode == 0
 
 
+def test_ctrl_c_ends_the_watching_and_not_the_job(place: Place) -> None:
+    workflow = written(place.folder / "workflow.json", picture_workflow())
+    with ExitStack() as stack:
+        hub = place.start(stack, "hub", "--port", "0")
+        read_until(hub, lambda line: line.startswith("The hub answers at"))
+        online(place.start(stack, "worker", "--simulated", "600", "--name", "gpu", "--grace", "0"))
+        watching = place.start(stack, "submit", workflow, "--watch")
+        assert watching.stderr is not None
+        assert any(line == "runs on gpu\n" for line in watching.stderr)
+        code, output, errors = stop(watching, signal.SIGINT)
+        assert (code, output) == (130, "")
+        assert "the hub goes on with" in errors
+        listed = place.json("jobs", "--status", "leased")
+        assert isinstance(listed, dict) and len(listed["jobs"]) == 1
+
+
 def test_a_hub_over_tls_is_found_and_trusted_on_its_own_machine_alone(place: Place) -> None:
     certificate, key = place.folder / "certificate.pem", place.folder / "key.pem"
     command = (

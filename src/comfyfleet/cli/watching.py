@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -73,8 +75,9 @@ async def watch_jobs(
     """To the end of all of them. Outputs, and the newest preview of each, go to folders, where there are; raises when a
     job did not complete."""
     ended: dict[str, ResultBody] = {}
+    saved: list[Path] = []
     gate = asyncio.Semaphore(_AT_A_TIME)
-    with Bar("waiting for a worker") as bar:
+    with _told_at_the_end(saved, is_quiet=as_json), Bar("waiting for a worker") as bar:
 
         async def follow(job_id: str) -> None:
             async with gate:
@@ -85,7 +88,7 @@ async def watch_jobs(
                 ended[job_id] = await client.result(job_id)
                 if len(job_ids) > 1:
                     bar.show(len(ended), len(job_ids), "jobs done")
-                await _save(client, ended[job_id], out, is_quiet=as_json)
+                await _save(client, ended[job_id], out, saved)
 
         # A hub that is started anew is waited for: what is watched may take hours.
         client.patience_s = _PATIENCE_S
@@ -133,13 +136,21 @@ def _keep_preview(folder: Path, job_id: str, update: JobUpdate) -> None:
     (folder / f"{job_id}{suffix}").write_bytes(image)
 
 
-async def _save(client: FleetClient, ended: ResultBody, out: Path | None, *, is_quiet: bool) -> None:
+@contextlib.contextmanager
+def _told_at_the_end(saved: list[Path], *, is_quiet: bool) -> Iterator[None]:
+    """Paths go to standard output once the bar is gone; those that were saved, whatever else went wrong."""
+    try:
+        yield
+    finally:
+        for path in () if is_quiet else saved:
+            click.echo(path)
+
+
+async def _save(client: FleetClient, ended: ResultBody, out: Path | None, saved: list[Path]) -> None:
     if out is None or ended.result is None:
         return
     for file in ended.result.files:
-        path = await write_new(out, file, await client.fetch(file))
-        if not is_quiet:
-            click.echo(path)
+        saved.append(await write_new(out, file, await client.fetch(file)))
 
 
 def _verdict(results: list[ResultBody]) -> None:
