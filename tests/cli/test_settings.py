@@ -70,9 +70,12 @@ def test_every_setting_has_its_variable_and_tables_too(file: Path) -> None:
 def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str, str], store: str) -> None:
     found = read_settings(environment={**variables, "HUB_PORT": "4000"}, config=os.devnull)
     assert (found.values.store, found.values.port) == (store, 4000)
-    assert (
-        read_settings(environment={"REDIS_URL": "x"}, config=os.devnull, old_names=False).values.store is None
+    alone = read_settings(
+        environment={**variables, "COMFYFLEET_STORE": "", "HUB_PORT": "4000"},
+        config=os.devnull,
+        old_store=False,
     )
+    assert (alone.values.store, alone.values.port) == (None, 4000)
 
 
 @pytest.mark.parametrize(

@@ -137,16 +137,17 @@ def read_settings(
     *,
     config: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
-    old_names: bool = True,
+    old_store: bool = True,
 ) -> Resolved:
-    """`flags` that are None or empty were not given. `config` is the file; else the variable's, else the one here."""
+    """`flags` that are None or empty were not given. `config` is the file; else the variable's, else the one here.
+    `old_store`: whether the store may be named as others name theirs."""
     environment = os.environ if environment is None else environment
     values: dict[str, Any] = {}
     origins: dict[str, Origin] = {}
     path = _file(config, environment)
     if path is not None:
         _take(values, origins, _flat(_read_file(path), path), Origin(1, f"file {path}"))
-    unheard = _take_environment(values, origins, environment, old_names)
+    unheard = _take_environment(values, origins, environment, old_store)
     for name, value in (flags or {}).items():
         if value is not None and value != ():
             _put(values, origins, name, value, Origin(3, f"flag {flag_of(name)}"))
@@ -195,10 +196,12 @@ def _take(
 
 
 def _take_environment(
-    values: dict[str, Any], origins: dict[str, Origin], environment: Mapping[str, str], old_names: bool
+    values: dict[str, Any], origins: dict[str, Origin], environment: Mapping[str, str], old_store: bool
 ) -> tuple[str, ...]:
     by_variable = {variable_of(name): name for name in _names()}
-    for name, olds in OLD_NAMES.items() if old_names else ():
+    for name, olds in OLD_NAMES.items():
+        if name == "store" and not old_store:
+            continue
         # The first of them wins, and our own wins over them all.
         for old in reversed(olds):
             if environment.get(old):

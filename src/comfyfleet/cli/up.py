@@ -54,7 +54,7 @@ def command(config: str | None, **flags: Any) -> None:
 
     needs_hub()
     # What others mean by REDIS_URL is no reason to keep the jobs there.
-    resolved = read_settings(flags, config=config, old_names=False)
+    resolved = read_settings(flags, config=config, old_store=False)
     set_up(resolved.values.log_level, resolved.values.log_format)
     ended(run_loop(_live(resolved)))
 
