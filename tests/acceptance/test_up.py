@@ -61,7 +61,7 @@ def online(process: Process) -> list[str]:
     return read_until(process, lambda line: line.endswith(": online"))
 
 
-def test_up_runs_a_job_and_after_ctrl_c_and_a_restart_knows_it(place: Place) -> None:
+def test_up_runs_a_job_and_after_ctrl_c_and_a_restart_knows_it_and_its_keys(place: Place) -> None:
     workflow = written(place.folder / "workflow.json", picture_workflow())
     with fake_servers("--time-scale", "0.02") as (server,), ExitStack() as stack:
         process = place.start(stack, "up", "--server", server, "--port", "0", "--name", "gpu")
@@ -82,6 +82,7 @@ def test_up_runs_a_job_and_after_ctrl_c_and_a_restart_knows_it(place: Place) -> 
         lines = online(again)
         assert key not in "".join(lines), "a key is shown once"
         assert place.json("jobs") == listed
+        assert place.run("key", "list", "--hub", url_in(lines), "--key", key).returncode == 0
         assert stop(again, signal.SIGTERM)[0] == 0
 
 

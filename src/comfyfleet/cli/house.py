@@ -26,8 +26,6 @@ from comfyfleet.hub.app import Hub
 from comfyfleet.hub.credentials import is_loopback
 from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.model.access import Role
-from comfyfleet.ports import Cabinet, Store
-from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.stores.opening import open_store
 
 T = TypeVar("T")
@@ -67,7 +65,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     clock = SystemClock()
     store = open_store(settings.store or embedded_store(resolved.data), clock)
     async with Engine(store, rules=resolved.rules(), clock=clock) as engine:
-        hub = Hub(engine, _cabinet(store), clock, limits=resolved.limits(), is_open=settings.open)
+        hub = Hub(engine, store.cabinet, clock, limits=resolved.limits(), is_open=settings.open)
         key, is_new = await _owners_key(hub, known)
         async with Serving(hub, serving_settings) as serving:
             url = _near_url(serving, settings.host)
@@ -84,11 +82,6 @@ def _absolute(path: str | None) -> str | None:
 
 def embedded_store(data: Path) -> str:
     return f"sqlite:///{quote(str((data / 'fleet.db').resolve()))}"
-
-
-def _cabinet(store: Store) -> Cabinet:
-    cabinet: Cabinet | None = getattr(store, "cabinet", None)
-    return cabinet or MemoryCabinet()
 
 
 async def _owners_key(hub: Hub, known: LocalHub | None) -> tuple[str, bool]:
