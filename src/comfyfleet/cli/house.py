@@ -17,6 +17,7 @@ from urllib.parse import quote
 import click
 import msgspec
 
+from comfyfleet.assets.local import LocalAssets
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
 from comfyfleet.cli.settings import Resolved
@@ -65,7 +66,14 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     clock = SystemClock()
     store = open_store(settings.store or embedded_store(resolved.data), clock)
     async with Engine(store, rules=resolved.rules(), clock=clock) as engine:
-        hub = Hub(engine, store.cabinet, clock, limits=resolved.limits(), is_open=settings.open)
+        hub = Hub(
+            engine,
+            store.cabinet,
+            clock,
+            limits=resolved.limits(),
+            is_open=settings.open,
+            assets=LocalAssets(resolved.data / "files", store.cabinet, clock),
+        )
         key, is_new = await _owners_key(hub, known)
         async with Serving(hub, serving_settings) as serving:
             url = _near_url(serving, settings.host)

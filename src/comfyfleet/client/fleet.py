@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 import msgspec
@@ -245,17 +245,18 @@ class FleetClient:
             await asyncio.sleep(_LOOK_S)
 
     async def fetch(self, file: OutputFile) -> bytes:
-        """A file of a result, from where it lies. Our key does not travel there."""
-        if file.url is None or urlsplit(file.url).scheme not in ("http", "https"):
+        """A file of a result, from the hub that keeps it or from where it lies. Our key does not travel there."""
+        url = urljoin(f"{self.url}/", file.url or "about:nowhere")
+        if urlsplit(url).scheme not in ("http", "https"):
             raise Refusal(RefusalCode.NOT_FOUND, f"nobody has said where {file.filename!r} can be fetched")
         try:
-            async with self._link.session.get(file.url, allow_redirects=False) as response:
+            async with self._link.session.get(url, allow_redirects=False) as response:
                 content = await response.read()
                 if response.status != 200:
                     raise refusal_in(response.status, content)
                 return content
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"{file.filename!r} cannot be fetched from {file.url}: {error}") from error
+            raise Fault(f"{file.filename!r} cannot be fetched from {url}: {error}") from error
 
     # change
 
