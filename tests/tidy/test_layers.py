@@ -41,6 +41,7 @@ ALLOWED: dict[str, set[str]] = {
         "wire",
         "tenancy",
         "hub",
+        "assets",
         "client",
     },
     "__init__": {"model", "policy", "pool", "client"},
