@@ -16,6 +16,7 @@ from tests.worker._comfyui import QUICK, picture
 from tests.worker._scripted import quick
 
 from comfyfleet.assets.local import LocalAssets
+from comfyfleet.client.fleet import FleetClient
 from comfyfleet.hub.limits import HungUp
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
@@ -233,3 +234,8 @@ async def test_the_images_of_a_worker_nobody_can_reach_come_from_the_hub(tmp_pat
         assert got.status == 200 and got.content.startswith(b"\x89PNG")
         assert got.headers["content-type"] == "image/png"
         assert sha(got.content) == (await rig.get(f"/api/files/{file['file_id']}")).body["sha256"]
+        async with FleetClient(rig.url, rig.keys[Role.TENANT]) as client:
+            result = (await client.wait(job.body["id"])).result
+            assert result is not None
+            (kept,) = result.files
+            assert await client.fetch(kept) == got.content
