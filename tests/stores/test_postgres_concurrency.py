@@ -49,6 +49,19 @@ async def test_as_many_leases_as_jobs_at_once_all_succeed_and_take_each_job_once
     assert await stores[1].lease_next(jobs.offer()) is None
 
 
+async def test_a_lease_does_not_wait_for_jobs_that_others_hold(stores: Stores, url: str) -> None:
+    """Two who each hold what the other looks for would wait for ever."""
+    jobs = Jobs()
+    job_id = (await jobs.enqueue(stores[0], "hash-0")).job_id
+    async with await psycopg.AsyncConnection.connect(url) as other:
+        await other.execute("SELECT 1 FROM comfyfleet.dispatches FOR UPDATE")
+        async with asyncio.timeout(10):
+            assert await stores[0].lease_next(jobs.offer()) is None
+        await other.rollback()
+    leased = await stores[0].lease_next(jobs.offer())
+    assert leased is not None and leased.dispatch.job_id == job_id
+
+
 async def test_engines_that_submit_lease_return_and_finish_at_once_lose_no_job_and_finish_each_once(
     stores: Stores, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,7 @@ async def _search(
 ) -> tuple[Written | None, Sequence[int]]:
     slots = SPARE
     while True:
+        is_last = slots == MAX_LOOK
         seen = await lanes.window(step, Look(offer.worker_id, offer.profile, test_now, slots))
         if not seen.candidates:
             return None, seen.untidy
@@ -181,5 +182,8 @@ async def _search(
         row = await step.row(_TAKE_ANY, {"jobs": jobs, "profile": offer.profile})
         if row is not None:
             return rows.grant(step, [(rows.held(row), offer)], epoch, seen.now)[0], seen.untidy
-        # Others hold all of those. They will be gone from the lanes in a moment, or free again.
+        if is_last:
+            # Others hold all of those. Two who hold what the other looks for would wait for each other for ever; what
+            # comes free again, if any, is found at the next look.
+            return None, seen.untidy
         slots = min(slots * 4, MAX_LOOK)
