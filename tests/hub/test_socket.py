@@ -99,6 +99,22 @@ async def test_an_old_caller_submits_and_hears_of_its_job_without_asking(rig: Hu
     await until(lambda: (rig.hub.rooms, rig.hub.sockets) == (0, 0))
 
 
+async def test_what_old_callers_do_to_jobs_is_in_the_audit_log(rig: HubRig) -> None:
+    async with connected(rig, Role.TENANT) as line:
+        await line.say("submit_job", payload=PAYLOAD)
+        job = (await line.until("job_submitted"))["job_id"]
+        for change in ("pause_job", "resume_job", "cancel_job"):
+            await line.say(change, job_id=job)
+            await line.until("job_updated")
+        await line.say("pause_job", job_id=job)
+        assert (await line.until("error"))["code"] == "wrong_phase"
+    noted = (await rig.get("/api/audit?kind=jobs")).body["entries"]
+    assert [(each["action"], each["target"], each["role"]) for each in noted] == [
+        (action, job, "tenant") for action in ("submit_job", "pause_job", "resume_job", "cancel_job")
+    ]
+    assert {each["address"] for each in noted} == {"127.0.0.1"}
+
+
 async def test_progress_is_subscribed_to_and_the_end_of_a_job_is_told_at_once(rig: HubRig) -> None:
     job_id = await rig.submit()
     async with connected(rig) as line:

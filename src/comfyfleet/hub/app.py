@@ -65,7 +65,9 @@ class Hub:
             **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
         }
         self._door = Door(ROUTES, handlers, credentials, self.limits, self.audit)
-        self._sockets = Sockets(engine, self._rooms, self._fleet, credentials, self.limits, legacy_websocket)
+        self._sockets = Sockets(
+            engine, self._rooms, self._fleet, credentials, self.limits, self.audit, legacy_websocket
+        )
 
     @property
     def watchers(self) -> int:

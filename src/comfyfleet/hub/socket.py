@@ -11,14 +11,15 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import token_in
 from comfyfleet.hub.events import FleetFeed, Wanted
@@ -26,7 +27,7 @@ from comfyfleet.hub.feeds import Entry
 from comfyfleet.hub.limits import Limits, Rate, check_json
 from comfyfleet.hub.rooms import Room, Rooms
 from comfyfleet.hub.socket_workers import SocketWorkers
-from comfyfleet.model.access import Caller
+from comfyfleet.model.access import AuditEntry, Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.wire import bodies, socket
@@ -44,6 +45,8 @@ _MAX_SUBSCRIPTIONS = 1_000
 _ENCODER = msgspec.json.Encoder()
 _MESSAGE = msgspec.json.Decoder(dict[str, Any])
 
+Made = TypeVar("Made")
+
 
 class Sockets:
     def __init__(
@@ -53,9 +56,11 @@ class Sockets:
         fleet: FleetFeed,
         credentials: Credentials,
         limits: Limits,
+        audit: Audit,
         legacy: LegacyWebsocket = "on",
     ) -> None:
         self.engine = engine
+        self.audit = audit
         self.rooms = rooms
         self.fleet = fleet
         self.limits = limits
@@ -84,17 +89,18 @@ class Sockets:
         assert (await receive())["type"] == "websocket.connect"
         headers: Mapping[str, str] = Headers(scope=scope)
         client = scope.get("client")
+        address = client[0] if client else ""
         try:
             if scope["path"].rstrip("/") != PATH:
                 raise Refusal(RefusalCode.NOT_FOUND, f"the WebSocket is at {PATH}")
             if self._is_closed or len(self._sessions) >= self.limits.max_sockets:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the hub takes no more connections now; try again")
-            caller = await self._credentials.caller(headers, client[0] if client else "", token_in(scope))
+            caller = await self._credentials.caller(headers, address, token_in(scope))
         except (Refusal, Fault) as error:
             await _refuse(scope, error, send)
             return
         await send({"type": "websocket.accept"})
-        session = Session(self, caller, send)
+        session = Session(self, caller, address, send)
         self._sessions[session] = None
         try:
             await session.run(receive)
@@ -105,9 +111,10 @@ class Sockets:
 class Session:
     """One connection."""
 
-    def __init__(self, hub: Sockets, caller: Caller, send: Send) -> None:
+    def __init__(self, hub: Sockets, caller: Caller, address: str, send: Send) -> None:
         self._hub = hub
         self.caller = caller
+        self._address = address
         self._send = send
         self._answers: deque[bytes] = deque()
         self._news = asyncio.Event()
@@ -275,7 +282,10 @@ class Session:
         engine = self._hub.engine
         match name:
             case "submit_job":
-                submitted = await engine.submit(bodies.submission(body, self.caller.owner))
+                submission = bodies.submission(body, self.caller.owner)
+                submitted = await self._noted(
+                    name, lambda: engine.submit(submission), lambda made: made.job_id
+                )
                 status = spell(submitted.phase, Face.SOCKET)
                 self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)
                 # Old callers submit and wait for news; they were never asked to subscribe.
@@ -297,15 +307,13 @@ class Session:
                 self._unsubscribe(job_id)
                 return {"type": "unsubscribed", "job_id": job_id}
         await self._check_mine(job_id)
-        match name:
-            case "cancel_job":
-                await engine.cancel(job_id)
-            case "retry_job":
-                await engine.retry(job_id)
-            case "pause_job":
-                await engine.pause(job_id)
-            case "resume_job":
-                await engine.resume(job_id)
+        change: dict[str, Callable[[JobId], Awaitable[object]]] = {
+            "cancel_job": engine.cancel,
+            "retry_job": engine.retry,
+            "pause_job": engine.pause,
+            "resume_job": engine.resume,
+        }
+        await self._noted(name, lambda: change[name](job_id), lambda _: job_id)
         view = await engine.get(job_id)
         return {
             "type": "job_updated",
@@ -313,6 +321,16 @@ class Session:
             "status": spell(view.dispatch.phase, Face.SOCKET),
             "cancel_requested": view.dispatch.cancel_requested_at is not None,
         }
+
+    async def _noted(
+        self, action: str, change: Callable[[], Awaitable[Made]], target: Callable[[Made], str]
+    ) -> Made:
+        """In the audit log, as over HTTP."""
+        caller = self.caller
+        entry = AuditEntry(
+            0.0, caller.key_id, caller.role, action, tenant=caller.tenant, address=self._address
+        )
+        return await self._hub.audit.job_change(entry, change, target)
 
     async def _check_mine(self, job_id: JobId) -> None:
         if self.caller.scope is not None:

@@ -63,7 +63,7 @@ class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     role: Role | None
     """None: no key was asked for."""
     action: str
-    """The name of the route."""
+    """The name of the route, or the type of the message."""
     target: str = ""
     tenant: TenantId | None = None
     request_id: str = ""
