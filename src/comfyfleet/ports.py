@@ -117,6 +117,8 @@ class Counts(msgspec.Struct, frozen=True):
     delayed: int
     paused: int
     by_phase: dict[Phase, int]
+    payload_bytes: int
+    """Of all jobs that are open, waiting or leased."""
 
 
 class Store(Protocol):

@@ -194,12 +194,15 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
     with psycopg.connect(conninfo) as connection:
         connection.execute("DELETE FROM comfyfleet.facts WHERE job_id = 'job-0001' AND number = 2")
         connection.execute("DELETE FROM comfyfleet.jobs WHERE job_id = 'job-0003'")
-        connection.execute("UPDATE comfyfleet.tallies SET queued = queued + 1 WHERE shard = 0")
+        connection.execute(
+            "UPDATE comfyfleet.tallies SET queued = queued + 1, payload_bytes = 7 WHERE shard = 0"
+        )
     ended = run_cli("store", "check", url, "--json")
     assert ended.returncode == 1
     problems = [each for each in json.loads(ended.stdout)["problems"] if each not in off]
     assert problems == [
         "queued: the tallies count 6, the tables hold 5",
+        "payloads: the tallies count 7 bytes, those of open jobs have 0",
         "job job-0003 has a dispatch but no record",
         "job job-0001 has another number of facts than were counted",
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, News, NewsKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
-from comfyfleet.model.job import Submission
+from comfyfleet.model.job import Attachment, Submission
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.stores.memory import MemoryStore
 
@@ -148,6 +149,23 @@ async def test_stats_count_jobs_workers_and_idle_slots() -> None:
         assert (stats.workers, stats.idle_slots) == (1, 1)
         assert [dead.job_id for dead in await rig.engine.dead_letter()] == [broken]
         assert (await rig.engine.get(done)).job.phase is Phase.COMPLETED
+
+
+async def test_stats_weigh_the_payloads_of_jobs_that_are_open() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        small, large = graph(text="x"), graph("Other", text="x" * 1000)
+        picture = Attachment("a.png", b"\xff" * 5000, "1", "image")
+        await rig.submit(small)
+        light = (await rig.engine.stats()).payload_bytes
+        assert len(json.dumps(small)) / 2 < light < 2 * len(json.dumps(small))
+        await rig.complete(await rig.take("a"))
+        assert (await rig.engine.stats()).payload_bytes == 0
+        await rig.submit(large)
+        heavy = (await rig.engine.stats()).payload_bytes
+        assert light + 950 < heavy < light + 1050
+        await rig.submit(large, attachments=(picture,))
+        assert (await rig.engine.stats()).payload_bytes == 2 * heavy + 5000, "an attachment as it is"
 
 
 # why is my job not running?

@@ -76,6 +76,28 @@ async def test_an_older_library_is_replaced_and_a_newer_one_is_left_alone(server
         await client.call("FUNCTION", "FLUSH")
 
 
+async def test_a_fleet_of_an_older_revision_goes_on(server: RedisServer) -> None:
+    """Its head did not say how large the payloads are, and neither did its jobs."""
+    bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
+    await bench.open()
+    older = await bench.enqueue()
+    async with connected(server.url) as client:
+        head = f"{bench.store.prefix}meta"  # type: ignore[attr-defined]
+        text = await client.call("GET", head)
+        assert isinstance(text, bytes)
+        run, _, payload_bytes = text.rpartition(b"\0")
+        assert payload_bytes == b"0"
+        await client.call("SET", head, run)
+    assert (await bench.store.counts()).payload_bytes == 0
+    await bench.store.open()
+    assert bench.store.epoch == 1, "it is the same run of the same server"
+    await bench.enqueue(payload_bytes=700)
+    assert await bench.store.load(older.job_id) == older
+    counts = await bench.store.counts()
+    assert (counts.waiting, counts.payload_bytes) == (2, 700)
+    await bench.store.close()
+
+
 async def test_another_version_of_the_library_lives_beside_ours(server: RedisServer) -> None:
     other = library_text().replace("cf1_", "cf2_").replace("name=comfyfleet1", "name=comfyfleet2")
     async with connected(server.url) as client:

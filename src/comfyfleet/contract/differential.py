@@ -45,6 +45,7 @@ steps = st.one_of(
         st.sampled_from([-5, 0, 0, 0, 10]),
         st.sampled_from(["default", "ann", "bob"]),
         st.sampled_from([None, None, 5.0]),
+        st.sampled_from([0, 700, 70_000, 5_000_000_000]),
     ),
     st.tuples(st.just("lease_next"), _WORKERS),
     st.tuples(st.just("lease"), _WHICH, _WORKERS),
@@ -83,12 +84,18 @@ class Day:
     async def do(self, step: tuple[Any, ...]) -> Any:
         bench, store = self.bench, self.bench.store
         match step:
-            case ("enqueue", cls, workflow_hash, priority, name, delay):
+            case ("enqueue", cls, workflow_hash, priority, name, delay, size):
                 now = bench.clock.now()
                 later = {} if delay is None else {"standing": Standing.DELAYED, "not_before": now + delay}
                 wake = {} if delay is None else {"wake_at": now + delay}
                 return await bench.enqueue(
-                    cls, workflow_hash=workflow_hash, priority=priority, tenant=tenant(name), **later, **wake
+                    cls,
+                    workflow_hash=workflow_hash,
+                    priority=priority,
+                    tenant=tenant(name),
+                    payload_bytes=size,
+                    **later,
+                    **wake,
                 )
             case ("lease_next", (worker, profile)):
                 return self._note(await store.lease_next(bench.offer(worker, profile)))

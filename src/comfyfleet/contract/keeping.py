@@ -89,6 +89,36 @@ class KeepingContract:
         assert await bench.cancel(dispatch) is not None
         assert (await bench.store.counts()).by_phase[Phase.LEASED] == 0
 
+    async def test_the_payloads_of_open_jobs_are_weighed_together(self, bench: Bench) -> None:
+        async def weight() -> int:
+            return (await bench.store.counts()).payload_bytes
+
+        dispatch, ref = await bench.leased(payload_bytes=1)
+        await bench.enqueue(payload_bytes=20, standing=Standing.PAUSED)
+        await bench.enqueue(payload_bytes=300, standing=Standing.DELAYED)
+        waiting = await bench.enqueue(payload_bytes=5_000_000_000)
+        assert await weight() == 5_000_000_321
+        assert await bench.store.write(completion(ref)) is not None
+        assert await weight() == 5_000_000_320
+        gone = await bench.cancel(waiting)
+        assert gone is not None
+        assert await weight() == 320
+        assert await bench.cancel(dispatch) is None
+        _, broken = await bench.leased(payload_bytes=4000)
+        assert await weight() == 4320
+        assert await bench.store.write(release(broken)) is not None
+        taken = await bench.lease_next()
+        assert taken is not None
+        failed = await bench.store.write(failure(taken.lease_ref()))
+        assert failed is not None
+        assert await weight() == 320
+        again = Change(phase=Phase.QUEUED, round=2, standing=Standing.IN_LANE)
+        assert await bench.change(failed.dispatch, again, job={"phase": Phase.QUEUED}) is not None
+        assert await weight() == 4320
+        await bench.clock.advance(60)
+        assert await bench.store.purge(Phase.COMPLETED, bench.clock.now(), 10) == 1
+        assert await weight() == 4320
+
     async def test_the_dead_letter_lists_the_failed_in_pages_until_they_are_retried(
         self, bench: Bench
     ) -> None:

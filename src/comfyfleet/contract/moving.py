@@ -59,14 +59,16 @@ class MovingContract(OnBench):
     async def test_a_job_that_is_let_go_and_taken_in_again_is_whole_and_stands_at_the_end(
         self, bench: Bench
     ) -> None:
-        kept = await self._tried(bench, reference="mine", priority=3, tenant=tenant("ann"))
+        kept = await self._tried(bench, reference="mine", priority=3, tenant=tenant("ann"), payload_bytes=700)
         before = await bench.state()
         assert await moving(bench).discard([kept.dispatch]) == [True]
         assert await bench.store.load(kept.job.job_id) is None
         assert await bench.store.records.by_reference(tenant("ann"), "mine") is None
         assert await bench.store.facts(kept.job.job_id) == []
         assert await bench.store.attempts(kept.job.job_id) == []
-        assert (await bench.store.counts()).by_phase == dict.fromkeys(Phase, 0)
+        counts = await bench.store.counts()
+        assert counts.by_phase == dict.fromkeys(Phase, 0)
+        assert counts.payload_bytes == 0
         assert await bench.peek() == []
         adopted = await moving(bench).adopt([kept])
         assert adopted is not None

@@ -221,6 +221,7 @@ class Engine:
             cancelled=by_phase[Phase.CANCELLED],
             workers=sum(not worker.is_offline for worker in self._context.fleet.workers.values()),
             idle_slots=self._rounds.idle_slots,
+            payload_bytes=counts.payload_bytes,
         )
 
     # the workers' door

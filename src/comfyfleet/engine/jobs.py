@@ -199,6 +199,7 @@ class JobDesk:
             expires_at=None if total_s is None else now + total_s,
             relaxed_class=None if place.later is None else fleet.key_of(place.later),
             relax_at=place.relax_at,
+            payload_bytes=submission.payload_bytes(),
         )
         if is_held:
             dispatch = held(dispatch)

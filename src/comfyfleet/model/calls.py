@@ -206,3 +206,5 @@ class QueueStats(msgspec.Struct, frozen=True):
     cancelled: int
     workers: int
     idle_slots: int
+    payload_bytes: int
+    """What the payloads of all jobs that are open take."""

@@ -126,6 +126,8 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """It waits for other jobs, and stands in no lane until they completed."""
     is_awaited: bool = False
     """Other jobs wait for this one: whoever ends it tells them."""
+    payload_bytes: int = 0
+    """How large the payload is that is kept for this job: as JSON, and attachments as they are."""
 
     @property
     def due_at(self) -> float | None:

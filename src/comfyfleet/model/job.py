@@ -56,6 +56,12 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     after: tuple[JobId, ...] = ()
     """Jobs of the same tenant that must complete first."""
 
+    def payload_bytes(self) -> int:
+        """What it takes to keep: as JSON, and attachments as they are."""
+        attached = sum(len(attachment.data) for attachment in self.attachments)
+        plain = msgspec.structs.replace(self, attachments=()) if attached else self
+        return len(msgspec.json.encode(plain)) + attached
+
 
 class OutputFile(msgspec.Struct, frozen=True, omit_defaults=True):
     """A file a run left on its server."""

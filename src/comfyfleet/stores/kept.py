@@ -73,6 +73,7 @@ class Kept(Generic[E]):
         self.blocks = BlockShelf()
         self.lessons = LessonShelf()
         self.by_phase = dict.fromkeys(Phase, 0)
+        self.payload_bytes = 0
         self.sequence = 0
         self.endings = 0
         self.is_paused = False
@@ -265,6 +266,7 @@ class Kept(Generic[E]):
             delayed=self._by_standing[Standing.DELAYED],
             paused=self._by_standing[Standing.PAUSED],
             by_phase=dict(self.by_phase),
+            payload_bytes=self.payload_bytes,
         )
 
     def position(self, job_id: JobId) -> int | None:
@@ -312,6 +314,7 @@ class Kept(Generic[E]):
         self.by_phase[phase] += 1
         is_queued = phase is _QUEUED
         if is_queued or phase is _LEASED:
+            self.payload_bytes += dispatch.payload_bytes
             self.index.pin(dispatch.class_key)
             if dispatch.relaxed_class is not None:
                 self.index.pin(dispatch.relaxed_class)
@@ -332,6 +335,7 @@ class Kept(Generic[E]):
                 self.index.remove(dispatch.lane, dispatch.sequence)
                 del self._by_sequence[dispatch.sequence]
         if is_queued or phase is _LEASED:
+            self.payload_bytes -= dispatch.payload_bytes
             self.index.unpin(dispatch.class_key)
             if dispatch.relaxed_class is not None:
                 self.index.unpin(dispatch.relaxed_class)

@@ -132,6 +132,7 @@ class StatsBody(_Got, frozen=True):
     cancelled: int
     workers: int
     idle_slots: int
+    payload_bytes: int
     is_paused: bool
 
 

@@ -25,6 +25,11 @@ GROUP BY phase
 
 _TALLIES = "SELECT " + ", ".join(f"sum({phase})::bigint" for phase in _PHASES) + " FROM comfyfleet.tallies"
 
+_PAYLOADS = """
+SELECT (SELECT sum(payload_bytes)::bigint FROM comfyfleet.tallies),
+    (SELECT coalesce(sum((envelope ->> 'payload_bytes')::bigint), 0)::bigint FROM comfyfleet.dispatches)
+"""
+
 # Each answers the ids of jobs about which it is true.
 _WRONG = {
     "has a record but no dispatch": """
@@ -102,6 +107,9 @@ async def _look_at_the_tables(
     for phase, counted in zip(_PHASES, tallies, strict=True):
         if counted != holds[phase]:
             problems.append(f"{phase}: the tallies count {counted}, the tables hold {holds[phase]}")
+    ((counted, held),) = await _rows(connection, _PAYLOADS)
+    if counted != held:
+        problems.append(f"payloads: the tallies count {counted} bytes, those of open jobs have {held}")
     for what, query in _WRONG.items():
         wrong = [job_id for (job_id,) in await _rows(connection, f"{query} LIMIT {_SHOWN + 1}")]
         for job_id in wrong[:_SHOWN]:

@@ -64,11 +64,15 @@ ON CONFLICT (job_id) DO UPDATE SET phase = excluded.phase, ended_at = excluded.e
 _TALLY = """
 UPDATE comfyfleet.tallies SET in_lane = in_lane + %(in_lane)s, delayed = delayed + %(delayed)s,
     paused = paused + %(paused)s, queued = queued + %(queued)s, leased = leased + %(leased)s,
-    completed = completed + %(completed)s, failed = failed + %(failed)s, cancelled = cancelled + %(cancelled)s
+    completed = completed + %(completed)s, failed = failed + %(failed)s, cancelled = cancelled + %(cancelled)s,
+    payload_bytes = payload_bytes + %(payload_bytes)s
 WHERE shard = pg_backend_pid() %% 32
 """
 
-_COUNTERS = ("in_lane", "delayed", "paused", "queued", "leased", "completed", "failed", "cancelled")
+_COUNTERS = (
+    *("in_lane", "delayed", "paused", "queued", "leased", "completed", "failed", "cancelled"),
+    "payload_bytes",
+)
 
 _INSERT_FACTS = "INSERT INTO comfyfleet.facts (job_id, number, kind, at, round, data) VALUES"
 
@@ -303,9 +307,8 @@ async def discard(step: Step, job_id: JobId, revision: int) -> bool:
             return False
         for table in ("dispatches", "ended", "facts", "attempts", "jobs"):
             step.add(f"DELETE FROM comfyfleet.{table} WHERE job_id = %s", (job_id,))
-        deltas = {found.phase.value: -1}
-        if found.phase is Phase.QUEUED:
-            deltas[found.standing.value] = -1
+        deltas = dict.fromkeys(_COUNTERS, 0)
+        _count(deltas, found, -1)
         tally(step, deltas)
         return True
     return False
@@ -361,12 +364,18 @@ async def _save(
     else:
         step.add(_UPDATE_OPEN, values)
     deltas = dict.fromkeys(_COUNTERS, 0)
-    for dispatch, sign in ((was, -1), (after, 1)):
-        if dispatch is not None:
-            deltas[dispatch.phase.value] += sign
-            if dispatch.phase is Phase.QUEUED:
-                deltas[dispatch.standing.value] += sign
+    if was is not None:
+        _count(deltas, was, -1)
+    _count(deltas, after, 1)
     tally(step, deltas)
+
+
+def _count(deltas: dict[str, int], dispatch: Dispatch, sign: int) -> None:
+    deltas[dispatch.phase.value] += sign
+    if dispatch.phase is Phase.QUEUED:
+        deltas[dispatch.standing.value] += sign
+    if not dispatch.phase.is_final:
+        deltas["payload_bytes"] += sign * dispatch.payload_bytes
 
 
 def number_facts(dispatch: Dispatch, count: int, drafts: Sequence[FactDraft], now: float) -> tuple[Fact, ...]:

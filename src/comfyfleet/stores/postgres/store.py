@@ -76,7 +76,8 @@ SELECT least((SELECT min(due_at) FROM comfyfleet.dispatches), (SELECT min(due_at
 
 _COUNTS = """
 SELECT sum(in_lane)::bigint, sum(delayed)::bigint, sum(paused)::bigint, sum(queued)::bigint, sum(leased)::bigint,
-    sum(completed)::bigint, sum(failed)::bigint, sum(cancelled)::bigint FROM comfyfleet.tallies
+    sum(completed)::bigint, sum(failed)::bigint, sum(cancelled)::bigint, sum(payload_bytes)::bigint
+FROM comfyfleet.tallies
 """
 
 _POSITION = """
@@ -374,8 +375,8 @@ class PostgresStore:
         return None if at is None else float(at)
 
     async def counts(self) -> Counts:
-        ((waiting, delayed, paused, *by_phase),) = await self._fetch(_COUNTS)
-        return Counts(waiting, delayed, paused, dict(zip(Phase, by_phase, strict=True)))
+        ((waiting, delayed, paused, *by_phase, payload_bytes),) = await self._fetch(_COUNTS)
+        return Counts(waiting, delayed, paused, dict(zip(Phase, by_phase, strict=True)), payload_bytes)
 
     async def position(self, job_id: JobId) -> int | None:
         found = await self._fetch(_POSITION, (job_id,))

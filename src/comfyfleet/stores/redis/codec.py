@@ -52,7 +52,7 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TEXTS = ("result", "failure")
 _TIME = struct.Struct("<d")
 _PLACED = struct.Struct("<dd")
-_META = struct.Struct("<15d")
+_META = struct.Struct("<16d")
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -110,6 +110,7 @@ class Head(msgspec.Struct, frozen=True):
     in_lane: int
     delayed: int
     paused: int
+    payload_bytes: int
 
 
 _records = msgspec.msgpack.Decoder(Record)
@@ -143,8 +144,12 @@ def as_list(value: object) -> list[object]:
 
 
 def decode_head(value: object) -> Head:
-    numbers = _META.unpack_from(as_bytes(value))
-    return Head(int(numbers[0]), bool(numbers[5]), *(int(number) for number in numbers[7:15]))
+    text = as_bytes(value)
+    numbers = _META.unpack_from(text)
+    # Before revision 6 the head ended with the run.
+    _, _, payload_bytes = text[_META.size :].partition(b"\0")
+    counts = (*(int(number) for number in numbers[7:15]), int(payload_bytes or 0))
+    return Head(int(numbers[0]), bool(numbers[5]), *counts)
 
 
 # calls
@@ -163,7 +168,7 @@ def encode_enqueue(dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> 
         f"{dispatch.priority} {len(workflow_hash.encode())} {workflow_hash}{dispatch.tenant}",
         _json(job) if is_fresh else encode_payload(job),
         f"{dispatch.tenant}\0{reference}" if reference else "",
-        "1" if is_plain else "0",
+        f"1 {dispatch.payload_bytes}" if is_plain else "0",
         str(2 * len(texts)),
     ]
     for name, value in texts:

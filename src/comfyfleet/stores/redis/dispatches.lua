@@ -18,6 +18,11 @@ local function count(s, phase, standing, by)
   end
 end
 
+-- What the payloads of open jobs take. A job of an older engine does not say.
+local function weigh(s, job, by)
+  s.meta.payload_bytes = s.meta.payload_bytes + by * (rest(job).payload_bytes or 0)
+end
+
 -- What `move` must know of a job before it is changed.
 local function snapshot(job)
   return {
@@ -45,6 +50,11 @@ local function move(s, before, after)
     count(s, before.phase, before.standing, -1)
   end
   count(s, phase, after.standing, 1)
+  if is_open and not was_open then
+    weigh(s, after, 1)
+  elseif was_open and not is_open then
+    weigh(s, after, -1)
+  end
   local is_same_class = was_open and is_open and before.class_key == after.class_key
   local is_same_relaxed = was_open and is_open and before.relaxed_class == after.relaxed_class
   if is_open and not is_same_class then
@@ -208,14 +218,15 @@ local function write_of(text)
   return w
 end
 
--- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "", "1" if it
--- is queued, in its lane, and nothing else is due, how many arguments follow, "result" or "failure" and its JSON, then facts
+-- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "", "1 <bytes of
+-- its payload>" if it is queued, in its lane, and nothing else is due, how many arguments follow, "result" or "failure" and its JSON, then facts
 -- in pieces, between which goes the time
 -- → sequence and time, or {the job that has this reference}
 define_joined('enqueue', function(s, args, at, last)
   local job_id, class, place, reference = args[at], args[at + 2], args[at + 3], args[at + 5]
   local key, meta, number, job = s.p .. 'job:' .. job_id, s.meta, 0, nil
-  if args[at + 6] == '1' then
+  local payload_bytes = args[at + 6]:match('^1 ?(%d*)$')
+  if payload_bytes then
     number = class_number(s, class)
     if not number then
       return false
@@ -248,6 +259,7 @@ define_joined('enqueue', function(s, args, at, last)
     put(s, key, text_of(job))
   else
     meta.queued, meta.in_lane = meta.queued + 1, meta.in_lane + 1
+    meta.payload_bytes = meta.payload_bytes + (tonumber(payload_bytes) or 0)
     pin(s, class, 1)
     enter_lane(s, number .. ' ' .. place, job_id, sequence, class, true)
     put(s, key, struct.pack(PLACE, sequence, number, count) .. args[at + 1])

@@ -56,6 +56,7 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     is_held: bool = False
     is_awaited: bool = False
     reference: str | None = None
+    payload_bytes: int = 0
 
 
 _pack = msgspec.msgpack.encode
@@ -128,6 +129,7 @@ def decode_kept(data: bytes, start: int) -> Kept:
         rest.expires_at,
         rest.is_held,
         rest.is_awaited,
+        rest.payload_bytes,
     )
     return Kept(dispatch, facts, ended_at, lease is not None and not is_noted)
 
@@ -205,6 +207,7 @@ def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, refe
         dispatch.is_held,
         dispatch.is_awaited,
         reference,
+        dispatch.payload_bytes,
     )
     packed = _pack(rest)
     parts += (_LENGTH.pack(len(packed)), packed)

@@ -3,7 +3,7 @@
 -- All keys share one prefix with one hash tag, `{cf}:` unless the fleet was opened under another name, so they live on
 -- one shard. Each call declares one key, `<prefix>meta`, and builds the others from it.
 --
---   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, then the run
+--   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, the run, \0, bytes of open payloads
 --   request:<client>:<slot>   string   "<number> <answer>": the last answer given to this slot, for a call that is repeated
 --   clients                   zset     client -> when it was last seen (its slots are dropped a day later)
 --
@@ -59,7 +59,7 @@
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
 -- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 5
+local REVISION = 6
 
 -- Neither `redis.call` nor the libraries are there yet while this text is loaded.
 local function call(...)
@@ -102,18 +102,20 @@ local function meta_of(s, text)
   end
   local epoch, version, sequence, serial, classes, is_paused, winds, queued, leased, completed, failed, cancelled,
     in_lane, delayed, paused, sought, at = struct.unpack(META, text)
+  -- Before revision 6 the head ended with the run.
+  local run, payload_bytes = text:match('^(%Z*)%z?(%d*)$', at)
   return {
     epoch = epoch, version = version, sequence = sequence, serial = serial, classes = classes,
     is_paused = is_paused == 1, winds = winds == 1, queued = queued, leased = leased, completed = completed,
-    failed = failed, cancelled = cancelled, in_lane = in_lane, delayed = delayed, paused = paused, sought = sought, run = text:sub(at),
-    text = text,
+    failed = failed, cancelled = cancelled, in_lane = in_lane, delayed = delayed, paused = paused, sought = sought, run = run,
+    payload_bytes = tonumber(payload_bytes) or 0, text = text,
   }
 end
 
 local function meta_text(m)
   return struct.pack(META, m.epoch, m.version, m.sequence, m.serial, m.classes, m.is_paused and 1 or 0,
     m.winds and 1 or 0, m.queued, m.leased, m.completed, m.failed, m.cancelled, m.in_lane, m.delayed, m.paused,
-    m.sought) .. m.run
+    m.sought) .. m.run .. '\0' .. whole(m.payload_bytes)
 end
 
 -- String keys are read once and written together at the end, one MSET and one DEL, and so are the scores that nothing reads
@@ -425,7 +427,7 @@ redis.register_function('cf1_open', function(keys, args)
     s.meta = {
       epoch = 1, run = run_id, winds = winds, version = 0, sequence = 0, serial = 0, classes = 0, is_paused = false,
       queued = 0, leased = 0, completed = 0, failed = 0, cancelled = 0, in_lane = 0, delayed = 0, paused = 0, sought = 0,
-      text = '',
+      payload_bytes = 0, text = '',
     }
   elseif winds and not s.meta.winds then
     error({err = 'CFTIME this fleet runs on the clock of its server; open another prefix for tests'})

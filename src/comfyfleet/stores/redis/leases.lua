@@ -103,6 +103,7 @@ local function finish(s, args, at, last)
     drop(s, s.p .. 'poll:' .. poll_id)
   end
   meta.leased, meta[phase] = meta.leased - 1, meta[phase] + 1
+  meta.payload_bytes = meta.payload_bytes - (unpacked(packed_rest).payload_bytes or 0)
   pin(s, class_key, -1)
   if relaxed_class ~= '' then
     pin(s, relaxed_class, -1)

@@ -59,6 +59,7 @@ local function forget(s, job)
     call('ZREM', s.p .. 'jobs:' .. job.phase, job.job_id)
     call('ZREM', s.p .. 'jobs:dead', job.job_id)
   else
+    weigh(s, job, -1)
     pin(s, job.class_key, -1)
     if job.relaxed_class then
       pin(s, job.relaxed_class, -1)

@@ -285,6 +285,7 @@ class RedisStore:
                 Phase.FAILED: head.failed,
                 Phase.CANCELLED: head.cancelled,
             },
+            payload_bytes=head.payload_bytes,
         )
 
     async def position(self, job_id: JobId) -> int | None:
