@@ -31,14 +31,18 @@ def make_bench(path: Path) -> Bench:
 
 
 class FullDisk:
-    """From now on every write fails as on a full disk, so many times or until there is room again."""
+    """Every write fails as on a full disk, from now on or after so many, so many times or until there is room again."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: float = float("inf")) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, times: float = float("inf"), *, after: int = 0
+    ) -> None:
         self.times = times
+        self.after = after
         real = writer.Batch.write
 
         def write(batch: writer.Batch, database: sqlite3.Connection) -> None:
-            if self.times <= 0:
+            if self.after > 0 or self.times <= 0:
+                self.after -= 1
                 real(batch, database)
                 return
             self.times -= 1

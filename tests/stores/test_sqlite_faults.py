@@ -120,6 +120,27 @@ async def test_a_refusal_that_rests_on_an_unwritten_change_is_reconsidered_when_
     await bench.store.close()
 
 
+async def test_a_heartbeat_calls_no_lease_lost_whose_end_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    ended, ending = await bench.leased()
+    _, done = await bench.leased()
+    FullDisk(monkeypatch, times=1, after=1)
+    first = asyncio.ensure_future(bench.store.write(completion(done)))
+    await asyncio.sleep(0)
+    # It waits for what is being written of one job; meanwhile the other one's end joins the next group, which fails.
+    beat = asyncio.ensure_future(bench.store.heartbeat([ending, done], 60.0))
+    await asyncio.sleep(0)
+    cancelled = asyncio.ensure_future(bench.cancel(ended))
+    assert await first is not None
+    with pytest.raises(Fault):
+        await cancelled
+    assert [state.is_alive for state in await beat] == [True, False]
+    await bench.store.close()
+
+
 async def test_a_job_is_shown_to_others_only_when_it_is_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

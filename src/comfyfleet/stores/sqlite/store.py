@@ -259,8 +259,12 @@ class SqliteStore:
         return finished, taken
 
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
-        for ref in refs:
-            await self._wait(ref.job_id)
+        # Until none of them is reserved: while one is waited for, another may be changed, and that may not be written.
+        while waiting := [
+            waiter for ref in refs if (waiter := self._writer.settling(ref.job_id)) is not None
+        ]:
+            for waiter in waiting:
+                await waiter
         self._writer.check()
         answers = [self._kept.heartbeat(ref, ttl_s) for ref in refs]
         if any(answer.is_alive for answer in answers):
