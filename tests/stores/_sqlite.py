@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -55,6 +56,23 @@ class FullDisk:
 
     def make_room(self) -> None:
         self.times = 0
+
+
+class SlowDisk:
+    """The writes of a store wait, one after the other, until each is let through."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._permits = threading.Semaphore(0)
+        real = writer.Batch.write
+
+        def write(batch: writer.Batch, database: sqlite3.Connection) -> None:
+            assert self._permits.acquire(timeout=20), "nobody let this write through"
+            real(batch, database)
+
+        monkeypatch.setattr(writer.Batch, "write", write)
+
+    def let_through(self, count: int) -> None:
+        self._permits.release(count)
 
 
 Step = Callable[[], Awaitable[object]]

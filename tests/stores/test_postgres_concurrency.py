@@ -17,9 +17,11 @@ from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write, W
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.whole import WholeJob
 from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres import PostgresStore, codec, lanes
-from comfyfleet.stores.postgres.pool import Step
+from comfyfleet.stores.postgres.moving import _KNOWN
+from comfyfleet.stores.postgres.pool import Row, Step, Values
 
 Stores = tuple[PostgresStore, PostgresStore]
 
@@ -241,6 +243,27 @@ def test_a_dispatch_stays_within_a_kilobyte() -> None:
     dispatch, _ = Jobs().make("h" * 64)
     lease = Lease(WorkerId("w" * 64), 1, 1, LeaseToken("t" * 64), PollId("p" * 64), 1e9, 1e9 + 0.123456)
     assert len(codec.encode(msgspec.structs.replace(dispatch, lease=lease, wake_at=1e9 + 0.5))) < 1024
+
+
+async def test_a_job_that_is_purged_while_it_is_found_known_is_taken_in(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = Jobs()
+    dispatch, job = jobs.make(phase=Phase.COMPLETED)
+    job = msgspec.structs.replace(job, phase=Phase.COMPLETED)
+    assert await stores[0].enqueue(dispatch, job, ()) is not None
+    real = Step.row
+
+    async def purged_before(step: Step, query: str, values: Values = ()) -> Row | None:
+        if query == _KNOWN:
+            await stores[1].purge(Phase.COMPLETED, 1e12, 10)
+        return await real(step, query, values)
+
+    monkeypatch.setattr(Step, "row", purged_before)
+    adopted = await stores[0].moving.adopt([WholeJob(dispatch, job, (), ())])
+    assert adopted is not None
+    assert [each.job_id for each in adopted] == [dispatch.job_id]
+    assert await stores[1].load(dispatch.job_id) == adopted[0]
 
 
 async def test_a_reference_whose_job_is_purged_while_it_is_looked_up_is_free_again(

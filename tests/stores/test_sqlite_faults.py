@@ -7,9 +7,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.stores._sqlite import FullDisk, make_bench, reopened
+from tests.stores._sqlite import FullDisk, SlowDisk, make_bench, reopened
 
 from comfyfleet.contract.bench import HASH, A, completion, tenant
+from comfyfleet.contract.moving import moving, renamed, whole
 from comfyfleet.contract.refusing import WORKER, steps_of
 from comfyfleet.model.dispatch import Dispatch, Phase, Written
 from comfyfleet.model.errors import Fault, Refusal
@@ -259,3 +260,30 @@ async def test_a_no_that_rested_on_a_document_that_could_not_be_written_is_thoug
         assert await second, "the first was never written"
         kept = await store.cabinet.get("keys", "a")
         assert kept is not None and (kept.body, kept.version) == (b"2", 1)
+
+
+async def test_a_known_job_that_is_purged_while_others_are_taken_in_is_answered_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    _, ref = await bench.leased()
+    assert await bench.store.write(completion(ref)) is not None
+    ended, waiting = await whole(bench, ref.job_id), await whole(bench, (await bench.enqueue()).job_id)
+    await bench.clock.advance(60)
+    disk = SlowDisk(monkeypatch)
+    # Something is being written; the purge waits for it, so it comes into the group behind that of the jobs taken in.
+    written = asyncio.ensure_future(bench.enqueue())
+    while not isinstance(bench.store, SqliteStore) or bench.store._writer._flying is None:
+        await asyncio.sleep(0)
+    purging = asyncio.ensure_future(bench.store.purge(Phase.COMPLETED, bench.clock.now(), 10))
+    await asyncio.sleep(0)
+    adopting = asyncio.ensure_future(moving(bench).adopt([ended, renamed(waiting, "new")]))
+    await asyncio.sleep(0)
+    disk.let_through(9)
+    await written
+    assert await purging == 1
+    adopted = await adopting
+    assert adopted is not None
+    assert [adopted[0], adopted[1].job_id] == [ended.dispatch, "new"]
+    await bench.store.close()

@@ -76,10 +76,12 @@ async def _adopt(step: Step, whole: WholeJob, now: float) -> Dispatch:
     job = whole.job
     record, payload = codec.encode_record(job), codec.encode(job.payload)
     values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
-    inserted = await step.row(_INSERT_JOB, values)
-    if inserted is not None:
-        return await rows.adopt(step, whole, inserted[0], now)
     names = {"job_id": job.job_id, "tenant": job.tenant, "reference": job.reference}
-    row = await step.row(_KNOWN, names)
-    assert row is not None, "what is in the way is there"
-    return codec.decode_dispatch(row[0])
+    while True:
+        inserted = await step.row(_INSERT_JOB, values)
+        if inserted is not None:
+            return await rows.adopt(step, whole, inserted[0], now)
+        row = await step.row(_KNOWN, names)
+        if row is not None:
+            return codec.decode_dispatch(row[0])
+        # What was in the way has been purged since.

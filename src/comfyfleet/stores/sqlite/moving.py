@@ -35,22 +35,20 @@ class SqliteMoving:
         known = await self._settled([self._known(each) for each in jobs], jobs)
         if not all(store._kept.has_classes(each.dispatch) for each in jobs):
             return None
-        adopted: dict[JobId, Dispatch] = {}
+        # What is known is read in the same step: a moment later it may be purged.
+        answers = [None if name is None else self._load(name) for name in known]
         batch = store._writer.batch()
-        for each, record, found in zip(jobs, records, known, strict=True):
-            if found is None:
+        for at, (each, record) in enumerate(zip(jobs, records, strict=True)):
+            if answers[at] is None:
                 entry = SqliteEntry(each.dispatch, each.job.reference)
                 place(store._kept, entry, each, store._clock.now())
                 if each.job.result is not None:
                     rows.change_record(batch, entry, {"result": each.job.result})
                 rows.insert(batch, entry, record, each.facts)
-                adopted[each.job.job_id] = entry.dispatch
-        if adopted:
+                answers[at] = entry.dispatch
+        if None in known:
             await store._writer.written(batch)
-        return [
-            adopted.get(each.job.job_id) or await self._load(name)
-            for each, name in zip(jobs, known, strict=True)
-        ]
+        return [answer for answer in answers if answer is not None]
 
     async def _settled(self, known: list[JobId | None], jobs: Sequence[WholeJob]) -> list[JobId | None]:
         """What is known of the jobs, once all that is known of them is on the disk."""
@@ -68,10 +66,10 @@ class SqliteMoving:
             return job.job_id
         return None if job.reference is None else store._find(job.tenant, job.reference)
 
-    async def _load(self, job_id: JobId | None) -> Dispatch:
-        found = None if job_id is None else await self._store.load(job_id)
-        assert found is not None, "a job that was known a moment ago is known still"
-        return found
+    def _load(self, job_id: JobId) -> Dispatch:
+        found = self._store._kept.entries.get(job_id) or self._store._disk.state(job_id)
+        assert found is not None, "what is known and settled is in memory or on the disk"
+        return found.dispatch
 
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
         store = self._store
