@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from tests.engine._rig import Rig, graph, offers
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Refusal
 from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId
@@ -198,3 +200,25 @@ async def test_a_worker_that_leaves_at_one_engine_keeps_what_was_set_at_the_othe
         stored = await it.store.get_worker(WorkerId("b"))
         assert stored is not None
         assert (stored.is_paused, stored.is_offline) == (True, True)
+
+
+async def test_a_worker_removed_at_one_engine_stays_so_until_it_registers_at_the_other() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        await it.first.submit(Submission(graph()))
+        leased = await it.second.poll(Poll(WorkerId("b"), PollId("p"), 0))
+        assert leased is not None
+        await it.second.heartbeat(WorkerId("b"), [leased.ref])
+        await it.clock.advance(12)
+        await it.first.remove_worker(WorkerId("b"))
+        # What it does meanwhile counts for its job, and for nothing else.
+        beat = await it.second.heartbeat(WorkerId("b"), [leased.ref])
+        assert beat.alive == (leased.ref,)
+        assert (await it.second.complete(Completion(leased.ref, JobResult()))).phase is Phase.COMPLETED
+        with pytest.raises(Refusal, match="not registered"):
+            await it.second.pause_worker(WorkerId("b"))
+        assert await it.store.workers() == []
+        with pytest.raises(Refusal, match="not registered"):
+            await take(it.second, "b")
+        await register(it.second, "b", "KSampler")
+        assert [worker.worker_id for worker in await it.first.workers()] == ["b"]

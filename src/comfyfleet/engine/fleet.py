@@ -226,7 +226,9 @@ class Fleet:
             return known
         stored = await self._store.get_worker(worker_id)
         if stored is None:
-            return known
+            # Removed at another engine: it stays so until it registers again.
+            self._forget(worker_id)
+            return None
         if _differs(known, stored):
             # The next look judges what it may take now.
             self._table_version = -1
@@ -284,12 +286,15 @@ class Fleet:
 
     async def remove(self, worker_id: WorkerId) -> None:
         async with self._changing:
-            self.workers.pop(worker_id, None)
-            self.with_blocks.discard(worker_id)
-            self._saved_at.pop(worker_id, None)
-            self._selectivity.clear()
+            self._forget(worker_id)
             await self._store.remove_worker(worker_id)
             await self._drop_unused()
+
+    def _forget(self, worker_id: WorkerId) -> None:
+        self.workers.pop(worker_id, None)
+        self.with_blocks.discard(worker_id)
+        self._saved_at.pop(worker_id, None)
+        self._selectivity.clear()
 
     def note_block(self, block: Block, now: float) -> None:
         if block.is_in_force(now):

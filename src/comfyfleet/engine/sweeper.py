@@ -190,7 +190,9 @@ class Sweeper:
             if until > now:
                 self.wake_by(until)
                 continue
-            newest = await fleet.newest(worker.worker_id) or worker
+            newest = await fleet.newest(worker.worker_id)
+            if newest is None:
+                continue
             await fleet.save(msgspec.structs.replace(newest, quarantined_until=None))
             self._context.tell("released", worker.worker_id)
             self._rounds.worker_freed(worker.worker_id)

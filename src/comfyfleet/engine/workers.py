@@ -96,8 +96,8 @@ class WorkerDesk:
     async def set_flags(
         self, worker_id: WorkerId, *, is_paused: bool | None = None, is_draining: bool | None = None
     ) -> None:
-        known = self._known(worker_id)
-        worker = await self._context.fleet.newest(worker_id) or known
+        self._known(worker_id)
+        worker = await self._context.fleet.newest(worker_id) or self._known(worker_id)
         changed = msgspec.structs.replace(
             worker,
             is_paused=worker.is_paused if is_paused is None else is_paused,
