@@ -149,10 +149,13 @@ class Store(Protocol):
         """Connects, migrates, checks that what must hold does. Called once, before anything else."""
 
     def listen(
-        self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
+        self,
+        wake: Callable[[], None],
+        hear: Callable[[WorkerId, Command], None] | None = None,
+        relearn: Callable[[], None] | None = None,
     ) -> None:
         """`wake` is called when another process may have changed what waits, `hear` with what another has told a
-        worker. Both are hints that may be lost."""
+        worker, `relearn` when another has put a class into the table. All are hints that may be lost."""
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         """A command for a worker that another process may serve; nothing to do where there is no other process."""

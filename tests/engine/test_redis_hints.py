@@ -125,6 +125,17 @@ async def test_a_worker_that_comes_later_finds_what_waits_and_its_idle_slot_hear
     assert not idle.done()
 
 
+async def test_an_idle_slot_hears_of_a_job_of_a_kind_that_is_new_to_its_engine(fleet: Fleet) -> None:
+    await fleet.register("a", "KSampler", "VHS")
+    await fleet.register("b", "KSampler")
+    other = await fleet.parked("b")
+    parked = await fleet.parked("a")
+    # Until now nobody could tell the two workers apart: they part for it, at the engine that takes it in.
+    job_id = await fleet.submit("VHS")
+    assert await taken(parked) == job_id
+    assert not other.done()
+
+
 # the store's side
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table, until
 
+from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.stores.postgres import PostgresStore
 
 LISTENING = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN %' AND datname = current_database()"
@@ -65,6 +66,21 @@ async def test_many_jobs_at_once_share_a_few_hints(stores: tuple[PostgresStore, 
     await asyncio.gather(*(jobs.enqueue(stores[0]) for _ in range(100)))
     await ear.hears(1)
     assert ear.heard < 50
+
+
+async def test_a_class_put_by_one_engine_is_told_to_the_other_and_not_to_itself(
+    stores: tuple[PostgresStore, PostgresStore],
+) -> None:
+    here, there, waking = Ear(), Ear(), Ear()
+    for store, ear in zip(stores, (here, there), strict=True):
+        store.listen(waking, None, ear)
+    async with asyncio.timeout(10):
+        while waking.heard < 2:
+            await asyncio.sleep(0.01)
+    cls = RequirementClass(Requirements(models=("new.safetensors",)))
+    assert await stores[0].put_class(cls, [], version=(await stores[0].table()).version)
+    await there.hears()
+    assert (here.heard, waking.heard) == (0, 2)
 
 
 async def test_a_listener_whose_connection_is_cut_listens_again(

@@ -98,7 +98,8 @@ class Engine:
                 await self._context.compare_clocks()
             await self._context.fleet.load(self._context.clock.now())
             self._relaying.start()
-            self.store.listen(self._rounds.everything_changed, self._commands.hear)
+            rounds = self._rounds
+            self.store.listen(rounds.everything_changed, self._commands.hear, rounds.relearn)
             await self._foreign.start()
         except BaseException:
             # Nobody else will: its file would stay locked, its connections open.

@@ -24,6 +24,9 @@ from comfyfleet.ports import Peek, Timer
 
 _LOG = logging.getLogger(__name__)
 
+# All classes are read each time, and there may be thousands that come one after the other.
+_RELEARN_EVERY_S = 0.05
+
 
 class Slot:
     """One parked poll."""
@@ -47,6 +50,9 @@ class Rounds:
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
         self._overtaking = Overtaking()
         self._timer: Timer | None = None
+        self._is_outdated = False
+        """Another engine has put a class into the table since it was read here."""
+        self._relearning: Timer | None = None
         self._is_closed = False
 
     @property
@@ -120,6 +126,20 @@ class Rounds:
         self._context.fleet.is_fresh_since = float("-inf")
         self.everything_changed()
 
+    def relearn(self) -> None:
+        """Another engine has put a class into the table, and workers that were equal may have parted for it."""
+        self._is_outdated = True
+        clock = self._context.clock
+        at = self._context.fleet.is_fresh_since + _RELEARN_EVERY_S
+        if clock.now() >= at:
+            self.everything_changed()
+        elif self._relearning is None and not self._is_closed:
+            self._relearning = clock.call_at(at, self._relearn_now)
+
+    def _relearn_now(self) -> None:
+        self._relearning = None
+        self.everything_changed()
+
     def _look(self, slots: Iterable[Slot]) -> None:
         for slot in slots:
             self._looking[slot.poll_id] = slot
@@ -154,8 +174,9 @@ class Rounds:
 
     async def close(self) -> None:
         self._is_closed = True
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._relearning):
+            if timer is not None:
+                timer.cancel()
         for slot in list(self._parked.values()):
             if not slot.answer.done():
                 slot.answer.set_result(None)
@@ -173,7 +194,10 @@ class Rounds:
         now = self._context.clock.now()
         if self._context.store.is_shared:
             # What this engine knows of the others' workers and classes is at most so old.
-            await self._context.fleet.freshen(now, self._context.rules.round_s)
+            max_age_s = _RELEARN_EVERY_S if self._is_outdated else self._context.rules.round_s
+            if now >= self._context.fleet.is_fresh_since + max_age_s:
+                self._is_outdated = False
+                await self._context.fleet.sync(now)
         while True:
             workers = self._context.fleet.workers
             waiting = {

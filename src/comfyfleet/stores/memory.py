@@ -63,7 +63,10 @@ class MemoryStore:
         """Nothing to connect to."""
 
     def listen(
-        self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
+        self,
+        wake: Callable[[], None],
+        hear: Callable[[WorkerId, Command], None] | None = None,
+        relearn: Callable[[], None] | None = None,
     ) -> None:
         """Nobody else writes here."""
 

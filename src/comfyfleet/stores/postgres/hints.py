@@ -1,4 +1,4 @@
-"""Hints between processes over LISTEN and NOTIFY: "something may wait now", "this worker is told".
+"""Hints between processes over LISTEN and NOTIFY: "something may wait now", "the table is new", "this worker is told".
 
 Polling is the truth; a hint may be lost. A notice is sent apart from the change it tells of, and many changes share
 one: NOTIFY inside a transaction makes all commits of a database queue up. The listening connection is the only one with
@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from uuid import uuid4
 
 import msgspec
@@ -22,6 +23,7 @@ from comfyfleet.model.ids import WorkerId
 from comfyfleet.stores.postgres.pool import Pool, Step
 
 CHANNEL = "comfyfleet_waiting"
+TABLE = "comfyfleet_table"
 COMMANDS = "comfyfleet_commands"
 MIN_GAP_S = 0.02
 MAX_RETRY_S = 5.0
@@ -48,17 +50,23 @@ class Hints:
         self._sender_id = uuid4().hex
         self._listeners: list[Callable[[], None]] = []
         self._hearers: list[Hear] = []
+        self._learners: list[Callable[[], None]] = []
         self._sender: asyncio.Task[None] | None = None
         self._reader: asyncio.Task[None] | None = None
-        self._is_due = False
+        self._due: set[str] = set()
+        """Channels on which something is to be told."""
         self._is_open = False
 
     def open(self) -> None:
         self._is_open = True
         self._read()
 
-    def listen(self, wake: Callable[[], None], hear: Hear | None = None) -> None:
+    def listen(
+        self, wake: Callable[[], None], hear: Hear | None = None, relearn: Callable[[], None] | None = None
+    ) -> None:
         self._listeners.append(wake)
+        if relearn is not None:
+            self._learners.append(relearn)
         if hear is not None:
             self._hearers.append(hear)
         self._read()
@@ -67,9 +75,9 @@ class Hints:
         if self._is_open and self._listeners and self._reader is None:
             self._reader = asyncio.create_task(self._keep_reading(), name="comfyfleet-postgres-hints")
 
-    def tell(self) -> None:
-        """Something may wait now. Sent at once, or together with others a moment later."""
-        self._is_due = True
+    def tell(self, channel: str = CHANNEL) -> None:
+        """Something may wait now, or is new. Sent at once, or together with others a moment later."""
+        self._due.add(channel)
         if self._is_open and (self._sender is None or self._sender.done()):
             self._sender = asyncio.create_task(self._send(), name="comfyfleet-postgres-notify")
 
@@ -83,16 +91,13 @@ class Hints:
         await self._pool.transact(notify)
 
     async def _send(self) -> None:
-        while self._is_due:
-            self._is_due = False
+        while self._due:
+            due, self._due = self._due, set()
             try:
-                await self._pool.transact(self._notify)
+                await self._pool.transact(partial(_notify, self._sender_id, due))
             except ComfyFleetError as error:
                 _log.debug("a hint was not sent: %s", error)
             await asyncio.sleep(MIN_GAP_S)
-
-    async def _notify(self, step: Step) -> None:
-        step.add("SELECT pg_notify(%s, %s)", (CHANNEL, self._sender_id))
 
     async def _keep_reading(self) -> None:
         delay_s = 0.1
@@ -100,15 +105,19 @@ class Hints:
             try:
                 connection = await self._pool.connect()
                 async with connection:
-                    await connection.execute(f"LISTEN {CHANNEL}")
-                    await connection.execute(f"LISTEN {COMMANDS}")
+                    for channel in (CHANNEL, COMMANDS, TABLE):
+                        await connection.execute(f"LISTEN {channel}")
                     delay_s = 0.1
                     # What was told while nobody listened is unknown: look once.
                     self._wake()
                     async for notice in connection.notifies():
                         if notice.channel == COMMANDS:
                             self._take(notice.payload)
-                        elif notice.payload != self._sender_id:
+                        elif notice.payload == self._sender_id:
+                            continue
+                        elif notice.channel == TABLE:
+                            self._relearn()
+                        else:
                             self._wake()
             except (psycopg.Error, ComfyFleetError) as error:
                 _log.debug("listening for hints was interrupted: %s", error)
@@ -125,6 +134,10 @@ class Hints:
             for hear in self._hearers:
                 hear(told.worker_id, told.command)
 
+    def _relearn(self) -> None:
+        for relearn in self._learners:
+            relearn()
+
     def _wake(self) -> None:
         for wake in self._listeners:
             wake()
@@ -137,3 +150,8 @@ class Hints:
                 with suppress(asyncio.CancelledError):
                     await task
         self._sender = self._reader = None
+
+
+async def _notify(sender: str, channels: set[str], step: Step) -> None:
+    for channel in channels:
+        step.add("SELECT pg_notify(%s, %s)", (channel, sender))

@@ -36,7 +36,7 @@ from comfyfleet.stores.guards import extended, holds, is_held
 from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shelf, table
 from comfyfleet.stores.postgres.cabinet import PostgresCabinet
 from comfyfleet.stores.postgres.grouping import Groups
-from comfyfleet.stores.postgres.hints import Hints
+from comfyfleet.stores.postgres.hints import TABLE, Hints
 from comfyfleet.stores.postgres.migrate import known_migrations, migrate
 from comfyfleet.stores.postgres.moving import PostgresMoving
 from comfyfleet.stores.postgres.pool import Connection, Pool, Row, Step, Values
@@ -156,9 +156,12 @@ class PostgresStore:
         self._hints.open()
 
     def listen(
-        self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
+        self,
+        wake: Callable[[], None],
+        hear: Callable[[WorkerId, Command], None] | None = None,
+        relearn: Callable[[], None] | None = None,
     ) -> None:
-        self._hints.listen(wake, hear)
+        self._hints.listen(wake, hear, relearn)
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         await self._hints.tell_worker(worker_id, command)
@@ -202,7 +205,10 @@ class PostgresStore:
         return await self._read(table.read)
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
-        return await self._transact(table.put_class, cls, fits, version)
+        is_put = await self._transact(table.put_class, cls, fits, version)
+        if is_put:
+            self._hints.tell(TABLE)
+        return is_put
 
     async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
         return await self._transact(table.put_profile, profile, fits, version)

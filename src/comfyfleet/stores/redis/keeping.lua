@@ -37,6 +37,7 @@ define('put_class', function(s, args)
     while call('ZCARD', idle) > tonumber(args[7]) do
       drop_class(s, call('ZPOPMIN', idle)[1])
     end
+    tell_engines(s, 'table ' .. client_of(s))
   end
   return 1
 end)

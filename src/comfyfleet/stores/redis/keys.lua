@@ -52,7 +52,7 @@
 --   cabinet                   set      the drawers with documents in them
 --   cabinet:<drawer>          hash     name -> "<version> <body>": small documents beside the queue
 --   cabinet:<drawer>:names    zset     the names in their order (all scores 0)
---   channel:hub:events        channel  something waits that was looked for in vain: a hint that may be lost
+--   channel:hub:events        channel  something waits that was looked for in vain, or the table is new: a hint that may be lost
 --   channel:worker:<id>       channel  a command to this worker, as in its stream: a hint that may be lost
 --   channel:workers:all       channel  every command to every worker, for engines
 --
@@ -251,9 +251,12 @@ local function open(keys, args, wants)
   return s
 end
 
+local function client_of(s)
+  return s.request and (s.request:sub(#s.p + #'request:' + 1):match('^(.*):') or s.request) or ''
+end
+
 local function note_client(s)
-  local client = s.request:sub(#s.p + #'request:' + 1):match('^(.*):') or s.request
-  call('ZADD', s.p .. 'clients', call('TIME')[1], client)
+  call('ZADD', s.p .. 'clients', call('TIME')[1], client_of(s))
 end
 
 local function forget_clients(s, before)

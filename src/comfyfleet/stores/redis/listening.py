@@ -26,6 +26,8 @@ COMMANDS = "channel:workers:all"
 _PAUSE_S = 1.0
 # Left by a worker without an engine; whatever else comes on the channel is a class of which something waits.
 _FROM_WORKERS = (b"worker", b"report")
+# Put a class into the table: who did follows.
+_TABLE = b"table "
 
 Hear = Callable[[WorkerId, Command], None]
 
@@ -43,7 +45,7 @@ _told = msgspec.json.Decoder(_Told)
 
 
 class Listener:
-    """`me` is whose own commands are not heard."""
+    """`me` is whose own commands and classes are not heard."""
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Listener:
         wake: Callable[[], None],
         wake_for_workers: Callable[[], None],
         hear: Hear | None,
+        relearn: Callable[[], None] | None,
         hear_news: Callable[[bytes], None],
     ) -> None:
         self._address = address
@@ -59,6 +62,7 @@ class Listener:
         self._wake = wake
         self._wake_for_workers = wake_for_workers
         self._hear = hear
+        self._relearn = relearn
         self._hear_news = hear_news
         self._task: asyncio.Task[None] | None = None
         self.is_listening = asyncio.Event()
@@ -114,12 +118,17 @@ class Listener:
                         self._wake()
                         self._wake_for_workers()
                     elif message["type"] == "message":
-                        if message["data"] in _FROM_WORKERS:
-                            self._wake_for_workers()
-                        else:
-                            self._wake()
+                        self._look_for(message["data"])
         finally:
             await redis.aclose()
+
+    def _look_for(self, what: bytes) -> None:
+        if what in _FROM_WORKERS:
+            self._wake_for_workers()
+        elif not what.startswith(_TABLE):
+            self._wake()
+        elif self._relearn is not None and what != _TABLE + self._me.encode():
+            self._relearn()
 
     def _take(self, text: bytes) -> None:
         try:

@@ -102,11 +102,20 @@ class RedisStore:
         self._epoch = epoch
 
     def listen(
-        self, wake: Callable[[], None], hear: Callable[[WorkerId, Command], None] | None = None
+        self,
+        wake: Callable[[], None],
+        hear: Callable[[WorkerId, Command], None] | None = None,
+        relearn: Callable[[], None] | None = None,
     ) -> None:
         assert self._listener is None, "one engine listens to one store"
         self._listener = Listener(
-            self._address, self._client.client_id, wake, self.foreign.wake_up, hear, self.relay.heard
+            self._address,
+            self._client.client_id,
+            wake,
+            self.foreign.wake_up,
+            hear,
+            relearn,
+            self.relay.heard,
         )
         if self._epoch:
             self._listener.start()

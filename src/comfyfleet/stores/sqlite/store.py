@@ -94,6 +94,7 @@ class SqliteStore:
         self,
         wake: Callable[[], None],
         hear: Callable[[WorkerId, Command], None] | None = None,  # noqa: ARG002
+        relearn: Callable[[], None] | None = None,  # noqa: ARG002
     ) -> None:
         """Nobody else writes here, but a job may wait again because its lease could not be written."""
         self._wake = wake
