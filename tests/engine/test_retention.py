@@ -1,4 +1,4 @@
-"""How long what has ended is kept: by default a day, failures a week, on every store."""
+"""How long what has ended is kept: by default a day, failures and workers that are gone a week, on every store."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.engine._rig import offers
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.contract.bench import Bench, MakeStore, completion, failure
 from comfyfleet.engine.engine import Engine
+from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.rules import Rules
 from comfyfleet.sim.time import SeededChance
 from comfyfleet.stores.memory import MemoryStore
@@ -59,3 +62,26 @@ async def test_completed_and_cancelled_jobs_are_kept_a_day_and_failed_ones_a_wee
     assert kept == [[1, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
     assert await store.records.by_reference(waiting.tenant, "completion") is None
     assert await store.load(waiting.job_id) == waiting, "what waits is never forgotten"
+
+
+async def test_a_worker_is_forgotten_a_week_after_it_was_last_seen_whoever_sweeps(bench: Bench) -> None:
+    store = bench.store
+    first, second = (
+        Engine(store, rules=Rules(), clock=bench.clock, chance=SeededChance(seed)) for seed in (1, 2)
+    )
+    for name in ("left", "lost", "lives"):
+        await first.register(
+            RegisterWorker(WorkerId(name), offers("KSampler", models=(f"{name}.safetensors",)))
+        )
+    await first.unregister(WorkerId("left"), "done")
+    kept = []
+    for hours in (24 * 7 - 0.1, 0.2, 0.1):
+        await bench.clock.advance(hours * HOUR_S)
+        await first.heartbeat(WorkerId("lives"), [])
+        for engine in (first, second):
+            await engine.sweep()
+        kept.append([(str(each.worker_id), each.is_offline) for each in await store.workers()])
+    assert kept[0] == [("left", True), ("lost", True), ("lives", False)]
+    assert kept[1:] == [[("lives", False)]] * 2
+    await first.register(RegisterWorker(WorkerId("left"), offers("KSampler")))
+    assert [each.worker_id for each in await store.workers()] == ["lives", "left"]

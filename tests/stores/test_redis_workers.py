@@ -365,3 +365,17 @@ async def test_a_reason_that_is_no_text_leaves_the_facts_readable(bench: Bench, 
     assert worker.call("release", *worker.lease, b"stopped by Andr\xe9") == 1
     released = (await bench.store.facts(job.job_id))[-1]
     assert released.data == {"reason": "stopped by Andr?"}
+
+
+async def test_nothing_is_kept_of_a_removed_worker_though_it_still_calls(
+    bench: Bench, worker: Worker, server: RedisServer
+) -> None:
+    await admit(bench)
+    await bench.enqueue()
+    assert worker.lease_next("p1") is not None
+    with Redis(port=server.port, decode_responses=True) as admin:
+        assert admin.hkeys("{cf}:workers:seen") == [A]
+        await bench.store.remove_worker(A)
+        assert worker.call("heartbeat", *worker.lease, 60) == 1, "the job is still its own to end"
+        assert worker.call("register", A, DECLARED) is None
+        assert admin.exists("{cf}:workers:seen", f"{{cf}}:worker:{A}:heartbeat") == 0

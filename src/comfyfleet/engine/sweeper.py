@@ -27,6 +27,7 @@ _LOG = logging.getLogger(__name__)
 _BATCH = 256
 _PURGE_BATCH = 10_000
 _PURGE_EVERY_S = 60.0
+_FORGET_BATCH = 100
 
 
 class Sweeper:
@@ -216,8 +217,20 @@ class Sweeper:
             (Phase.CANCELLED, rules.keep_completed_s),
         ):
             is_done &= await context.store.purge(phase, now - keep_s, _PURGE_BATCH) < _PURGE_BATCH
+        is_done &= await self._forget_workers(now - rules.keep_offline_workers_s) < _FORGET_BATCH
         if is_done:
             self._purged_at = now
+
+    async def _forget_workers(self, before: float) -> int:
+        """Those nobody has seen since then. One that comes back all the same registers, as it must anyway."""
+        fleet, forgotten = self._context.fleet, 0
+        old = [each for each in fleet.workers.values() if each.is_offline and each.last_seen_at < before]
+        for worker in old[:_FORGET_BATCH]:
+            newest = await fleet.newest(worker.worker_id)
+            if newest is not None and newest.is_offline and newest.last_seen_at < before:
+                await self._workers.remove(worker.worker_id)
+            forgotten += 1
+        return forgotten
 
     def start(self) -> None:
         self.wake_by(self._context.clock.now() + self._context.rules.sweep_s)

@@ -86,3 +86,5 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_metadata_bytes: int = 64 * 1024
     keep_completed_s: float = 24 * 3600.0
     keep_failed_s: float = 7 * 24 * 3600.0
+    keep_offline_workers_s: float = 7 * 24 * 3600.0
+    """A worker that has been offline for so long is forgotten, with its totals and blocks."""

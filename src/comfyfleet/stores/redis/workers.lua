@@ -88,8 +88,12 @@ local function worker_of(s, worker_id)
   return text and cjson.decode(text) or nil
 end
 
--- Whatever a worker asks is a sign of life. Its own entry, as others write the record.
+-- Whatever a worker asks is a sign of life. Its own entry, as others write the record; one that was removed gets none, as
+-- nobody would take it away.
 local function seen(s, worker_id)
+  if not read(s, s.p .. 'worker:' .. worker_id) then
+    return
+  end
   call('SET', s.p .. 'worker:' .. worker_id .. ':heartbeat', exact(now(s)), 'EX', HEARTBEAT_S)
   call('HSET', s.p .. 'workers:seen', worker_id, exact(now(s)))
 end
