@@ -288,6 +288,33 @@ async def test_a_job_changed_at_the_source_in_between_moves_as_it_is_then(
     assert found is not None and found.phase is Phase.CANCELLED
 
 
+async def test_a_job_that_stays_is_told_once_though_its_page_is_read_again(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await two.target.enqueue(reference="mine")
+    jobs = [await two.source.enqueue(reference=name) for name in ("first", "mine", "third")]
+    before_discard(two, monkeypatch, lambda: two.source.cancel(jobs[0]))
+    moved = await two.move().run()
+    assert moved.jobs == 2
+    assert [(each.job_id, each.why) for each in moved.stayed] == [(jobs[1].job_id, Why.REFERENCE)]
+
+
+async def test_a_job_changed_without_a_fact_after_a_move_that_was_cut_off_moves_as_it_is_then(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await two.source.enqueue()
+    with monkeypatch.context() as patch:
+        discard = two.from_store.moving.discard
+        patch.setattr(two.from_store.moving, "discard", fails_once(discard, after=1, is_done=False))
+        with pytest.raises(Interrupted):
+            await two.move().run()
+    assert await two.source.change(job, Change(priority=9, is_awaited=True)) is not None
+    moved = await two.move().run()
+    assert (moved.jobs, moved.stayed) == (1, [])
+    found = await two.to_store.load(job.job_id)
+    assert found is not None and (found.priority, found.is_awaited) == (9, True)
+
+
 async def test_a_job_both_sides_went_on_with_stays_and_is_told(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from comfyfleet.engine.fleet import Fleet
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import (
     AtRevision,
+    Attempt,
     AttemptEnd,
     AttemptOutcome,
     Dispatch,
@@ -26,7 +27,7 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkerId
-from comfyfleet.model.job import Job
+from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.policy.lifecycle import cancelled
@@ -126,9 +127,10 @@ class Move:
                 if known is None and job.reference is not None:
                     other = await records.by_reference(job.tenant, job.reference)
                 if other is not None:
-                    self._stays(Stayed(job.job_id, Why.REFERENCE, job.reference, other.job_id))
+                    stayed = Stayed(job.job_id, Why.REFERENCE, job.reference, other.job_id)
+                    self.moved.stayed.append(stayed)
                 elif job.phase is Phase.LEASED:
-                    self._stays(Stayed(job.job_id, Why.LEASED))
+                    self.moved.stayed.append(Stayed(job.job_id, Why.LEASED))
                 else:
                     self._count(job.phase)
                 after = job.job_id
@@ -249,17 +251,20 @@ class Move:
         # What has moved is no longer listed, so a page goes on behind the last job that stays.
         while page := await self._page(after):
             found = [whole for job in page if (whole := await self._whole(job)) is not None]
-            stays = await self._take([each for each in found if each.dispatch.lease is None])
+            left = await self._take([each for each in found if each.dispatch.lease is None])
             for each in found:
                 if each.dispatch.lease is not None:
                     # An engine whose view is older than the pause, or a paused queue that somebody started again.
-                    self._stays(Stayed(each.dispatch.job_id, Why.LEASED))
-                    stays[each.dispatch.job_id] = True
+                    left[each.dispatch.job_id] = Stayed(each.dispatch.job_id, Why.LEASED)
             for job in page:
-                if not stays.get(job.job_id, True):
+                if job.job_id not in left:
+                    continue
+                stayed = left[job.job_id]
+                if stayed is None:
+                    # It is tried again, and with it all that stands behind it.
                     break
-                if job.job_id in stays:
-                    after = job.job_id
+                self.moved.stayed.append(stayed)
+                after = job.job_id
             self._tell(self.moved)
 
     async def _page(self, after: JobId | None) -> list[Job]:
@@ -276,16 +281,15 @@ class Move:
             dispatch, record, tuple(await source.facts(job_id)), tuple(await source.attempts(job_id))
         )
 
-    async def _take(self, jobs: list[WholeJob]) -> dict[JobId, bool]:
-        """Moves a page. Answers those that are still at the source: True to stay there, False to be tried again."""
+    async def _take(self, jobs: list[WholeJob]) -> dict[JobId, Stayed | None]:
+        """Moves a page. Answers those that are still at the source, and why they stay; None: to be tried again."""
         adopted = await self._adopt(jobs)
-        answers: dict[JobId, bool] = {}
+        answers: dict[JobId, Stayed | None] = {}
         taken: list[tuple[WholeJob, Dispatch]] = []
         for whole, there in zip(jobs, adopted, strict=True):
             job_id = whole.job.job_id
             if there.job_id != job_id:
-                self._stays(Stayed(job_id, Why.REFERENCE, whole.job.reference, there.job_id))
-                answers[job_id] = True
+                answers[job_id] = Stayed(job_id, Why.REFERENCE, whole.job.reference, there.job_id)
             elif await self._goes_on(whole, there):
                 taken.append((whole, there))
             else:
@@ -302,21 +306,29 @@ class Move:
     async def _goes_on(self, whole: WholeJob, there: Dispatch) -> bool:
         """Whether the target has the job as it is here, or as it went on from here after an earlier move."""
         if there == msgspec.structs.replace(whole.dispatch, sequence=there.sequence):
+            # Whatever is written of a job raises its revision: the rest of it is the same, too.
             return True
-        facts = await self._target.facts(there.job_id)
-        return tuple(facts[: len(whole.facts)]) == whole.facts
+        target, count = self._target, len(whole.facts)
+        facts, job = await target.facts(there.job_id), await target.records.get(there.job_id)
+        attempts = (await target.attempts(there.job_id))[: len(whole.attempts)]
+        # Without a fact of its own, what differs there is older: not every change here is told in one.
+        has_gone_on = len(facts) > count and there.revision > whole.dispatch.revision
+        return (
+            has_gone_on
+            and tuple(facts[:count]) == whole.facts
+            and [_unmarked(each) for each in attempts] == [_unmarked(each) for each in whole.attempts]
+            and job is not None
+            and _asked(job) == _asked(whole.job)
+        )
 
-    async def _take_back(self, whole: WholeJob, there: Dispatch) -> bool:
-        """Removes a copy that is older than the job here. True: it cannot be, so the job stays."""
+    async def _take_back(self, whole: WholeJob, there: Dispatch) -> Stayed | None:
+        """Removes a copy that is older than the job here. If it cannot be, the job stays."""
         job_id = there.job_id
         self._tries[job_id] = self._tries.get(job_id, 0) + 1
         # What has a history of its own at the target is no copy any more.
         facts = tuple(await self._target.facts(job_id))
         is_copy = facts == whole.facts[: len(facts)] and (await self._target.moving.discard([there]))[0]
-        stays = not is_copy or self._tries[job_id] >= _TRIES
-        if stays:
-            self._stays(Stayed(job_id, Why.CHANGED))
-        return stays
+        return None if is_copy and self._tries[job_id] < _TRIES else Stayed(job_id, Why.CHANGED)
 
     async def _adopt(self, jobs: list[WholeJob]) -> list[Dispatch]:
         for _ in range(_TRIES):
@@ -354,8 +366,15 @@ class Move:
         self.moved.jobs += 1
         self.moved.by_phase[phase] = self.moved.by_phase.get(phase, 0) + 1
 
-    def _stays(self, stayed: Stayed) -> None:
-        self.moved.stayed.append(stayed)
+
+def _unmarked(attempt: Attempt) -> Attempt:
+    """A report that came too late is noted without any other change."""
+    return msgspec.structs.replace(attempt, reported_late=False)
+
+
+def _asked(job: Job) -> Submission:
+    """What was attached to a completed job is not kept."""
+    return msgspec.structs.replace(job.payload, attachments=())
 
 
 def _some(names: list[WorkerId]) -> str:
