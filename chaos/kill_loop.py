@@ -19,6 +19,7 @@ from chaos.callers import caller_process, reader_process
 from chaos.checker import Finding, check
 from chaos.engines import engine_process
 from chaos.logs import Role, Tail, read_logs
+from chaos.node import CannotTakePart
 from chaos.stage import Actor, Kind, Stage
 from chaos.workers import worker_process
 
@@ -82,7 +83,7 @@ def _set_up(stage: Stage, size: Size) -> str:
         return ""
     try:
         command = foreign.prepare(stage.setting.folder)
-    except foreign.CannotTakePart as reason:
+    except CannotTakePart as reason:
         return str(reason)
     for number in range(size.node_workers):
         name = f"node-{number}"

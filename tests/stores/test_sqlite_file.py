@@ -18,8 +18,9 @@ from comfyfleet.contract.bench import A, completion
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.migrations import Migration
 from comfyfleet.stores.opening import open_store
-from comfyfleet.stores.sqlite.migrating import Migration, connect, migrate, migrations
+from comfyfleet.stores.sqlite.migrating import connect, migrate, migrations
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.stores.sqlite.upkeep import backup, check, vacuum
 from comfyfleet.stores.sqlite.writer import Batch

@@ -1,4 +1,4 @@
-"""The schema's versions: numbered SQL files, applied in order, each once, with a checksum kept of each.
+"""The schema's versions: migrations are applied in order, each once, with a checksum kept of each.
 
 All that is missing is applied in one transaction under an advisory lock of that transaction, so any number of processes
 may start at once, and a failing step leaves the schema as it was.
@@ -6,40 +6,20 @@ may start at once, and a failing step leaves the schema as it was.
 
 from __future__ import annotations
 
-import hashlib
-import re
 from collections.abc import Sequence
-from importlib import resources
 
-import msgspec
 import psycopg
 
 from comfyfleet.model.errors import Fault
+from comfyfleet.stores.migrations import Migration, migrations_of
 from comfyfleet.stores.postgres.pool import Connection
 
 # "comfy" in ASCII: a number only this product takes.
 _LOCK = 0x636F6D6679
 
 
-class Migration(msgspec.Struct, frozen=True):
-    number: int
-    name: str
-    sql: str
-
-    @property
-    def checksum(self) -> str:
-        return hashlib.sha256(self.sql.encode()).hexdigest()
-
-
 def known_migrations() -> list[Migration]:
-    folder = resources.files(__package__) / "migrations"
-    found = []
-    for file in folder.iterdir():
-        if match := re.fullmatch(r"(\d{4})_(\w+)\.sql", file.name):
-            # Line ends are no change of meaning; a checkout on another system must not look like one.
-            text = file.read_text(encoding="utf-8").replace("\r\n", "\n")
-            found.append(Migration(int(match[1]), match[2], text))
-    return sorted(found, key=lambda each: each.number)
+    return migrations_of("comfyfleet.stores.postgres")
 
 
 async def migrate(connection: Connection, migrations: Sequence[Migration]) -> None:

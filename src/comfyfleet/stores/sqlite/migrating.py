@@ -1,19 +1,17 @@
 """Connections to a database file, and the steps that bring its tables up to what this version knows.
 
-Each step is a numbered file of SQL and happens wholly or not at all. The database keeps the checksums of the steps it
+Each step happens wholly or not at all. The database keeps the checksums of the steps it
 has taken: a file that was made by other steps is refused, and so is one of a newer version.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
 
 from comfyfleet.model.errors import Fault
+from comfyfleet.stores.migrations import Migration, migrations_of
 
 # So that `file` and our own check can tell this database from any other: "CFlt".
 APPLICATION_ID = 0x43466C74
@@ -23,24 +21,8 @@ _CHECKPOINT_PAGES = 4000
 _LOG_BYTES = 64 * 2**20
 
 
-class Migration(NamedTuple):
-    number: int
-    name: str
-    sql: str
-
-    @property
-    def checksum(self) -> str:
-        return hashlib.sha256(self.sql.encode()).hexdigest()
-
-
 def migrations() -> list[Migration]:
-    found = []
-    for file in files("comfyfleet.stores.sqlite").joinpath("migrations").iterdir():
-        if file.name.endswith(".sql"):
-            number, _, name = file.name.removesuffix(".sql").partition("_")
-            # One file on every system: a checkout that turns line ends must not look like another step.
-            found.append(Migration(int(number), name, file.read_text(encoding="utf-8").replace("\r\n", "\n")))
-    return sorted(found)
+    return migrations_of("comfyfleet.stores.sqlite")
 
 
 def connect(path: Path) -> sqlite3.Connection:
