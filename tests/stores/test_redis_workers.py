@@ -280,6 +280,29 @@ async def test_the_worker_user_calls_no_other_function_and_sees_no_other_key(
             worker.send(*[str(part) for part in command])
 
 
+async def test_the_worker_user_neither_reads_nor_writes_the_cabinet(bench: Bench, worker: Worker) -> None:
+    cabinet = bench.store.cabinet
+    assert await cabinet.put("keys", "k", b"an administrator's", version=0)
+    assert not worker.redis.exists("{cf}:cabinet", "{cf}:cabinet:keys", "{cf}:cabinet:keys:names")
+    for command in (
+        ("HGET", "{cf}!cabinet:keys", "k"),
+        ("HSET", "{cf}!cabinet:keys", "k", "2 mine"),
+        ("SMEMBERS", "{cf}!cabinet"),
+        ("SADD", "{cf}!cabinet", "keys"),
+        ("ZADD", "{cf}!cabinet:keys:names", "0", "mine"),
+        ("DEL", "{cf}!cabinet:keys"),
+        ("FCALL", "cf1_cabinet_put", "1", META, "", "", "", "keys", "mine", "", "forged"),
+        ("FCALL_RO", "cf1_cabinet_list", "1", META, "", "", "", "keys", "", "10"),
+        # A key it may not name, even where a function it may call would use it.
+        ("FCALL", "cf1_worker_leave", "1", "{cf}!meta", "", "", "", A),
+    ):
+        with pytest.raises(NoPermissionError):
+            worker.send(*command)
+    # What it writes where it may is no document.
+    worker.redis.hset("{cf}:cabinet:keys", "forged", "1 {}")
+    assert [each.name for each in await cabinet.listing("keys")] == ["k"]
+
+
 async def test_an_engines_user_opens_works_and_listens_and_leaves_other_fleets_alone(
     server: RedisServer,
 ) -> None:
@@ -300,6 +323,8 @@ async def test_an_engines_user_opens_works_and_listens_and_leaves_other_fleets_a
     assert isinstance(bench.store, RedisStore)
     await bench.enqueue()
     assert await bench.lease_next() is not None
+    assert await bench.store.cabinet.put("keys", "k", b"1", version=0)
+    assert await bench.store.cabinet.drawers() == ["keys"]
     async with asyncio.timeout(5):
         await woken.wait()
     for command in (

@@ -1,11 +1,13 @@
 """What a Redis user may do: that of an engine, and that of a worker which has none.
 
 Functions run with the rights of whoever calls them, so the commands they use must be allowed too, on this fleet's keys.
-A worker's user can therefore not harm another fleet or the server, but it is trusted with this one.
+A worker's user can therefore not harm another fleet or the server, but it is trusted with this one's jobs. The cabinet
+(keys, grants, the audit log) is not under the prefix and not its to see.
 """
 
 from __future__ import annotations
 
+from comfyfleet.stores.redis.address import cabinet_key
 from comfyfleet.stores.redis.listening import CHANNEL
 
 WORKER_FUNCTIONS = (
@@ -31,7 +33,7 @@ _INSIDE = (
 def engine_rules(prefix: str) -> tuple[str, ...]:
     """Rules for the user of a hub or an agent with an engine: all of this fleet, the library, no other settings."""
     server = ("-@admin", "-@dangerous", "+info", "+config|get", "+function|load")
-    return (f"~{prefix}*", f"&{prefix}*", "+@all", *server)
+    return (f"~{prefix}*", f"~{cabinet_key(prefix)}*", f"&{prefix}*", "+@all", *server)
 
 
 def worker_rules(prefix: str) -> tuple[str, ...]:

@@ -35,6 +35,11 @@ class Address(msgspec.Struct, frozen=True):
         return ssl.create_default_context(cafile=self.authority) if self.is_tls else None
 
 
+def cabinet_key(prefix: str) -> str:
+    """Beside the prefix, not below it: a worker's user may touch all that begins with the prefix."""
+    return f"{prefix.removesuffix(':')}!cabinet"
+
+
 def parse_address(url: str) -> Address:
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss"):

@@ -1,7 +1,12 @@
 -- Small documents beside the queue. A drawer is a hash of "<version> <body>", and a set of its names for their order.
 
+-- Keys and grants lie here: outside of what a worker's user may read or write.
+local function cabinet_key(s)
+  return s.p:sub(1, -2) .. '!cabinet'
+end
+
 local function drawer_keys(s, drawer)
-  local key = s.p .. 'cabinet:' .. drawer
+  local key = cabinet_key(s) .. ':' .. drawer
   return key, key .. ':names'
 end
 
@@ -16,7 +21,7 @@ define('cabinet_put', function(s, args)
   call('HSET', documents, args[5], whole(version + 1) .. ' ' .. args[7])
   if not known then
     call('ZADD', names, 0, args[5])
-    call('SADD', s.p .. 'cabinet', args[4])
+    call('SADD', cabinet_key(s), args[4])
   end
   return version + 1
 end)
@@ -29,7 +34,7 @@ define('cabinet_remove', function(s, args)
   end
   call('ZREM', names, args[5])
   if call('ZCARD', names) == 0 then
-    call('SREM', s.p .. 'cabinet', args[4])
+    call('SREM', cabinet_key(s), args[4])
   end
   return 1
 end)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from comfyfleet.ports import Document
 from comfyfleet.stores.cabinet import check_document, check_start
+from comfyfleet.stores.redis.address import cabinet_key
 from comfyfleet.stores.redis.codec import as_list
 
 if TYPE_CHECKING:
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
 class RedisCabinet:
     def __init__(self, store: RedisStore) -> None:
         self._store = store
+        self._key = cabinet_key(store.prefix)
 
     async def get(self, drawer: str, name: str) -> Document | None:
-        store = self._store
-        text = await store.diagnose("HGET", f"{store.prefix}cabinet:{drawer}", name)
+        text = await self._store.diagnose("HGET", f"{self._key}:{drawer}", name)
         return None if text is None else _document(name, text)
 
     async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
@@ -38,7 +39,7 @@ class RedisCabinet:
         return [_document(name, text) for name, text in zip(names, found[1::2], strict=True)]
 
     async def drawers(self) -> list[str]:
-        found = as_list(await self._store.diagnose("SMEMBERS", f"{self._store.prefix}cabinet"))
+        found = as_list(await self._store.diagnose("SMEMBERS", self._key))
         return sorted(_bytes(name).decode() for name in found)
 
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.stores.redis.address import parse_address
+from comfyfleet.stores.redis.address import cabinet_key, parse_address
 from comfyfleet.stores.redis.client import Argument, Client
 from comfyfleet.stores.redis.codec import Head, as_list, decode_head
 from comfyfleet.stores.redis.dispatches import as_bytes
@@ -127,8 +127,8 @@ async def _look_at_the_fleet(
 
 async def _count_documents(client: Client, prefix: str, problems: list[str]) -> int:
     total = 0
-    for name in as_list(await client.call("SMEMBERS", f"{prefix}cabinet")):
-        drawer = f"{prefix}cabinet:{as_bytes(name).decode()}"
+    for name in as_list(await client.call("SMEMBERS", cabinet_key(prefix))):
+        drawer = f"{cabinet_key(prefix)}:{as_bytes(name).decode()}"
         kept, named = await _size(client, "HLEN", drawer), await _size(client, "ZCARD", f"{drawer}:names")
         if kept != named:
             problems.append(f"the drawer {drawer} holds {kept} documents, {named} are named")
@@ -177,7 +177,8 @@ async def _size(client: Client, command: str, key: Argument) -> int:
 
 
 async def _keys(client: Client, prefix: str) -> AsyncIterator[str]:
-    pattern = re.sub(r"([*?\[\]\\])", r"\\\1", prefix) + "*"
+    tag = prefix.removesuffix(":")
+    pattern = re.sub(r"([*?\[\]\\])", r"\\\1", tag) + "[:!]*"
     cursor, seen = b"0", set[bytes]()
     while True:
         answer = as_list(await client.call("SCAN", cursor, "MATCH", pattern, "COUNT", _PAGE))
@@ -186,6 +187,6 @@ async def _keys(client: Client, prefix: str) -> AsyncIterator[str]:
             # A scan may tell of a key twice.
             if key not in seen:
                 seen.add(key)
-                yield key.decode(errors="replace").removeprefix(prefix)
+                yield key.decode(errors="replace").removeprefix(prefix).removeprefix(tag)
         if cursor == b"0":
             return

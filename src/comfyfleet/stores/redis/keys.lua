@@ -1,7 +1,8 @@
 -- Part 1 of the function library: the layout of the keys, and what every function does first and last.
 --
 -- All keys share one prefix with one hash tag, `{cf}:` unless the fleet was opened under another name, so they live on
--- one shard. Each call declares one key, `<prefix>meta`, and builds the others from it.
+-- one shard. Each call declares one key, `<prefix>meta`, and builds the others from it. A name that begins with `!` follows
+-- the hash tag itself (`{cf}!cabinet`): users of workers may touch `{cf}:*` and no more.
 --
 --   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, the run, \0, bytes of open payloads
 --   request:<client>:<slot>   string   "<number> <answer>": the last answer given to this slot, for a call that is repeated
@@ -49,9 +50,9 @@
 --   lessons, lessons:order    hash, zset   workflow hash -> lesson (JSON), serial
 --   reports                   list     failures told by workers without an engine, for an engine to judge (JSON)
 --   finished                  list     runs completed by workers without an engine, for an engine to learn from (JSON)
---   cabinet                   set      the drawers with documents in them
---   cabinet:<drawer>          hash     name -> "<version> <body>": small documents beside the queue
---   cabinet:<drawer>:names    zset     the names in their order (all scores 0)
+--   !cabinet                  set      the drawers with documents in them
+--   !cabinet:<drawer>         hash     name -> "<version> <body>": small documents beside the queue
+--   !cabinet:<drawer>:names   zset     the names in their order (all scores 0)
 --   channel:hub:events        channel  something waits that was looked for in vain, or the table is new: a hint that may be lost
 --   channel:worker:<id>       channel  a command to this worker, as in its stream: a hint that may be lost
 --   channel:workers:all       channel  every command to every worker, for engines
