@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import signal
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+import aiohttp
 import pytest
 from tests.acceptance._process import (
     CLI,
@@ -198,6 +200,33 @@ def test_what_must_not_be_is_refused_before_anything_starts(
         assert (ended.returncode, ended.stdout) == (2, "")
         assert words in ended.stderr
         assert list(place.folder.iterdir()) == []
+
+
+def test_old_callers_are_refused_over_the_websocket_where_a_setting_says_so(place: Place) -> None:
+    (place.folder / "comfyfleet.toml").write_text('legacy_websocket = "warn"\n')
+    settings = ("--config", place.folder / "comfyfleet.toml")
+    with ExitStack() as stack:
+        warns = place.start(stack, "hub", "--port", "0", "--store", "memory:", "--open", *settings)
+        said = asyncio.run(_monitor(url_in(read_until(warns, _answers))))
+        assert said["type"] == "monitor_subscribed"
+        _, _, errors = stop(warns, signal.SIGTERM)
+        assert "still sends 'subscribe_monitor' over the WebSocket" in errors
+        place.env = {**place.env, "COMFYFLEET_LEGACY_WEBSOCKET": "off"}
+        refuses = place.start(stack, "hub", "--port", "0", "--store", "memory:", "--open", *settings)
+        said = asyncio.run(_monitor(url_in(read_until(refuses, _answers))))
+        assert (said["type"], said["code"]) == ("error", "not_allowed")
+        assert stop(refuses, signal.SIGTERM)[2] == ""
+
+
+def _answers(line: str) -> bool:
+    return line.startswith("The hub answers at")
+
+
+async def _monitor(url: str) -> dict[str, object]:
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/hub") as socket:
+        await socket.send_json({"type": "subscribe_monitor"})
+        said: dict[str, object] = await socket.receive_json()
+        return said
 
 
 def test_a_port_that_is_taken_is_told_and_ends_with_4(place: Place) -> None:

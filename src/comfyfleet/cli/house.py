@@ -72,6 +72,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             clock,
             limits=resolved.limits(),
             is_open=settings.open,
+            legacy_websocket=settings.legacy_websocket,
             assets=LocalAssets(resolved.data / "files", store.cabinet, clock),
         )
         key, is_new = await _owners_key(hub, known)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     "certificate",
     "certificate_key",
     "data",
+    "legacy_websocket",
     "log_level",
     "log_format",
     "config",

@@ -88,6 +88,11 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "enrol": _option("--enrol", metavar="TOKEN", help="Fetch a key of its own with this token, once."),
     "trust": _option("--trust", metavar="FILE", help="Certificates to trust at the hub (PEM)."),
+    "legacy_websocket": _option(
+        "--legacy-websocket",
+        type=click.Choice(["on", "warn", "off"]),
+        help="Whether callers and monitors are served over the WebSocket: on unless given; warn logs who still comes.",
+    ),
     "log_level": _option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),

@@ -59,6 +59,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enrol: str | None = None
     trust: str | None = None
     """A file with the certificates to trust at the hub, beside those that the system trusts."""
+    legacy_websocket: Literal["on", "warn", "off"] = "on"
+    """Whether callers and monitors are still served over the WebSocket; workers always are."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     log_format: Literal["text", "json"] = "text"
     limits: dict[str, Any] = {}

@@ -37,6 +37,7 @@ _LOOK_S = 10.0
     "store",
     "name",
     "grace_s",
+    "legacy_websocket",
     "log_level",
     "log_format",
     "config",
