@@ -25,6 +25,7 @@ from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Door
 from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.places import Places
 from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import Role
@@ -89,6 +90,8 @@ class Switchboard:
             credentials,
             limits,
             Audit(MemoryCabinet(), clock, SystemChance()),
+            Places(limits),
+            lambda *_: None,
         )
         async with HttpWorkerApi(self.url) as far:
             yield far

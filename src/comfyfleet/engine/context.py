@@ -39,6 +39,8 @@ class Context:
         """Set by the verdicts: a lease nobody took up returns to its place."""
         self.awaited_ended: Callable[[Dispatch], None] = lambda _: None
         """Set by the dependencies: a job that others wait for, or that waited itself, is over."""
+        self.wrote: Callable[[Written], None] = lambda _: None
+        """Set by whoever measures: a write of this engine stands."""
         self._lessons: dict[WorkflowHash, Lesson] = {}
         self._ahead_s = 0.0
         """How far the store's clock is ahead of this machine's."""
@@ -53,6 +55,7 @@ class Context:
     def publish(self, written: Written) -> None:
         """After every write: the facts go out, and the sweeper hears of the next time something is due."""
         self.wake_by(written.dispatch.due_at)
+        self.wrote(written)
         for fact in written.facts:
             self.bus.publish(fact)
         dispatch = written.dispatch

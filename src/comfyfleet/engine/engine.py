@@ -42,7 +42,7 @@ from comfyfleet.model.calls import (
     Settled,
     Submitted,
 )
-from comfyfleet.model.dispatch import Dispatch, LeaseRef, Phase
+from comfyfleet.model.dispatch import Dispatch, LeaseRef, Phase, Written
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
@@ -176,6 +176,15 @@ class Engine:
     def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
         """Hears, best effort, of other engines' workers and of jobs nobody follows here. What it answers ends it."""
         return self._relaying.elsewhere(listener)
+
+    def measured_by(self, wrote: Callable[[Written], None]) -> None:
+        """Hears of every write of this engine once it stands, and of no other's."""
+        self._context.wrote = wrote
+
+    @property
+    def idle_slots(self) -> int:
+        """Polls that are parked here."""
+        return self._rounds.idle_slots
 
     async def expected_s(self, workflow_hash: WorkflowHash, worker_id: WorkerId) -> float | None:
         """How long such a workflow takes there, where that was learned."""

@@ -20,7 +20,9 @@ from comfyfleet.hub.health import HealthHandlers, version_here
 from comfyfleet.hub.jobs import JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
 from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.page import PageHandlers
+from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Rooms
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
@@ -52,7 +54,10 @@ class Hub:
         self.limits = limits or Limits()
         self._is_stopping = False
         self._rooms, self._fleet = Rooms(engine), FleetFeed(engine)
-        self._streams = StreamHandlers(engine, self._rooms, self._fleet, self.limits.beat_s)
+        places = Places(self.limits)
+        metrics = Metrics(places, version_here())
+        engine.measured_by(metrics.wrote)
+        self._streams = StreamHandlers(engine, self._rooms, self._fleet, places, self.limits.beat_s)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
         handlers: dict[str, Handler] = {
             **JobHandlers(engine, assets).bound(),
@@ -62,11 +67,12 @@ class Hub:
             **WorkerHandlers(engine, self.limits.max_wait_s, assets).bound(),
             **KeyHandlers(self.keys, credentials, self.audit).bound(),
             **PageHandlers(engine, version_here()).bound(),
+            **MetricsHandlers(engine, metrics).bound(),
             **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
         }
-        self._door = Door(ROUTES, handlers, credentials, self.limits, self.audit)
+        self._door = Door(ROUTES, handlers, credentials, self.limits, self.audit, places, metrics.answered)
         self._sockets = Sockets(
-            engine, self._rooms, self._fleet, credentials, self.limits, self.audit, legacy_websocket
+            engine, self._rooms, self._fleet, credentials, self.limits, self.audit, places, legacy_websocket
         )
 
     @property

@@ -25,6 +25,7 @@ from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.limits import HungUp, Limits, Rate, check_json, read_body
 from comfyfleet.hub.paths import Found, Paths
+from comfyfleet.hub.places import Places
 from comfyfleet.hub.queries import read_query
 from comfyfleet.model.access import AuditEntry, Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -70,11 +71,14 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     status: int = 200
     body: Any = None
     headers: dict[str, str] | None = None
+    content_type: str = "application/json"
     made: str | None = None
     """The id of what was made, for the audit log."""
 
 
 Handler = Callable[[Call[Any]], Awaitable["Reply | Response"]]
+Answering = Callable[[str, int, float], None]
+"""Hears of each request: its route, its status, how long it took."""
 
 
 class Door:
@@ -85,9 +89,13 @@ class Door:
         credentials: Credentials,
         limits: Limits,
         audit: Audit,
+        places: Places,
+        answered: Answering,
     ) -> None:
         _check_bound(routes, handlers)
         self._audit = audit
+        self._places = places
+        self._answered = answered
         self._paths = Paths(routes)
         self._handlers = handlers
         self._credentials = credentials
@@ -114,6 +122,7 @@ class Door:
         found = self._paths.find(scope["method"], _raw_path(scope))
         if not isinstance(found, Found):
             await _respond_nowhere(scope, found, send)
+            self._answered("none", 405 if found else 404, 0.0)
             return
         started = time.perf_counter()
         call: Call[Any] = Call(found.route, scope, receive, found.parameters)
@@ -124,14 +133,15 @@ class Door:
             status = _HUNG_UP
         finally:
             self._in_flight -= 1
+        seconds = time.perf_counter() - started
+        self._answered(found.route.name, status, seconds)
         if _ACCESS.isEnabledFor(logging.INFO):
-            milliseconds = (time.perf_counter() - started) * 1000
             _ACCESS.info(
                 "%s %s %d %.1f ms request=%s key=%s",
                 scope["method"],
                 scope["path"],
                 status,
-                milliseconds,
+                seconds * 1000,
                 call.request_id,
                 call.caller.key_id,
             )
@@ -195,7 +205,8 @@ class Door:
             return await handler(call)
         if self._is_closing:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
-        return await self._attend(call, _coroutine(handler(call)))
+        with self._places.held("poll", call.caller.key_id, call.address):
+            return await self._attend(call, _coroutine(handler(call)))
 
     async def _audited(self, call: Call[Any], handler: Handler) -> Reply | Response:
         caller, route = call.caller, call.route
@@ -300,7 +311,7 @@ async def _send_reply(call: Call[Any], reply: Reply, send: Send) -> None:
     body = b""
     if reply.body is not None:
         body = reply.body if isinstance(reply.body, bytes) else _ENCODER.encode(reply.body)
-        headers.append((b"content-type", b"application/json"))
+        headers.append((b"content-type", reply.content_type.encode("latin-1")))
     if len(body) >= _PACK_FROM_BYTES and "gzip" in call.headers.get("accept-encoding", ""):
         body = gzip.compress(body, 1)
         headers += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]

@@ -35,7 +35,14 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The longest a request is parked, whatever it asks for."""
     max_frame_bytes: int = 16 * 1024 * 1024
     """One message over the WebSocket."""
+    max_streams: int = 10_000
     max_sockets: int = 10_000
+    max_parked: int = 20_000
+    """Polls and calls for commands that wait."""
+    max_held_per_key: int = 5_000
+    """Streams, sockets and parked requests together …"""
+    max_held_per_address: int = 10_000
+    """… and as many from one address, which may be a proxy's."""
     beat_s: float = 15.0
     """How often a stream that has nothing to say says that it lives."""
     max_in_flight: int = 20_000

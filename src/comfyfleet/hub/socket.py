@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from comfyfleet.hub.door import token_in
 from comfyfleet.hub.events import FleetFeed, Wanted
 from comfyfleet.hub.feeds import Entry
 from comfyfleet.hub.limits import Limits, Rate, check_json
+from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Room, Rooms
 from comfyfleet.hub.socket_workers import SocketWorkers
 from comfyfleet.model.access import AuditEntry, Caller
@@ -57,6 +59,7 @@ class Sockets:
         credentials: Credentials,
         limits: Limits,
         audit: Audit,
+        places: Places,
         legacy: LegacyWebsocket = "on",
     ) -> None:
         self.engine = engine
@@ -67,6 +70,7 @@ class Sockets:
         self.legacy = legacy
         self.rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
         self._credentials = credentials
+        self._places = places
         self._sessions: dict[Session, None] = {}
         self._warned: dict[str, None] = {}
         self._is_closed = False
@@ -93,19 +97,22 @@ class Sockets:
         try:
             if scope["path"].rstrip("/") != PATH:
                 raise Refusal(RefusalCode.NOT_FOUND, f"the WebSocket is at {PATH}")
-            if self._is_closed or len(self._sessions) >= self.limits.max_sockets:
-                raise Refusal(RefusalCode.UNAVAILABLE, "the hub takes no more connections now; try again")
+            if self._is_closed:
+                raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
             caller = await self._credentials.caller(headers, address, token_in(scope))
+            place = ExitStack()
+            place.enter_context(self._places.held("socket", caller.key_id, address))
         except (Refusal, Fault) as error:
             await _refuse(scope, error, send)
             return
-        await send({"type": "websocket.accept"})
-        session = Session(self, caller, address, send)
-        self._sessions[session] = None
-        try:
-            await session.run(receive)
-        finally:
-            self._sessions.pop(session, None)
+        with place:
+            await send({"type": "websocket.accept"})
+            session = Session(self, caller, address, send)
+            self._sessions[session] = None
+            try:
+                await session.run(receive)
+            finally:
+                self._sessions.pop(session, None)
 
 
 class Session:

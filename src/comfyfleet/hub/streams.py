@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from starlette.responses import Response
@@ -19,6 +20,7 @@ from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.events import FleetFeed, Wanted
 from comfyfleet.hub.feeds import Entry, Feed
 from comfyfleet.hub.limits import HungUp
+from comfyfleet.hub.places import Places
 from comfyfleet.hub.progress import standing_of
 from comfyfleet.hub.rooms import Rooms
 from comfyfleet.model.access import Caller
@@ -130,11 +132,18 @@ class StreamHandlers:
     """`beat_s`: how often an idle stream says that it lives. One that takes nothing for `stalled_beats` is closed."""
 
     def __init__(
-        self, engine: Engine, rooms: Rooms, fleet: FleetFeed, beat_s: float = 15.0, stalled_beats: int = 4
+        self,
+        engine: Engine,
+        rooms: Rooms,
+        fleet: FleetFeed,
+        places: Places,
+        beat_s: float = 15.0,
+        stalled_beats: int = 4,
     ) -> None:
         self._engine = engine
         self._rooms = rooms
         self._fleet = fleet
+        self._places = places
         self._beat_s = beat_s
         self._stalled_beats = stalled_beats
         self._watchers: dict[Watcher, None] = {}
@@ -191,16 +200,17 @@ class StreamHandlers:
             if watcher is not None:
                 watcher.wake()
 
-        room = await self._rooms.enter(job_id, wake)
-        if not call.caller.sees(room.tenant):
-            self._rooms.leave(room, wake)
-            raise _no_job(job_id)
-        if room.is_over and after >= room.told:
-            # Nothing is left to say; a browser that gets this does not ask again.
-            self._rooms.leave(room, wake)
-            return Reply(204)
-        watcher = Watcher(room, room.first(min(after, room.told)))
-        return self._watched(watcher, lambda: self._rooms.leave(room, wake))
+        with ExitStack() as staying:
+            staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
+            room = await self._rooms.enter(job_id, wake)
+            staying.callback(self._rooms.leave, room, wake)
+            if not call.caller.sees(room.tenant):
+                raise _no_job(job_id)
+            if room.is_over and after >= room.told:
+                # Nothing is left to say; a browser that gets this does not ask again.
+                return Reply(204)
+            watcher = Watcher(room, room.first(min(after, room.told)))
+            return self._watched(watcher, staying.pop_all().close)
 
     # the fleet
 
@@ -208,8 +218,11 @@ class StreamHandlers:
         self._check_open()
         wanted = Wanted(call.given, _scope(call.caller, call.given))
         watcher = Watcher(self._fleet, Entry("resync", {"reason": "begin: read the lists first"}).sse, wanted)
-        self._fleet.join(watcher.wake)
-        return self._watched(watcher, lambda: self._fleet.leave(watcher.wake))
+        with ExitStack() as staying:
+            staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
+            self._fleet.join(watcher.wake)
+            staying.callback(self._fleet.leave, watcher.wake)
+            return self._watched(watcher, staying.pop_all().close)
 
     # all of them
 

@@ -258,7 +258,7 @@ def worker(record: WorkerRecord, leases: list[Dispatch]) -> WorkerDetails:
     hours = record.busy_s / 3600
     return WorkerDetails(
         id=record.worker_id,
-        status=_status(record, leases),
+        status=worker_status(record, leases),
         environment=record.capabilities.environment,
         services=tuple(service.name for service in record.capabilities.services),
         slots=record.slots,
@@ -275,7 +275,7 @@ def worker(record: WorkerRecord, leases: list[Dispatch]) -> WorkerDetails:
     )
 
 
-def _status(record: WorkerRecord, leases: list[Dispatch]) -> WorkerStatus:
+def worker_status(record: WorkerRecord, leases: list[Dispatch]) -> WorkerStatus:
     if record.is_offline:
         return WorkerStatus.OFFLINE
     if record.is_draining:

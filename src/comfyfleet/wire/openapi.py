@@ -77,7 +77,7 @@ def _types(routes: tuple[Route, ...]) -> list[Any]:
     found: dict[int, Any] = {id(Problem): Problem}
     for route in routes:
         for kind in (route.body, route.query, *route.answers.values()):
-            if kind is not None and kind is not bytes:
+            if kind not in (None, bytes, str):
                 found[id(kind)] = kind
     return list(found.values())
 
@@ -143,6 +143,8 @@ def _responses(route: Route, by_type: dict[int, Any]) -> dict[str, Any]:
         found[str(status)] = {"description": _STATUS_TEXT[status]}
         if kind is bytes:
             found[str(status)]["content"] = _BYTES
+        elif kind is str:
+            found[str(status)]["content"] = {"text/plain": {"schema": {"type": "string"}}}
         elif kind is not None:
             found[str(status)]["content"] = {"application/json": {"schema": by_type[id(kind)]}}
     if route.streams:

@@ -34,7 +34,7 @@ class Route(msgspec.Struct, frozen=True):
     reads: type[msgspec.Struct] | None = None
     """What the body is decoded as, where that is not what the document shows."""
     answers: dict[int, Any] = {}
-    """By status: the type of the body, or None for none."""
+    """By status: the type of the body, which is JSON but for `bytes` and `str`; None for none."""
     refuses: tuple[RefusalCode, ...] = ()
     """Beside what every route may answer."""
     headers: tuple[str, ...] = ()

@@ -446,6 +446,7 @@ HUB = of_noun(
         answers={200: answers.HealthBody, 503: answers.HealthBody},
     ),
     get_route("live", "/health/live", "Whether the process lives", ANYBODY, answers.HealthBody),
+    get_route("metrics", "/metrics", "Figures in the text format of Prometheus", LOOKERS, str),
     Route(
         "status_page",
         "GET",

@@ -1,0 +1,229 @@
+"""What the hub counts, and how Prometheus reads it. The engine is listened to and the door tells of each request:
+neither counts by itself.
+
+Two kinds of figures: what this process did since it started (it counts, and hubs are summed up), and what stands in the
+store at the moment of the scrape (alike at every hub on it, so one of them is enough). No label holds an id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.places import Places
+from comfyfleet.model.dispatch import Written
+from comfyfleet.model.errors import Refusal
+from comfyfleet.model.fact import Fact, FactKind
+from comfyfleet.model.failure import FailureKind
+from comfyfleet.model.worker import WorkerRecord, WorkerStatus
+from comfyfleet.ports import Counts
+from comfyfleet.wire.answers import worker_status
+
+_LOG = logging.getLogger(__name__)
+
+_STORE_ANSWERS_WITHIN_S = 2.0
+_WORKERS_AT_A_TIME = 100
+
+_EVENTS = {
+    FactKind.LEASED: "leased",
+    FactKind.COMPLETED: "completed",
+    FactKind.FAILED: "failed",
+    FactKind.CANCELLED: "cancelled",
+    FactKind.RETRYING: "retried",
+    FactKind.RELEASED: "released",
+    FactKind.LATE: "late",
+}
+_ALL_EVENTS = (*_EVENTS.values(), "submitted", "reopened", "expired")
+
+_WAIT_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 900, 3600)
+_RUN_S = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
+_REQUEST_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30, 60)
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """What stands in the store."""
+
+    counts: Counts
+    is_paused: bool
+    workers: Mapping[WorkerStatus, int]
+    slots: int
+
+
+class Metrics:
+    def __init__(self, places: Places, version: str) -> None:
+        self._places = places
+        self._version = version
+        self._registry = registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=registry)
+        events = Counter(
+            "comfyfleet_job_events", "What this process did to jobs", ["event"], registry=registry
+        )
+        self._events = {event: events.labels(event) for event in _ALL_EVENTS}
+        failures = Counter(
+            "comfyfleet_failures",
+            "Attempts and jobs that this process saw fail, retried or not",
+            ["kind"],
+            registry=registry,
+        )
+        self._failures = {kind.value: failures.labels(kind.value) for kind in FailureKind}
+        self._wait = Histogram(
+            "comfyfleet_job_wait_seconds",
+            "From submission, or the time it was not to run before, to the first lease",
+            buckets=_WAIT_S,
+            registry=registry,
+        )
+        self._run = Histogram(
+            "comfyfleet_job_run_seconds",
+            "How long completed runs took, as their workers say",
+            buckets=_RUN_S,
+            registry=registry,
+        )
+        self._requests = Counter(
+            "comfyfleet_http_requests",
+            "Requests answered; 499 is a caller who hung up first",
+            ["route", "status"],
+            registry=registry,
+        )
+        self._seconds = Histogram(
+            "comfyfleet_http_request_seconds",
+            "How long requests took; of streams and parked polls, how long they stayed",
+            ["route"],
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+        self._by_answer: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self._standing: Standing | None = None
+        self._idle_slots = 0
+        registry.register(self)
+
+    # heard
+
+    def wrote(self, written: Written) -> None:
+        """Every write of this process' engine."""
+        for fact in written.facts:
+            self._count(fact, written)
+
+    def _count(self, fact: Fact, written: Written) -> None:
+        data = fact.data or {}
+        if fact.kind is FactKind.QUEUED:
+            self._events["submitted" if fact.round == 1 else "reopened"].inc()
+            return
+        if (event := _EVENTS.get(fact.kind)) is None:
+            return
+        self._events[event].inc()
+        if fact.kind is FactKind.LEASED:
+            dispatch = written.dispatch
+            if dispatch.lease is not None and dispatch.lease.number == 1:
+                since = max(dispatch.queued_at, dispatch.not_before or 0.0)
+                self._wait.observe(max(0.0, dispatch.lease.leased_at - since))
+        elif fact.kind is FactKind.COMPLETED:
+            self._run.observe(data.get("seconds", 0.0))
+        elif (failure := self._failures.get(data.get("kind", ""))) is not None:
+            failure.inc()
+            if data["kind"] == FailureKind.LEASE_EXPIRED:
+                self._events["expired"].inc()
+
+    def answered(self, route: str, status: int, seconds: float) -> None:
+        known = self._by_answer.get((route, status))
+        if known is None:
+            known = (self._requests.labels(route, str(status)), self._seconds.labels(route))
+            self._by_answer[route, status] = known
+        known[0].inc()
+        known[1].observe(seconds)
+
+    # told
+
+    def text(self, standing: Standing | None, idle_slots: int) -> bytes:
+        """`standing` is None where the store does not answer: then what this process knows is told alone."""
+        self._standing, self._idle_slots = standing, idle_slots
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[GaugeMetricFamily | InfoMetricFamily]:
+        """For the registry: what is looked up rather than counted."""
+        yield InfoMetricFamily("comfyfleet", "The version of this hub", {"version": self._version})
+        held = GaugeMetricFamily(
+            "comfyfleet_connections", "Streams, sockets and parked requests of this process", labels=["kind"]
+        )
+        for kind, number in self._places.counts().items():
+            held.add_metric([kind], number)
+        yield held
+        yield GaugeMetricFamily(
+            "comfyfleet_idle_slots", "Slots that wait for a job at this process", self._idle_slots
+        )
+        standing = self._standing
+        yield GaugeMetricFamily(
+            "comfyfleet_store_up", "Whether the store answered this scrape", standing is not None
+        )
+        if standing is not None:
+            yield from _in_store(standing)
+
+
+def _in_store(standing: Standing) -> Iterator[GaugeMetricFamily]:
+    counts = standing.counts
+    jobs = GaugeMetricFamily(
+        "comfyfleet_jobs", "Jobs in the store; ended ones until they are forgotten", labels=["phase"]
+    )
+    for phase, number in counts.by_phase.items():
+        jobs.add_metric([phase.value], number)
+    yield jobs
+    waiting = GaugeMetricFamily(
+        "comfyfleet_jobs_waiting",
+        "Queued jobs that can be leased now, wait for a time or other jobs, or are paused",
+        labels=["standing"],
+    )
+    for name in ("waiting", "delayed", "paused"):
+        waiting.add_metric([name], getattr(counts, name))
+    yield waiting
+    yield GaugeMetricFamily(
+        "comfyfleet_queue_paused", "Whether nothing is leased until resumed", standing.is_paused
+    )
+    workers = GaugeMetricFamily("comfyfleet_workers", "Known workers", labels=["status"])
+    for status in WorkerStatus:
+        workers.add_metric([status.value], standing.workers.get(status, 0))
+    yield workers
+    yield GaugeMetricFamily("comfyfleet_slots", "Slots of workers that are not offline", standing.slots)
+
+
+class MetricsHandlers:
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+
+    def bound(self) -> dict[str, Handler]:
+        return {"metrics": self.scrape}
+
+    async def scrape(self, call: Call[None]) -> Reply:
+        standing = None
+        try:
+            async with asyncio.timeout(_STORE_ANSWERS_WITHIN_S):
+                standing = await self._look()
+        except Refusal:
+            raise
+        except Exception as error:
+            _LOG.warning("the store did not answer a scrape: %r", error)
+        text = self._metrics.text(standing, self._engine.idle_slots)
+        return Reply(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    async def _look(self) -> Standing:
+        store, workers = self._engine.store, await self._engine.workers()
+        statuses: Tally[WorkerStatus] = Tally()
+        for start in range(0, len(workers), _WORKERS_AT_A_TIME):
+            some = workers[start : start + _WORKERS_AT_A_TIME]
+            statuses.update(await asyncio.gather(*map(self._status, some)))
+        slots = sum(worker.slots for worker in workers if not worker.is_offline)
+        return Standing(await store.counts(), await store.is_queue_paused(), statuses, slots)
+
+    async def _status(self, worker: WorkerRecord) -> WorkerStatus:
+        if worker.is_offline:
+            # Most of a long list, and nobody need be asked.
+            return WorkerStatus.OFFLINE
+        return worker_status(worker, await self._engine.store.leases_of(worker.worker_id))

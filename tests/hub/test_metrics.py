@@ -1,0 +1,184 @@
+"""What Prometheus sees: figures that move with real jobs, read from outside and parsed by its own library."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
+from tests.hub._hub import HubRig, running_hub
+from tests.hub._watching import watching
+from tests.servers.redis_fixtures import some_server, with_prefix
+
+from comfyfleet.model.access import Role
+from comfyfleet.model.errors import Fault
+from comfyfleet.policy.rules import Rules
+from comfyfleet.stores.memory import MemoryStore
+
+FAILED = {"kind": "node_error", "message": "x"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with some_server() as url:
+        yield url
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[HubRig]:
+    async with running_hub(rules=Rules(max_attempts=2, retry_base_s=0, retry_cap_s=0)) as rig:
+        yield rig
+
+
+class Figures:
+    def __init__(self, text: str) -> None:
+        self.labels: set[str] = set()
+        self.samples: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self.labels |= sample.labels.keys()
+                named = ",".join(sample.labels.values())
+                self.samples[f"{sample.name}{{{named}}}" if named else sample.name] = sample.value
+
+    def __getitem__(self, name: str) -> float:
+        return self.samples[f"comfyfleet_{name}"]
+
+
+async def scrape(rig: HubRig, role: Role = Role.VIEWER) -> Figures:
+    answer = await rig.get("/metrics", role=role)
+    assert answer.status == 200, answer.content
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return Figures(answer.content.decode())
+
+
+async def until(rig: HubRig, is_so: Callable[[Figures], bool]) -> Figures:
+    async with asyncio.timeout(10):
+        while not is_so(figures := await scrape(rig)):
+            await asyncio.sleep(0.01)
+    return figures
+
+
+async def call(rig: HubRig, name: str, **body: Any) -> Any:
+    answer = await rig.post(f"/api/worker/{name}", body, role=Role.WORKER)
+    assert answer.status < 300, answer.content
+    return answer.body if answer.content else None
+
+
+async def register(rig: HubRig) -> None:
+    await call(rig, "register", worker_id="gpu-a", capabilities={"services": ["comfyui"]}, slots=2)
+
+
+async def lease(rig: HubRig, poll_id: str) -> Any:
+    leased = (await call(rig, "poll", worker_id="gpu-a", poll_id=poll_id, wait_s=5))["lease"]
+    await call(rig, "heartbeat", worker_id="gpu-a", leases=[leased])
+    return leased
+
+
+async def test_figures_move_with_jobs_from_submission_to_the_end(rig: HubRig) -> None:
+    await rig.submit()
+    before = await scrape(rig)
+    assert (before["jobs{queued}"], before["jobs_waiting{waiting}"], before["jobs{leased}"]) == (1, 1, 0)
+    assert before["job_events_total{submitted}"] == 1
+    assert before["job_wait_seconds_count"] == 0
+    await register(rig)
+    held = await lease(rig, "1")
+    running = await scrape(rig)
+    assert (running["jobs{queued}"], running["jobs{leased}"], running["workers{busy}"]) == (0, 1, 1)
+    assert (running["job_events_total{leased}"], running["job_wait_seconds_count"]) == (1, 1)
+    await call(rig, "complete", lease=held, result={"outputs": {}}, seconds=3.5)
+    after = await scrape(rig)
+    assert (after["jobs{completed}"], after["job_events_total{completed}"]) == (1, 1)
+    assert (after["job_run_seconds_count"], after["job_run_seconds_sum"]) == (1, 3.5)
+    assert (after["workers{idle}"], after["workers{busy}"], after["slots"]) == (1, 0, 2)
+    assert after["http_requests_total{submit,201}"] == 1
+    assert after["http_request_seconds_count{worker_complete}"] == 1
+
+
+async def test_the_page_on_operations_names_every_figure_and_no_other(rig: HubRig) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    answer = await rig.get("/metrics")
+    told = set(re.findall(r"^# TYPE (comfyfleet_\w+)", answer.content.decode(), re.MULTILINE))
+    told = {name for name in told if not name.endswith("_created")}
+    assert told == set(re.findall(r"`(comfyfleet_\w+)`", page))
+
+
+async def test_a_failure_is_counted_by_its_kind_each_time_and_the_job_once(rig: HubRig) -> None:
+    await rig.submit(max_attempts=2)
+    await register(rig)
+    for number in ("1", "2"):
+        await call(rig, "fail", lease=await lease(rig, number), failure=FAILED)
+        for block in (await rig.get("/api/blocks")).body["blocks"]:
+            await rig.ask("DELETE", f"/api/blocks/gpu-a/{block['target']}")
+    figures = await scrape(rig)
+    assert figures["failures_total{node_error}"] == 2
+    assert (figures["job_events_total{retried}"], figures["job_events_total{failed}"]) == (1, 1)
+    assert figures["jobs{failed}"] == 1
+    assert figures["job_events_total{expired}"] == 0
+
+
+async def test_a_lease_that_ran_out_is_counted_as_expired() -> None:
+    async with running_hub(rules=Rules(lease_ttl_s=0.2, acknowledge_s=2)) as rig:
+        await rig.submit()
+        await register(rig)
+        await lease(rig, "1")
+        figures = await until(rig, lambda seen: seen["job_events_total{expired}"] == 1)
+        assert figures["failures_total{lease_expired}"] == 1
+
+
+async def test_connections_are_counted_while_they_stay(rig: HubRig) -> None:
+    await register(rig)
+    polling = asyncio.create_task(call(rig, "poll", worker_id="gpu-a", poll_id="1", wait_s=30))
+    headers = {"authorization": f"Bearer {rig.keys[Role.ADMIN]}"}
+    async with watching(rig, "/api/events"), rig.session.ws_connect(f"{rig.url}/hub", headers=headers):
+        kinds = ("stream", "socket", "poll")
+        figures = await until(rig, lambda seen: all(seen[f"connections{{{kind}}}"] == 1 for kind in kinds))
+        assert figures["idle_slots"] == 1
+    polling.cancel()
+    await until(rig, lambda seen: not any(seen[f"connections{{{kind}}}"] for kind in kinds))
+
+
+async def test_no_label_holds_an_id_and_nonsense_makes_no_new_series(rig: HubRig) -> None:
+    job_id = await rig.submit()
+    await register(rig)
+    for path in (f"/api/jobs/{job_id}", "/api/jobs/nobody", "/nowhere/1", "/nowhere/2"):
+        await rig.get(path)
+    figures = await scrape(rig)
+    assert figures.labels == {"event", "kind", "le", "phase", "route", "standing", "status", "version"}
+    assert not any("gpu-a" in name or job_id in name or "nowhere" in name for name in figures.samples)
+    assert figures["http_requests_total{none,404}"] == 2
+
+
+async def test_a_store_that_does_not_answer_leaves_what_the_process_knows(
+    rig: HubRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.submit()
+
+    async def gone(_: MemoryStore) -> None:
+        raise Fault("the database is away")
+
+    monkeypatch.setattr(MemoryStore, "counts", gone)
+    figures = await scrape(rig)
+    assert (figures["store_up"], figures["job_events_total{submitted}"]) == (0, 1)
+    assert "comfyfleet_jobs{queued}" not in figures.samples
+
+
+async def test_of_two_hubs_each_counts_what_it_did_and_both_tell_what_stands_in_the_store(
+    server: str,
+) -> None:
+    url = with_prefix(server)
+    async with running_hub(store_url=url) as first, running_hub(store_url=url) as second:
+        job_id = await first.submit()
+        # Whoever watches at the other hub makes it hear of the job: that is not its doing.
+        async with watching(second, f"/api/jobs/{job_id}/progress") as stream:
+            await first.post(f"/api/jobs/{job_id}/cancel")
+            await stream.until("cancelled")
+        mine, other = await scrape(first), await scrape(second)
+        for event in ("submitted", "cancelled"):
+            assert mine[f"job_events_total{{{event}}}"] == 1
+            assert other[f"job_events_total{{{event}}}"] == 0
+        assert mine["jobs{cancelled}"] == other["jobs{cancelled}"] == 1
