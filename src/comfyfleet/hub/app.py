@@ -54,7 +54,7 @@ class Hub:
         self.limits = limits or Limits()
         self._is_stopping = False
         self._rooms, self._fleet = Rooms(engine), FleetFeed(engine)
-        places = Places(self.limits)
+        self.places = places = Places(self.limits)
         metrics = Metrics(places, version_here())
         engine.measured_by(metrics.wrote)
         self._streams = StreamHandlers(engine, self._rooms, self._fleet, places, self.limits.beat_s)
@@ -84,6 +84,11 @@ class Hub:
     def sockets(self) -> int:
         """WebSockets that are open now."""
         return len(self._sockets)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are being answered now, parked ones among them."""
+        return self._door.in_flight
 
     @property
     def rooms(self) -> int:

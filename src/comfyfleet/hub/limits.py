@@ -35,6 +35,17 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The longest a request is parked, whatever it asks for."""
     max_frame_bytes: int = 16 * 1024 * 1024
     """One message over the WebSocket."""
+    max_connections: int = 30_000
+    max_connections_per_address: int = 15_000
+    """Before anybody is known by a key; the address may be a proxy's."""
+    max_head_bytes: int = 64 * 1024
+    """The first line and the headers of a request."""
+    request_s: float = 30.0
+    """A request arrives whole in this time …"""
+    min_bytes_per_s: int = 1_024
+    """… and a second more for each so many bytes."""
+    stalled_s: float = 120.0
+    """Whoever takes nothing of an answer for so long is let go."""
     max_streams: int = 10_000
     max_sockets: int = 10_000
     max_parked: int = 20_000

@@ -13,6 +13,7 @@ import msgspec
 import uvicorn
 
 from comfyfleet.hub.app import Hub
+from comfyfleet.hub.connections import Connections
 from comfyfleet.hub.credentials import is_loopback
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 
@@ -45,6 +46,7 @@ class Serving:
         self._socket: socket.socket | None = None
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
+        self._connections = Connections(hub.limits)
         self.port = 0
 
     @property
@@ -62,13 +64,14 @@ class Serving:
             )
         self._socket = _bind(settings)
         self.port = self._socket.getsockname()[1]
-        self._server = _Server(_config(self._hub, settings))
+        self._server = _Server(_config(self._hub, settings, self._connections))
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="hub")
         while not self._server.started:
             if self._task.done():
                 self._task.result()
                 raise Fault("the hub's server ended before it began; its log says why")
             await asyncio.sleep(0.005)
+        self._connections.start()
         return self
 
     async def __aexit__(
@@ -79,6 +82,7 @@ class Serving:
     async def close(self) -> None:
         """Takes no more connections, answers what is parked, and ends within the grace. Can be called twice."""
         self._hub.stop()
+        self._connections.close()
         if self._server is not None:
             self._server.should_exit = True
         if self._task is not None:
@@ -108,9 +112,10 @@ def _bind(settings: ServingSettings) -> socket.socket:
     return bound
 
 
-def _config(hub: Hub, settings: ServingSettings) -> uvicorn.Config:
+def _config(hub: Hub, settings: ServingSettings, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         hub,
+        http=connections.protocol,  # type: ignore[arg-type]
         lifespan="off",
         log_config=None,
         access_log=False,

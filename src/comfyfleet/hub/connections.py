@@ -1,0 +1,144 @@
+"""Connections as such, before anybody is known: how many there may be, and how long a request may take to arrive.
+
+uvicorn bounds how long a connection rests between two requests. It waits for ever for one that never comes whole, and
+for a reader that takes nothing; those are looked for here, once a second for all of them. What a caller may keep open
+once it is known is `places.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any, cast
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from comfyfleet.hub.limits import Limits
+
+_LOOK_S = 1.0
+
+
+class Connections:
+    """`protocol` is for uvicorn; between `start` and `close` whoever is too slow is let go."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.open: set[Connection] = set()
+        self.by_address: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def protocol(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Connection:
+        return Connection(self, config, server_state, app_state, _loop)
+
+    def start(self) -> None:
+        look_s = min(_LOOK_S, self.limits.request_s / 4)
+        self._timer = asyncio.get_running_loop().call_later(look_s, self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for connection in list(self.open):
+            connection.look(now)
+        self.start()
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(
+        self,
+        connections: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._all = connections
+        self._arriving_since: float | None = None
+        self._received = 0
+        self._is_in_head = True
+        self._stuck_since: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        limits, address = self._all.limits, self._address
+        is_full = len(self.connections) > limits.max_connections
+        if is_full or self._all.by_address[address] >= limits.max_connections_per_address:
+            # Closed as soon as it is said, so it does not count.
+            self._end("503 Service Unavailable" if is_full else "429 Too Many Requests", "retry-after: 5\r\n")
+            return
+        self._all.open.add(self)
+        self._all.by_address[address] += 1
+        self._arriving_since = self.loop.time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        super().connection_lost(exc)
+
+    def handle_websocket_upgrade(self) -> None:
+        self._leave()
+        super().handle_websocket_upgrade()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        super().data_received(data)
+        # The parser would gather a head without end.
+        if self._is_in_head and self._received > self._all.limits.max_head_bytes:
+            self._end("431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._arriving_since is None:
+            self._arriving_since, self._received, self._is_in_head = self.loop.time(), 0, True
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._arriving_since = None
+        super().on_message_complete()
+
+    def look(self, now: float) -> None:
+        limits = self._all.limits
+        if self._arriving_since is not None:
+            # Large bodies on slow lines may take their time, but they must move.
+            allowed_s = limits.request_s + self._received / limits.min_bytes_per_s
+            if now - self._arriving_since > allowed_s:
+                self._end("408 Request Timeout")
+                return
+        if not self.flow.write_paused:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > limits.stalled_s:
+            self.transport.abort()
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _end(self, status: str, header: str = "") -> None:
+        self._arriving_since = None
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            answer = f"HTTP/1.1 {status}\r\n{header}connection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(answer.encode())
+        self.transport.close()
+
+    def _leave(self) -> None:
+        if self in self._all.open:
+            self._all.open.discard(self)
+            self._all.by_address[self._address] -= 1
+            if not self._all.by_address[self._address]:
+                del self._all.by_address[self._address]

@@ -1,0 +1,265 @@
+"""Who stays too long or comes too often, over real sockets: slow requests, and places that are taken."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from tests.hub._hub import HubRig, running_hub
+from tests.hub._watching import register, watching
+from tests.worker._scripted import until
+
+from comfyfleet.hub.limits import Limits
+from comfyfleet.model.access import Role
+
+HASTY = Limits(request_s=0.3, min_bytes_per_s=100_000, beat_s=0.4)
+
+Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def wire(rig: HubRig, first: bytes = b"") -> AsyncIterator[Wire]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rpartition(":")[2]))
+    try:
+        writer.write(first)
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """Until the hub closes."""
+    async with asyncio.timeout(10):
+        return await reader.read()
+
+
+async def trickle_until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """What the hub said last may be lost: it closes while more is on the way."""
+    reading = asyncio.create_task(rest(reader))
+    while not reading.done():
+        writer.write(b"x")
+        await asyncio.sleep(0.02)
+    error = reading.exception()
+    assert error is None or isinstance(error, ConnectionError), error
+
+
+def post(rig: HubRig) -> bytes:
+    return (
+        b"POST /api/jobs HTTP/1.1\r\nhost: h\r\ncontent-length: 100000\r\n"
+        b"authorization: Bearer " + rig.keys[Role.ADMIN].encode() + b"\r\n\r\n{"
+    )
+
+
+# slow requests
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nhost: ",
+        b"GET /health HTTP/1.1\r\nhost: h\r\n\r\nGET /health HTTP/1.1\r\n",
+    ],
+    ids=["nothing at all", "half a head", "half a second one"],
+)
+async def test_a_request_that_does_not_come_whole_is_not_waited_for(first: bytes) -> None:
+    async with running_hub(limits=HASTY) as rig, wire(rig, first) as (reader, _):
+        assert b"HTTP/1.1 408 Request Timeout" in await rest(reader)
+
+
+async def test_a_head_that_trickles_is_given_up_however_lively_it_is() -> None:
+    first = b"GET /health HTTP/1.1\r\nhost: "
+    async with running_hub(limits=HASTY) as rig, wire(rig, first) as (reader, writer):
+        await trickle_until_closed(reader, writer)
+
+
+async def test_a_head_has_a_bound() -> None:
+    first = b"GET /health HTTP/1.1\r\nhost: h\r\n"
+    async with running_hub() as rig:
+        async with wire(rig, first + b"x: y\r\n" * 9_000 + b"\r\n") as (reader, _):
+            assert b" 200 " in await reader.readline()
+        for endless in (b"x: y\r\n" * 11_000, b"x" * 66_000):
+            async with wire(rig, first + endless) as (reader, _):
+                assert (await rest(reader)).startswith(b"HTTP/1.1 431")
+
+
+async def test_a_body_that_trickles_is_given_up_and_others_are_served_meanwhile() -> None:
+    async with running_hub(limits=HASTY) as rig, wire(rig, post(rig)) as (reader, writer):
+        await until(lambda: rig.hub.in_flight)
+        assert (await rig.get("/health")).status == 200
+        await trickle_until_closed(reader, writer)
+        await until(lambda: not rig.hub.in_flight)
+
+
+async def test_a_body_that_nobody_reads_is_not_waited_for_either() -> None:
+    refused = b"POST /api/jobs HTTP/1.1\r\nhost: h\r\ncontent-length: 100000\r\n\r\n{"
+    async with running_hub(limits=HASTY) as rig, wire(rig, refused) as (reader, writer):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+        await trickle_until_closed(reader, writer)
+
+
+async def test_a_slow_body_that_moves_is_taken() -> None:
+    async with running_hub(limits=Limits(request_s=0.2, min_bytes_per_s=100)) as rig:
+
+        async def pieces() -> AsyncIterator[bytes]:
+            for _ in range(8):
+                yield b" " * 1_000
+                await asyncio.sleep(0.1)
+            yield b"{}"
+
+        headers = {"authorization": f"Bearer {rig.keys[Role.ADMIN]}"}
+        async with rig.session.post(f"{rig.url}/api/jobs", data=pieces(), headers=headers) as response:
+            assert (await response.json())["code"] == "invalid_request"
+
+
+async def test_whoever_takes_nothing_of_an_answer_is_let_go() -> None:
+    async with running_hub(limits=Limits(stalled_s=0.3)) as rig:
+        many = b"GET /openapi.json HTTP/1.1\r\nhost: h\r\n\r\n" * 300
+        async with wire(rig, many) as (_, writer), asyncio.timeout(10):
+            with pytest.raises(ConnectionError):
+                while True:
+                    writer.write(b"\r\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+
+async def test_streams_parked_polls_and_sockets_may_rest() -> None:
+    async with running_hub(limits=HASTY) as rig:
+        await register(rig)
+        headers = {"authorization": f"Bearer {rig.keys[Role.ADMIN]}"}
+        polling = asyncio.create_task(parked(rig))
+        async with (
+            watching(rig, "/api/events") as stream,
+            rig.session.ws_connect(f"{rig.url}/hub", headers=headers) as socket,
+        ):
+            while stream.comments < 3:
+                # Each comes after a longer rest than a request has to arrive.
+                line = await stream.response.content.readline()
+                stream.comments += line.startswith(b":")
+            await socket.send_json({"type": "ping"})
+            assert (await socket.receive_json())["type"] == "pong"
+            assert not polling.done()
+        polling.cancel()
+
+
+# so many connections
+
+
+async def test_connections_are_bounded_before_anybody_is_known() -> None:
+    async with running_hub(limits=Limits(max_connections=3)) as rig, AsyncExitStack() as stack:
+        for _ in range(3):
+            reader, writer = await stack.enter_async_context(
+                wire(rig, b"GET /health/live HTTP/1.1\r\nhost: h\r\n\r\n")
+            )
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        async with wire(rig) as (refused, _):
+            answer = await rest(refused)
+            assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 5" in answer
+        writer.close()
+        await writer.wait_closed()
+        async with asyncio.timeout(5):
+            while (await rig.get("/health/live")).status != 200:
+                await asyncio.sleep(0.01)
+
+
+async def test_one_address_does_not_take_every_connection() -> None:
+    one = Limits(max_connections_per_address=1)
+    async with running_hub(limits=one) as rig, wire(rig), wire(rig) as (refused, _):
+        answer = await rest(refused)
+        assert answer.startswith(b"HTTP/1.1 429") and b"retry-after: 5" in answer
+
+
+# places
+
+
+async def parked(rig: HubRig, key: str | None = None, poll_id: str = "1") -> Any:
+    body = {"worker_id": "gpu-a", "poll_id": poll_id, "wait_s": 30}
+    return await rig.post("/api/worker/poll", body, role=Role.WORKER, key=key)
+
+
+async def stays(rig: HubRig, kind: str, stack: AsyncExitStack) -> None:
+    """Takes a place for as long as the stack."""
+    headers = {"authorization": f"Bearer {rig.keys[Role.ADMIN]}"}
+    match kind:
+        case "stream":
+            await stack.enter_async_context(watching(rig, "/api/events"))
+        case "socket":
+            await stack.enter_async_context(rig.session.ws_connect(f"{rig.url}/hub", headers=headers))
+        case _:
+            polling = asyncio.create_task(parked(rig, rig.keys[Role.ADMIN]))
+            stack.callback(polling.cancel)
+            await until(lambda: rig.engine.idle_slots)
+
+
+async def refused(rig: HubRig, kind: str) -> tuple[int, str, str]:
+    """Status, code and when to come again."""
+    headers = {"authorization": f"Bearer {rig.keys[Role.ADMIN]}"}
+    if kind == "socket":
+        # As a plain request, so that the body of the refusal can be read.
+        upgrade = {
+            "connection": "Upgrade",
+            "upgrade": "websocket",
+            "sec-websocket-version": "13",
+            "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+        }
+        async with rig.session.get(f"{rig.url}/hub", headers=headers | upgrade) as response:
+            return (
+                response.status,
+                (await response.json(content_type=None))["code"],
+                response.headers["retry-after"],
+            )
+    if kind == "stream":
+        answer = await rig.get("/api/events")
+    else:
+        answer = await parked(rig, rig.keys[Role.ADMIN], "2")
+    return answer.status, answer.code, answer.headers["retry-after"]
+
+
+@pytest.mark.parametrize("kind", ["stream", "socket", "poll"])
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        (Limits(max_streams=1, max_sockets=1, max_parked=1), (503, "unavailable", "5")),
+        (Limits(max_held_per_key=1), (429, "rate_limited", "5")),
+        (Limits(max_held_per_address=1), (429, "rate_limited", "5")),
+    ],
+    ids=["in all", "of one key", "from one address"],
+)
+async def test_places_are_bounded_and_one_that_is_given_back_is_free(
+    kind: str, limits: Limits, expected: tuple[int, str, str]
+) -> None:
+    async with running_hub(limits=limits) as rig:
+        await register(rig)
+        async with AsyncExitStack() as stack:
+            await stays(rig, kind, stack)
+            assert await refused(rig, kind) == expected
+            # Whoever does not stay is served.
+            assert (await rig.get("/api/stats")).status == 200
+        await until(lambda: not any(rig.hub.places.counts().values()))
+        async with AsyncExitStack() as stack:
+            await stays(rig, kind, stack)
+
+
+async def test_a_key_that_took_all_it_may_leaves_room_for_another() -> None:
+    async with running_hub(limits=Limits(max_held_per_key=1)) as rig, AsyncExitStack() as stack:
+        await stays(rig, "stream", stack)
+        assert (await refused(rig, "socket"))[0] == 429, "of every kind together"
+        async with watching(rig, "/api/events", role=Role.VIEWER):
+            pass
+
+
+async def test_a_stream_that_is_refused_for_another_reason_keeps_no_place() -> None:
+    async with running_hub(limits=Limits(max_streams=1)) as rig:
+        for path in ("/api/jobs/nobody/progress", "/api/events?tenant=other"):
+            for _ in range(2):
+                assert (await rig.get(path, role=Role.TENANT)).status in (403, 404)
+        assert not any(rig.hub.places.counts().values())
+
+
+def test_the_limits_of_connections_hold_what_the_limits_of_places_promise() -> None:
+    usual = Limits()
+    assert usual.max_connections >= max(usual.max_streams, usual.max_sockets, usual.max_parked)
+    assert usual.max_connections_per_address >= usual.max_held_per_address >= usual.max_held_per_key
