@@ -18,6 +18,7 @@ from comfyfleet.cli.local import (
 )
 from comfyfleet.cli.options import _OPTIONS
 from comfyfleet.cli.settings import DEFAULT, Settings, flag_of, read_settings
+from comfyfleet.hub.limits import Limits
 
 
 @pytest.fixture
@@ -59,6 +60,13 @@ def test_every_setting_has_its_variable_and_tables_too(file: Path) -> None:
     assert (found.rules().lease_ttl_s, found.rules().max_attempts) == (30.0, 7)
 
 
+def test_the_caps_of_the_queue_are_limits_to_whoever_sets_them(file: Path) -> None:
+    environment = {"COMFYFLEET_LIMITS_MAX_OPEN_BYTES": "1000"}
+    found = read_settings(config=said(file, "[limits]\nmax_waiting = 7\n"), environment=environment)
+    assert (found.rules().max_waiting, found.rules().max_open_bytes) == (7, 1000)
+    assert found.limits() == Limits()
+
+
 @pytest.mark.parametrize(
     ("variables", "store"),
     [
@@ -84,6 +92,7 @@ def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str
         ("prot = 1", ["'prot'", "did you mean 'port'?"]),
         ("[limits]\nmax_debth = 1", ["'limits.max_debth'", "did you mean 'limits.max_depth'?"]),
         ("[rules]\nlease = 1", ["'rules.lease'"]),
+        ("[rules]\nmax_waiting = 1", ["'rules.max_waiting'", "did you mean 'limits.max_waiting'?"]),
         ("port = 70000", ["'port'", "65535"]),
         ('port = "3001"', ["'port'", "int"]),
         ('log_level = "loud"', ["'log_level'"]),

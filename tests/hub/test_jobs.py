@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -167,12 +168,47 @@ async def test_a_refused_workflow_says_which_node_is_wrong(rig: HubRig) -> None:
     assert "1" in answer.body["node_errors"]
 
 
-async def test_a_full_queue_says_when_to_come_back() -> None:
-    async with hub_in_process(rules=Rules(max_waiting=1)) as rig:
-        await rig.submit()
+FULL = (Rules(max_waiting=1), Rules(max_open_bytes=400))
+
+
+@pytest.mark.parametrize("rules", FULL, ids=["jobs", "bytes"])
+async def test_a_full_queue_says_when_to_come_back_and_knows_what_it_took(rules: Rules) -> None:
+    key = {"Idempotency-Key": "order-1"}
+    async with hub_in_process(rules=rules) as rig:
+        first = await rig.post("/api/jobs", submission(), headers=key)
+        assert first.status == 201
         answer = await rig.post("/api/jobs", submission())
         assert (answer.status, answer.code) == (503, "queue_full")
         assert int(answer.headers["retry-after"]) > 0
+        again = await rig.post("/api/jobs", submission(), headers=key)
+        assert (again.status, again.body["id"]) == (200, first.body["id"])
+        await rig.post(f"/api/jobs/{first.body['id']}/cancel")
+        assert (await rig.post("/api/jobs", submission())).status == 201
+
+
+@pytest.mark.parametrize("url", ["memory:", "sqlite:///{}/fleet.db"], ids=["memory", "sqlite"])
+async def test_a_batch_fills_the_queue_to_the_brim_and_is_finished_by_its_repeat(
+    url: str, tmp_path: Path
+) -> None:
+    key = {"Idempotency-Key": "batch-1"}
+    async with hub_in_process(rules=Rules(max_waiting=70), store_url=url.format(tmp_path)) as rig:
+        batch = {"jobs": [submission() for _ in range(100)]}
+        answer = (await rig.post("/api/jobs/batch", batch, headers=key)).body
+        assert (answer["accepted"], answer["refused"]) == (70, 30)
+        refused = answer["items"][-1]
+        assert (refused["status"], refused["problem"]["code"]) == (503, "queue_full")
+        assert refused["problem"]["retry_after_s"] > 0
+        taken = [item["job"]["id"] for item in answer["items"] if "job" in item]
+        for job_id in taken[:30]:
+            await rig.post(f"/api/jobs/{job_id}/cancel")
+        again = (await rig.post("/api/jobs/batch", batch, headers=key)).body
+        assert (again["accepted"], again["refused"]) == (100, 0)
+        assert [item["job"]["id"] for item in again["items"][:70]] == taken, "what was taken is not lost"
+
+
+async def test_a_payload_that_can_never_fit_is_too_large() -> None:
+    async with hub_in_process(rules=Rules(max_open_bytes=100)) as rig:
+        assert (await rig.post("/api/jobs", submission())).code == "too_large"
 
 
 # twice

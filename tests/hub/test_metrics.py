@@ -84,6 +84,7 @@ async def test_figures_move_with_jobs_from_submission_to_the_end(rig: HubRig) ->
     before = await scrape(rig)
     assert (before["jobs{queued}"], before["jobs_waiting{waiting}"], before["jobs{leased}"]) == (1, 1, 0)
     assert before["job_events_total{submitted}"] == 1
+    assert before["open_payload_bytes"] > 50
     assert before["job_wait_seconds_count"] == 0
     await register(rig)
     held = await lease(rig, "1")
@@ -94,6 +95,7 @@ async def test_figures_move_with_jobs_from_submission_to_the_end(rig: HubRig) ->
     after = await scrape(rig)
     assert (after["jobs{completed}"], after["job_events_total{completed}"]) == (1, 1)
     assert (after["job_run_seconds_count"], after["job_run_seconds_sum"]) == (1, 3.5)
+    assert after["open_payload_bytes"] == 0
     assert (after["workers{idle}"], after["workers{busy}"], after["slots"]) == (1, 0, 2)
     assert after["http_requests_total{submit,201}"] == 1
     assert after["http_request_seconds_count{worker_complete}"] == 1

@@ -68,6 +68,16 @@ async def connected(rig: HubRig, role: Role = Role.ADMIN, path: str = "/hub") ->
 # old callers
 
 
+async def test_a_full_queue_is_told_over_the_socket_too() -> None:
+    async with running_hub(rules=Rules(max_waiting=1)) as rig, connected(rig) as line:
+        await line.ask("submit_job", payload=PAYLOAD)
+        await line.say("submit_job", payload=PAYLOAD, request_id=2)
+        while (error := await line.next())["type"] == "job_progress":
+            pass
+        assert (error["code"], error["request_id"]) == ("queue_full", 2)
+        assert error["problem"]["retry_after_s"] > 0
+
+
 async def test_an_old_caller_submits_and_hears_of_its_job_without_asking(rig: HubRig) -> None:
     await register(rig)
     async with connected(rig, Role.TENANT) as line:

@@ -29,6 +29,8 @@ OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 """What others called them in the environment."""
 SECRET = frozenset({"key", "enrol"})
 TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules}
+CAPS = frozenset({"max_waiting", "max_open_bytes"})
+"""Rules of the engine that bound what it takes in: whoever looks for them looks among the limits."""
 ELSEWHERE = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}DEBUG", f"{PREFIX}COMPLETE"})
 """Variables of ours that are no settings."""
 
@@ -88,12 +90,14 @@ class Resolved(msgspec.Struct, frozen=True):
         return self.origins.get(name, DEFAULT)
 
     def limits(self) -> Limits:
-        return msgspec.convert(self.values.limits, Limits)
+        at_the_door = {name: value for name, value in self.values.limits.items() if name not in CAPS}
+        return msgspec.convert(at_the_door, Limits)
 
     def rules(self) -> Rules:
         # As in a pool: a run that neither starts nor moves for so long is stuck.
         usual = {"start_timeout_s": 600.0, "stall_timeout_s": 600.0}
-        return msgspec.convert(usual | self.values.rules, Rules)
+        caps = {name: value for name, value in self.values.limits.items() if name in CAPS}
+        return msgspec.convert(usual | self.values.rules | caps, Rules)
 
     @property
     def data(self) -> Path:
@@ -223,8 +227,7 @@ def _take_environment(
 
 def _put(values: dict[str, Any], origins: dict[str, Origin], name: str, value: Any, origin: Origin) -> None:
     table, _, field = name.rpartition(".")
-    known = TABLES.get(table, Settings)
-    fields = {each.name: each.type for each in msgspec.structs.fields(known)}
+    fields = _fields(table)
     if (table and table not in TABLES) or field not in fields or name in TABLES:
         raise _unknown(name, origin)
     # What comes as text is read as what it should be; a file and a flag have kinds of their own.
@@ -242,7 +245,17 @@ def _put(values: dict[str, Any], origins: dict[str, Origin], name: str, value: A
 
 def _names() -> list[str]:
     plain = [name for name in Settings.__struct_fields__ if name not in TABLES]
-    return plain + [f"{table}.{field}" for table, kind in TABLES.items() for field in kind.__struct_fields__]
+    return plain + [f"{table}.{field}" for table in TABLES for field in _fields(table)]
+
+
+def _fields(table: str) -> dict[str, Any]:
+    """What may stand in a table, with its type; in none, the settings themselves."""
+    fields = {each.name: each.type for each in msgspec.structs.fields(TABLES.get(table, Settings))}
+    if table == "rules":
+        return {name: kind for name, kind in fields.items() if name not in CAPS}
+    if table == "limits":
+        fields |= {each.name: each.type for each in msgspec.structs.fields(Rules) if each.name in CAPS}
+    return fields
 
 
 def variables() -> list[str]:

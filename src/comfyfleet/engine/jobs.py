@@ -87,7 +87,8 @@ class JobDesk:
             submission.after, submission.tenant
         )
         counts = await context.store.counts()
-        check_room(counts.waiting + counts.delayed + counts.paused, rules)
+        size = submission.payload_bytes()
+        check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
         # Thousands of waiting jobs share one workflow: they share its text too.
         workflow_hash = WorkflowHash(sys.intern(hash_workflow(graph)))
         _, seeds = resolve_seeds(graph, context.chance.seed)
@@ -105,7 +106,7 @@ class JobDesk:
                 missing=unworkable,
             )
         place = await self._place(cls, workflow_hash, max(now, submission.not_before or now))
-        dispatch = self._dispatch(submission, place, workflow_hash, now, is_held)
+        dispatch = self._dispatch(submission, size, place, workflow_hash, now, is_held)
         if is_held:
             await self._dependencies.announce(submission.after, dispatch.job_id)
         job = Job(
@@ -178,7 +179,13 @@ class JobDesk:
         return Place(cls, None, None)
 
     def _dispatch(
-        self, submission: Submission, place: Place, workflow_hash: WorkflowHash, now: float, is_held: bool
+        self,
+        submission: Submission,
+        size: int,
+        place: Place,
+        workflow_hash: WorkflowHash,
+        now: float,
+        is_held: bool,
     ) -> Dispatch:
         fleet, rules = self._context.fleet, self._context.rules
         base = effective_priority(submission.priority, submission.tier, submission.urgency, None, now, rules)
@@ -199,7 +206,7 @@ class JobDesk:
             expires_at=None if total_s is None else now + total_s,
             relaxed_class=None if place.later is None else fleet.key_of(place.later),
             relax_at=place.relax_at,
-            payload_bytes=submission.payload_bytes(),
+            payload_bytes=size,
         )
         if is_held:
             dispatch = held(dispatch)

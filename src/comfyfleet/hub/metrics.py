@@ -184,6 +184,9 @@ def _in_store(standing: Standing) -> Iterator[GaugeMetricFamily]:
         waiting.add_metric([name], getattr(counts, name))
     yield waiting
     yield GaugeMetricFamily(
+        "comfyfleet_open_payload_bytes", "What the payloads of all open jobs take", counts.payload_bytes
+    )
+    yield GaugeMetricFamily(
         "comfyfleet_queue_paused", "Whether nothing is leased until resumed", standing.is_paused
     )
     workers = GaugeMetricFamily("comfyfleet_workers", "Known workers", labels=["status"])

@@ -65,7 +65,20 @@ def check_priority(priority: int) -> None:
         )
 
 
-def check_room(waiting: int, rules: Rules) -> None:
+def check_room(waiting: int, open_bytes: int, size: int, rules: Rules) -> None:
+    """`size` is what the payload of the job takes that wants to come in."""
+    if size > rules.max_open_bytes:
+        raise Refusal(
+            RefusalCode.TOO_LARGE,
+            f"the payload has {size} bytes; all open jobs together may have {rules.max_open_bytes}",
+        )
+    if open_bytes + size > rules.max_open_bytes:
+        raise Refusal(
+            RefusalCode.QUEUE_FULL,
+            f"open jobs take {open_bytes} bytes of {rules.max_open_bytes}, too many for {size} more; "
+            "try again when some have run",
+            open_bytes=open_bytes,
+        )
     if waiting >= rules.max_waiting:
         raise Refusal(
             RefusalCode.QUEUE_FULL,

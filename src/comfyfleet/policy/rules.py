@@ -83,6 +83,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_nodes: int = 10_000
     max_attachment_bytes: int = 256 * 1024 * 1024
     max_waiting: int = 2_000_000
+    max_open_bytes: int = 16 * 1024 * 1024 * 1024
+    """What the payloads of all open jobs, waiting or leased, may take together."""
     max_metadata_bytes: int = 64 * 1024
     keep_completed_s: float = 24 * 3600.0
     keep_failed_s: float = 7 * 24 * 3600.0
