@@ -234,8 +234,15 @@ class Records(Protocol):
     async def get(self, job_id: JobId) -> Job | None: ...
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None: ...
     async def listing(
-        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
-    ) -> list[Job]: ...
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
+    ) -> list[Job]:
+        """In the order of submission, or against it. `after` is the last job seen on the way, or an id between two."""
 
 
 class Foreign(msgspec.Struct, frozen=True):

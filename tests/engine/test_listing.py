@@ -37,24 +37,39 @@ class LongRecords:
         raise AssertionError("a list reads pages")
 
     async def listing(
-        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
     ) -> list[Job]:
-        page = [job for job in self.jobs if after is None or job.job_id > after][:limit]
+        if newest_first:
+            page = [job for job in reversed(self.jobs) if after is None or job.job_id < after][:limit]
+        else:
+            page = [job for job in self.jobs if after is None or job.job_id > after][:limit]
         self.read += len(page)
         return page
 
 
-async def test_a_rare_mark_is_found_page_by_page_and_no_call_reads_more_than_its_bound() -> None:
+@pytest.mark.parametrize("newest_first", [False, True])
+async def test_a_rare_mark_is_found_page_by_page_and_no_call_reads_more_than_its_bound(
+    newest_first: bool,
+) -> None:
     records, after, found, calls = LongRecords(), None, [], 0
     while True:
         before = records.read
-        page = await list_jobs(records, JobFilter(metadata={"mark": "yes"}), 100, after)
+        page = await list_jobs(
+            records, JobFilter(metadata={"mark": "yes"}), 100, after, newest_first=newest_first
+        )
         assert records.read - before <= MAX_LOOKED_AT
         found += [job.submitted_at for job in page.jobs]
         calls, after = calls + 1, page.after
         if after is None:
             break
-    assert found == [number * 1000.0 + 999 for number in range(10)]
+    marked = [number * 1000.0 + 999 for number in range(10)]
+    assert found == (marked[::-1] if newest_first else marked)
     assert calls == 10_000 // MAX_LOOKED_AT + 1
 
 
@@ -88,6 +103,25 @@ async def test_a_list_begins_and_ends_at_a_time() -> None:
         # A cursor from before the time does not reach back.
         again = await rig.engine.listing(wanted, 100, made[0])
         assert again.jobs == page.jobs
+
+
+async def test_a_list_from_the_newest_begins_and_ends_at_a_time_too() -> None:
+    async with Rig() as rig:
+        made = []
+        for _ in range(5):
+            made.append(await rig.submit())
+            await rig.clock.advance(10)
+        start = (await rig.engine.get(made[1])).job.submitted_at
+        wanted = JobFilter(submitted_after=start, submitted_before=start + 20)
+        page = await rig.engine.listing(wanted, 100, newest_first=True)
+        assert [job.job_id for job in page.jobs] == made[1:3][::-1]
+        assert page.after is None
+        one = await rig.engine.listing(wanted, 1, made[4], newest_first=True)
+        assert ([job.job_id for job in one.jobs], one.after) == ([made[2]], made[2])
+        # Half a millisecond after a job was submitted, it was submitted before.
+        moment = JobFilter(submitted_before=start + 0.0005)
+        page = await rig.engine.listing(moment, 100, newest_first=True)
+        assert [job.job_id for job in page.jobs] == [made[1], made[0]]
 
 
 async def test_filters_hold_together() -> None:

@@ -409,17 +409,30 @@ async def test_a_viewer_of_one_tenant_sees_that_tenants_jobs(rig: HubRig) -> Non
 # lists
 
 
-async def test_a_list_is_walked_page_by_page_without_gap_or_repeat(rig: HubRig) -> None:
+@pytest.mark.parametrize("order", ["", "&order=newest", "&order=oldest"])
+async def test_a_list_is_walked_page_by_page_without_gap_or_repeat(rig: HubRig, order: str) -> None:
     made = [await rig.submit() for _ in range(7)]
     seen: list[str] = []
     cursor = ""
     while True:
-        page = (await rig.get(f"/api/jobs?limit=3{cursor}")).body
+        page = (await rig.get(f"/api/jobs?limit=3{order}{cursor}")).body
+        if not seen:
+            # Who comes meanwhile is seen by those who go towards the newest, and does not shift the others' pages.
+            made.append(await rig.submit())
         seen += [job["id"] for job in page["jobs"]]
         if page["cursor"] is None:
             break
         cursor = f"&cursor={page['cursor']}"
-    assert seen == made
+    assert seen == (made if "oldest" in order else made[-2::-1])
+
+
+async def test_a_cursor_is_good_in_both_orders(rig: HubRig) -> None:
+    made = [await rig.submit() for _ in range(5)]
+    cursor = (await rig.get("/api/jobs?limit=3")).body["cursor"]
+    assert cursor == made[2]
+    back = (await rig.get(f"/api/jobs?order=oldest&cursor={cursor}")).body["jobs"]
+    assert [job["id"] for job in back] == made[3:]
+    assert (await rig.get("/api/jobs?order=sideways")).code == "invalid_request"
 
 
 @pytest.mark.parametrize("status", ["queued", "pending", "QUEUED"])

@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     "-n", "--limit", type=click.IntRange(1), default=50, show_default=True, help="At most so many, …"
 )
 @click.option("--cursor", metavar="ID", help="… from this one on.")
+@click.option(
+    "--order",
+    type=click.Choice(["newest", "oldest"]),
+    default="newest",
+    show_default=True,
+    help="Which come first.",
+)
 @as_json
 @settings(*TO_REACH)
 def command(
@@ -46,10 +53,11 @@ def command(
     labels: tuple[str, ...],
     limit: int,
     cursor: str | None,
+    order: str,
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """List jobs in order of submission."""
+    """List jobs by submission, the newest first."""
     import time
 
     from comfyfleet.cli.reach import ask, print_json
@@ -61,6 +69,7 @@ def command(
         "workflow_hash": workflow_hash,
         "submitted_after": None if since is None else time.time() - since * 3600,
         "metadata": dict(map(label, labels)),
+        "order": order,
     }
     jobs, after = ask(flags, lambda client: _list(client, wanted, limit, cursor))
     if as_json:

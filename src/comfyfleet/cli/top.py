@@ -35,7 +35,7 @@ async def _look(client: FleetClient) -> tuple[StatsBody, list[WorkerBody], list[
     import asyncio
 
     stats, workers, page = await asyncio.gather(
-        client.stats(), client.workers(), client.jobs(status="leased", limit=20)
+        client.stats(), client.workers(), client.jobs(status="leased", order="oldest", limit=20)
     )
     return stats, list(workers), list(page.jobs)
 

@@ -11,7 +11,7 @@ import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, Literal, Self, TypeVar, Unpack
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
@@ -156,16 +156,18 @@ class FleetClient:
         metadata: dict[str, str] | None = None,
         submitted_after: float | None = None,
         submitted_before: float | None = None,
+        order: Literal["newest", "oldest"] = "newest",
         cursor: str | None = None,
         limit: int = 100,
     ) -> answers.JobList:
-        """One page, in order of submission. Ask again with its cursor for what follows."""
+        """One page, by submission. Ask again with its cursor for what follows."""
         query: dict[str, Any] = {
             "status": status,
             "tenant": tenant,
             "workflow_hash": workflow_hash,
             "submitted_after": submitted_after,
             "submitted_before": submitted_before,
+            "order": order,
             "cursor": cursor,
             "limit": limit,
         }

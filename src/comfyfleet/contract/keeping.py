@@ -180,6 +180,35 @@ class KeepingContract:
         assert await bench.lease_next() is not None
         assert await listed(phase=Phase.LEASED) == ids[:1]
 
+    async def test_pages_go_back_from_the_newest_as_they_go_forth(self, bench: Bench) -> None:
+        jobs = [await bench.enqueue(tenant=tenant(name)) for name in ("ann", "bob", "ann", "bob")]
+        records = bench.store.records
+
+        async def listed(**filters: Any) -> list[JobId]:
+            asked = {
+                "tenant": None,
+                "phase": None,
+                "limit": 10,
+                "after": None,
+                "newest_first": True,
+                **filters,
+            }
+            return [job.job_id for job in await records.listing(**asked)]
+
+        first, second, third, fourth = (job.job_id for job in jobs)
+        assert await listed() == [fourth, third, second, first]
+        assert await listed(limit=2) == [fourth, third]
+        assert await listed(after=third) == [second, first]
+        assert await listed(after=first) == []
+        assert await listed(tenant=tenant("ann"), after=fourth) == [third, first]
+        assert await bench.lease_next() is not None
+        assert await listed(phase=Phase.LEASED) == [first]
+        assert await listed(phase=Phase.QUEUED, after=third) == [second]
+        between = JobId(second + "!")
+        for phase in (None, Phase.QUEUED):
+            assert await listed(phase=phase, after=between, limit=1) == [second], "an id that is not there"
+        assert await listed(after=JobId("zzzzzzzz-zzzz")) == await listed()
+
     async def test_pages_lose_nobody_whose_id_sorts_before_an_older_one(self, bench: Bench) -> None:
         template = await bench.enqueue()
         for name in ("z-first", "a-second"):

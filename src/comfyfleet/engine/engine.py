@@ -134,8 +134,15 @@ class Engine:
     async def by_reference(self, reference: str, tenant: TenantId = DEFAULT_TENANT) -> JobId | None:
         return await self._jobs.by_reference(reference, tenant)
 
-    async def listing(self, filter_: JobFilter, limit: int = 100, after: JobId | None = None) -> JobPage:
-        return await list_jobs(self.store.records, filter_, limit, after)
+    async def listing(
+        self,
+        filter_: JobFilter,
+        limit: int = 100,
+        after: JobId | None = None,
+        *,
+        newest_first: bool = False,
+    ) -> JobPage:
+        return await list_jobs(self.store.records, filter_, limit, after, newest_first=newest_first)
 
     async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | News, None]:
         """The facts after that number, then what happens, to the end of the job. No gap and no repeat."""

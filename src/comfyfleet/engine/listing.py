@@ -1,8 +1,8 @@
 """A page of jobs by what a caller asks for.
 
-Stores page by tenant and phase, in order of submission. Whatever else is asked for is looked for here, page by page and
-within a bound: a page that found too little in it says where to go on. Ids grow with time, so a list that begins at a
-time begins at the first id of that time and looks at nothing before.
+Stores page by tenant and phase, in the order of submission or against it. Whatever else is asked for is looked for
+here, page by page and within a bound: a page that found too little in it says where to go on. Ids grow with time, so a
+list that begins at a time begins at the first id of that time and looks at nothing before.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ MAX_LOOKED_AT = 2_000
 _PAGE = 250
 
 
-async def list_jobs(records: Records, wanted: JobFilter, limit: int, after: JobId | None) -> JobPage:
+async def list_jobs(
+    records: Records, wanted: JobFilter, limit: int, after: JobId | None, *, newest_first: bool = False
+) -> JobPage:
     found: list[Job] = []
     looked_at = 0
-    if wanted.submitted_after is not None:
-        first = _first_id_at(wanted.submitted_after)
-        after = first if after is None else max(after, first)
+    after = _start(wanted, after, newest_first)
     looks_inside = bool(wanted.workflow_hash or wanted.metadata)
     while looked_at < MAX_LOOKED_AT:
         size = _PAGE if looks_inside else limit - len(found) + 1
-        page = await records.listing(tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after)
+        page = await records.listing(
+            tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after, newest_first=newest_first
+        )
         for job in page:
-            if wanted.submitted_before is not None and job.submitted_at >= wanted.submitted_before:
+            if _is_too_old(job, wanted) if newest_first else _is_too_new(job, wanted):
                 return JobPage(tuple(found))
             if _is_wanted(job, wanted):
                 if len(found) == limit:
@@ -44,10 +46,32 @@ async def list_jobs(records: Records, wanted: JobFilter, limit: int, after: JobI
     return JobPage(tuple(found), after)
 
 
+def _start(wanted: JobFilter, after: JobId | None, newest_first: bool) -> JobId | None:
+    """Nothing before the time that a list begins at, or behind the one it ends at, is looked at."""
+    if newest_first:
+        if wanted.submitted_before is None:
+            return after
+        # Some of that very millisecond may be wanted.
+        last = _first_id_at(wanted.submitted_before + 0.001)
+        return last if after is None else min(after, last)
+    if wanted.submitted_after is None:
+        return after
+    first = _first_id_at(wanted.submitted_after)
+    return first if after is None else max(after, first)
+
+
+def _is_too_old(job: Job, wanted: JobFilter) -> bool:
+    return wanted.submitted_after is not None and job.submitted_at < wanted.submitted_after
+
+
+def _is_too_new(job: Job, wanted: JobFilter) -> bool:
+    return wanted.submitted_before is not None and job.submitted_at >= wanted.submitted_before
+
+
 def _is_wanted(job: Job, wanted: JobFilter) -> bool:
     if wanted.workflow_hash is not None and job.workflow_hash != wanted.workflow_hash:
         return False
-    if wanted.submitted_after is not None and job.submitted_at < wanted.submitted_after:
+    if _is_too_old(job, wanted) or _is_too_new(job, wanted):
         return False
     metadata = job.payload.metadata or {}
     return all(name in metadata and _text(metadata[name]) == text for name, text in wanted.metadata.items())

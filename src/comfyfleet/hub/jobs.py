@@ -112,7 +112,8 @@ class JobHandlers:
             bodies.seconds_of(query.submitted_before),
         )
         after = None if query.cursor is None else JobId(query.cursor)
-        page = await self._engine.listing(wanted, query.limit, after)
+        newest_first = query.order == "newest"
+        page = await self._engine.listing(wanted, query.limit, after, newest_first=newest_first)
         return Reply(200, answers.JobList(tuple(map(answers.job, page.jobs)), page.after))
 
     async def get_job(self, call: Call[None]) -> Reply:

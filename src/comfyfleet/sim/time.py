@@ -66,7 +66,9 @@ class SeededChance:
 
     def job_id(self, now: float) -> JobId:
         self._jobs += 1
-        return JobId(f"{int(now * 1000):012x}-{self._jobs:08d}-{self._seed}")
+        # The time as in a version 7 UUID: lists that begin or end at a time compare with it.
+        milliseconds = f"{int(now * 1000):012x}"
+        return JobId(f"{milliseconds[:8]}-{milliseconds[8:]}-{self._jobs:08d}-{self._seed}")
 
     def token(self) -> str:
         return f"{self._random.getrandbits(64):016x}"

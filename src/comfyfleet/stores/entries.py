@@ -38,16 +38,23 @@ class MemoryRecords:
         return None if job_id is None else self._entries[job_id].job
 
     async def listing(
-        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
     ) -> list[Job]:
-        """In order of submission. Two ids of one millisecond may be out of order, so a page goes on by sequence."""
+        """Two ids of one millisecond may be out of order, so a page goes on by sequence."""
         last = None if after is None else self._entries.get(after)
         page = []
-        for job_id, entry in self._entries.items():
+        for job_id, entry in reversed(self._entries.items()) if newest_first else self._entries.items():
             if last is not None:
-                if entry.dispatch.sequence <= last.dispatch.sequence:
+                here, there = entry.dispatch.sequence, last.dispatch.sequence
+                if here >= there if newest_first else here <= there:
                     continue
-            elif after is not None and job_id <= after:
+            elif after is not None and (job_id >= after if newest_first else job_id <= after):
                 # What the page ended with is gone; its id still says when it was.
                 continue
             if tenant not in (None, entry.job.tenant) or phase not in (None, entry.dispatch.phase):

@@ -162,7 +162,10 @@ class ListQuery(_Sent, frozen=True):
     metadata: dict[str, str] = {}
     submitted_after: Time | None = None
     submitted_before: Time | None = None
+    order: Literal["newest", "oldest"] = "newest"
+    """Which come first, by submission."""
     cursor: Name | None = None
+    """Go on after this job, in that order."""
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
 
 

@@ -67,7 +67,7 @@ JOBS = of_noun(
     get_route(
         "list_jobs",
         "/api/jobs",
-        "List jobs in order of submission",
+        "List jobs by submission, the newest first unless `order=oldest`",
         READERS,
         answers.JobList,
         aliases=("/jobs", "/api/ai-jobs"),

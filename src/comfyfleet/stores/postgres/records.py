@@ -45,12 +45,19 @@ class PostgresRecords:
         return await self._pool.read(read)
 
     async def listing(
-        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
     ) -> list[Job]:
         async def read(step: Step) -> list[Job]:
-            query, order = _ALL, "j.sequence"
+            query, place = _ALL, "j.sequence"
             if phase is not None:
-                query, order = _ENDED if phase.is_final else _OPEN, "s.sequence"
+                query, place = _ENDED if phase.is_final else _OPEN, "s.sequence"
+            beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
             values: dict[str, object] = {"tenant": tenant, "phase": phase, "limit": limit, "after": after}
             if tenant is not None:
                 query += " AND j.tenant = %(tenant)s"
@@ -58,11 +65,11 @@ class PostgresRecords:
                 last = await step.row("SELECT sequence FROM comfyfleet.jobs WHERE job_id = %s", (after,))
                 if last is None:
                     # What the page ended with is gone; its id still says when it was.
-                    query += " AND j.job_id > %(after)s"
+                    query += f" AND j.job_id {beyond} %(after)s"
                 else:
                     values["sequence"] = last[0]
-                    query += f" AND {order} > %(sequence)s"
-            rows = await step.rows(f"{query} ORDER BY {order} LIMIT %(limit)s", values)
+                    query += f" AND {place} {beyond} %(sequence)s"
+            rows = await step.rows(f"{query} ORDER BY {place} {order} LIMIT %(limit)s", values)
             return [codec.decode_job(*row) for row in rows]
 
         return await self._pool.read(read)

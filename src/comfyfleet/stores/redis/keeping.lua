@@ -270,9 +270,11 @@ define('mark_late', function(s, args)
   return 1
 end)
 
--- sequence to go on from or "", or the id of the last job seen or ""; tenant or "", phase or "", limit, how many to look at
+-- sequence to go on from or "", or the id of the last job seen or ""; tenant or "", phase or "", limit, how many to look at,
+-- 1 for the newest first
 define_reading('list', function(s, args)
   local from, after, tenant, phase, limit = args[4], args[5], args[6], args[7], tonumber(args[8])
+  local is_back = args[10] == '1'
   local jobs, beyond = s.p .. 'jobs', nil
   if from == '' and after ~= '' then
     from = call('ZSCORE', jobs, after) or ''
@@ -281,13 +283,14 @@ define_reading('list', function(s, args)
   elseif after ~= '' then
     beyond = after
   end
-  local first = from == '' and '-inf' or '(' .. from
-  local rows = call('ZRANGEBYSCORE', jobs, first, '+inf', 'WITHSCORES', 'LIMIT', 0, args[9])
+  local first, last_of_all = from == '' and (is_back and '+inf' or '-inf') or '(' .. from, is_back and '-inf' or '+inf'
+  local command = is_back and 'ZREVRANGEBYSCORE' or 'ZRANGEBYSCORE'
+  local rows = call(command, jobs, first, last_of_all, 'WITHSCORES', 'LIMIT', 0, args[9])
   local found, last = {}, ''
   for place = 1, #rows, 2 do
     local job_id = rows[place]
     last = rows[place + 1]
-    if not beyond or job_id > beyond then
+    if not beyond or (is_back and job_id < beyond or not is_back and job_id > beyond) then
       local text = call('GET', job_key(s, job_id))
       local job = job_of(job_id, text)
       if (tenant == '' or rest(job).tenant == tenant) and (phase == '' or job.phase == phase) then

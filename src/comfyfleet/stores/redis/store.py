@@ -379,14 +379,21 @@ class RedisStore:
         return None if found is None else JobId(as_bytes(found).decode())
 
     async def page(
-        self, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+        self,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        *,
+        newest_first: bool,
     ) -> list[Job]:
         """Looks at a bounded number of jobs in each call, so that a long list holds nobody up."""
         jobs: list[Job] = []
         cursor, beyond = "", after or ""
         while len(jobs) < limit:
             where = (tenant or "", "" if phase is None else phase.value)
-            answer = await self._ask("list", cursor, beyond, *where, limit - len(jobs), _LOOK_AT)
+            how = (limit - len(jobs), _LOOK_AT, int(newest_first))
+            answer = await self._ask("list", cursor, beyond, *where, *how)
             last, still_beyond, rows = as_list(answer)
             jobs += [codec.decode_job(as_list(row)) for row in as_list(rows)]
             cursor, beyond = as_bytes(last).decode(), as_bytes(still_beyond).decode()
@@ -412,9 +419,15 @@ class RedisRecords:
         return None if job_id is None else await self._store.record(job_id)
 
     async def listing(
-        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
     ) -> list[Job]:
-        return await self._store.page(tenant, phase, limit, after)
+        return await self._store.page(tenant, phase, limit, after, newest_first=newest_first)
 
 
 def _candidate(row: list[object]) -> Candidate:

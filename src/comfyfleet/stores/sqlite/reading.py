@@ -75,14 +75,21 @@ class Disk:
     # several
 
     def listing(
-        self, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+        self,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        *,
+        newest_first: bool,
     ) -> list[Job]:
+        beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
         conditions: list[str] = []
         values: list[Any] = []
         if after is not None:
             known = self._all("SELECT sequence FROM jobs WHERE job_id = ?", after)
             # What the page ended with may be gone; its id still says when it was.
-            conditions.append("jobs.sequence > ?" if known else "job_id > ?")
+            conditions.append(f"{'jobs.sequence' if known else 'job_id'} {beyond} ?")
             values.append(known[0][0] if known else after)
         if tenant is not None:
             conditions.append("tenant = ?")
@@ -93,7 +100,7 @@ class Disk:
             conditions.append(f"{table}.phase = ?")
             values.append(phase.value)
         where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
-        rows = self._all(f"{_JOB} {where} ORDER BY jobs.sequence LIMIT ?", *values, limit)
+        rows = self._all(f"{_JOB} {where} ORDER BY jobs.sequence {order} LIMIT ?", *values, limit)
         return [codec.decode_job(*row) for row in rows]
 
     def failed(self, limit: int, after: JobId | None) -> list[Dispatch]:

@@ -31,7 +31,13 @@ class SqliteRecords:
         return None if job_id is None else await self.get(job_id)
 
     async def listing(
-        self, *, tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
     ) -> list[Job]:
         await self._wait(None)
-        return self._disk.listing(tenant, phase, limit, after)
+        return self._disk.listing(tenant, phase, limit, after, newest_first=newest_first)
