@@ -28,7 +28,7 @@ RESULTS = Path(__file__).with_name("results.json")
 @click.option("--quick", is_flag=True, help="Tiny sizes, nothing written.")
 @click.option("--seed", default=SEED, show_default=True, help="What the random moments are drawn from.")
 def main(parts: tuple[str, ...], fresh: bool, quick: bool, seed: int) -> None:
-    """Kills engines, workers and servers, and checks that nothing was lost, doubled or stale."""
+    """Kills what there is, throws rubbish at a hub, and checks that nothing was lost, doubled, stale or missed."""
     console = Console()
     if not console.is_terminal:
         console.width = 140
@@ -54,6 +54,12 @@ def main(parts: tuple[str, ...], fresh: bool, quick: bool, seed: int) -> None:
             console.print(f"{entry.part}: executed again {', '.join(causes)}", style="dim", highlight=False)
         if entry.node_executions:
             console.print(f"{entry.part}: {entry.node_executions} executions in Node.js", style="dim")
+        if entry.memory_mb[1]:
+            early, late = entry.memory_mb
+            told = ", ".join(f"{count} × {status}" for status, count in entry.statuses.items())
+            console.print(
+                f"{entry.part}: {told}; {early:.0f} MB, then {late:.0f} MB", style="dim", highlight=False
+            )
         if entry.without_node:
             console.print(f"{entry.part}: without Node.js: {entry.without_node}", style="yellow")
         for line in entry.wrong:
@@ -90,23 +96,28 @@ def _table(entries: list[Entry]) -> Table:
     for name in (
         "jobs",
         "engine",
+        "hub",
         "worker",
         "server",
         "zombies",
         "cuts",
+        "streams",
+        "thrown",
         "lost",
         "twice",
         "stale",
         "doubled",
+        "missed",
     ):
         table.add_column(name, justify="right")
     table.add_column("seconds", justify="right")
     for entry in entries:
-        kills = [str(entry.kills.get(role, 0) or "") for role in ("engine", "worker", "server")]
-        sizes = [str(entry.zombies or ""), str(entry.cuts or "")]
+        kills = [str(entry.kills.get(role, 0) or "") for role in ("engine", "hub", "worker", "server")]
+        thrown = entry.requests + entry.frames
+        sizes = [str(each or "") for each in (entry.zombies, entry.cuts, entry.streams, thrown)]
         zeros = [str(entry.lost), str(entry.completed_twice), str(entry.stale_accepted)]
-        doubled = str(entry.duplicate_executions)
-        table.add_row(entry.part, str(entry.jobs), *kills, *sizes, *zeros, doubled, f"{entry.seconds:.0f}")
+        zeros += [str(entry.duplicate_executions), str(entry.missed)]
+        table.add_row(entry.part, str(entry.jobs), *kills, *sizes, *zeros, f"{entry.seconds:.0f}")
     return table
 
 

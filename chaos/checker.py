@@ -15,7 +15,9 @@ import msgspec
 from chaos.logs import Line
 from chaos.setting import LEASE_S, SLACK_S
 
-Cause = Literal["worker killed", "worker stopped", "server killed", "engine killed", "machine stalled"]
+Cause = Literal[
+    "worker killed", "worker stopped", "server killed", "engine killed", "hub killed", "machine stalled"
+]
 _NEAREST_FIRST: tuple[Cause, ...] = get_args(Cause)
 
 
@@ -213,6 +215,8 @@ def _causes(lines: Sequence[Line]) -> Callable[[Line, Line], Cause | None]:
             of_server.append(_Away(line.at, back(name, line.at), "server killed"))
         elif line.what == "killing" and line.role == "engine":
             of_engines.append(_Away(line.at, back(name, line.at), "engine killed"))
+        elif line.what == "killing" and line.role == "hub":
+            of_engines.append(_Away(line.at, back(name, line.at), "hub killed"))
         elif line.what == "stalled" and line.since is not None:
             of_process[line.who].append(_Away(line.since, line.at, "machine stalled"))
 

@@ -23,6 +23,10 @@ What = Literal[
     "seen",
     "read_again",
     "over",
+    # a watcher
+    "fact",
+    "told",
+    "came_back",
     # a worker
     "granted",
     "began",
@@ -39,7 +43,7 @@ What = Literal[
     "stopping",
     "continued",
 ]
-Role = Literal["caller", "engine", "worker", "server"]
+Role = Literal["caller", "engine", "hub", "worker", "server"]
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -58,6 +62,8 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     report: str | None = None
     """Which report: complete, fail, release, heartbeat, progress."""
     value: str | None = None
+    number: int = 0
+    """Of a fact."""
     since: float | None = None
     is_bridged: bool = False
     """The worker speaks to an engine process, and is disturbed when that one dies."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from chaos import kill_loop, power, zombies
+from chaos import fuzz, hub_loop, kill_loop, power, zombies
 from chaos.checker import Finding
 from chaos.kill_loop import Teller
 from chaos.logs import Role
 
-PlaySize = kill_loop.Size | zombies.Size | power.Size
+PlaySize = kill_loop.Size | zombies.Size | power.Size | hub_loop.Size | fuzz.Size
 
 SEED = 20_000
 
@@ -40,6 +40,9 @@ PARTS: dict[str, PlaySize] = {
     "zombies-postgres": zombies.Size("postgres", 170),
     "power-sqlite": power.Size("sqlite"),
     "power-redis": power.Size("redis"),
+    "hub": hub_loop.Size("sqlite", 1_500, 20),
+    "hub-redis": hub_loop.Size("redis", 1_500, 20),
+    "fuzz": fuzz.Size(100_000),
 }
 
 QUICK: dict[str, PlaySize] = {
@@ -52,6 +55,9 @@ QUICK: dict[str, PlaySize] = {
     "zombies-postgres": zombies.Size("postgres", 4, at_once=4, direct=2),
     "power-sqlite": power.Size("sqlite", 1, 20, 30),
     "power-redis": power.Size("redis", 1, 20, 30),
+    "hub": hub_loop.Size("sqlite", 120, 3, simulated=(0.02, 0.3), servers=1),
+    "hub-redis": hub_loop.Size("redis", 60, 1, simulated=(0.02, 0.3), servers=1),
+    "fuzz": fuzz.Size(5_000, max_waiting=300),
 }
 
 
@@ -83,12 +89,30 @@ class Entry(msgspec.Struct, frozen=True):
     node_executions: int = 0
     """Those of workers in Node.js, which have no engine."""
     without_node: str = ""
+    streams: int = 0
+    """Pairs of a job and somebody who watched it over HTTP …"""
+    returns: int = 0
+    """… who so often lost the stream and took it up again …"""
+    missed: int = 0
+    """… and did not hear each change once and in order."""
+    requests: int = 0
+    frames: int = 0
+    """What was thrown at a hub …"""
+    statuses: dict[str, int] = {}
+    """… and what it answered."""
+    memory_mb: tuple[float, float] = (0.0, 0.0)
+    """It had when a fifth was over, and at the end."""
     wrong: tuple[str, ...] = ()
 
     @property
     def is_clean(self) -> bool:
         return not (
-            self.lost or self.completed_twice or self.stale_accepted or self.unexplained or self.wrong
+            self.lost
+            or self.completed_twice
+            or self.stale_accepted
+            or self.unexplained
+            or self.missed
+            or self.wrong
         )
 
 
@@ -118,6 +142,33 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
             outage = power.run(size, seed, tell)
             finding = Finding(acknowledged=outage.acknowledged, lost=outage.lost, wrong=outage.wrong)
             return _entry(part, size, seed, finding, cuts=outage.cuts)
+        case hub_loop.Size():
+            sieged = hub_loop.run(size, seed, tell)
+            kills, watched = sieged.kills.get("hub", 0), sieged.watched
+            short = () if kills == size.kills else (f"only {kills} of {size.kills} kills: hub",)
+            return _entry(
+                part,
+                size,
+                seed,
+                sieged.finding,
+                watched.wrong + short,
+                kills=sieged.kills,
+                streams=watched.streams,
+                returns=watched.returns,
+                missed=watched.missed,
+            )
+        case fuzz.Size():
+            thrown = fuzz.run(size, seed, tell)
+            return _entry(
+                part,
+                size,
+                seed,
+                Finding(wrong=thrown.wrong),
+                requests=thrown.requests,
+                frames=thrown.frames,
+                statuses=thrown.statuses,
+                memory_mb=thrown.memory_mb,
+            )
 
 
 def _short(size: kill_loop.Size, kills: dict[Role, int]) -> tuple[str, ...]:

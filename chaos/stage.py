@@ -21,12 +21,19 @@ from typing import Any, Literal, Self
 from tests.servers.postgres_server import PostgresServer
 from tests.servers.redis_server import RedisServer
 
-from chaos.logs import Log, Role
+from chaos.logs import Log, Role, What
 from chaos.setting import Setting
 
 Kind = Literal["sqlite", "redis", "postgres"]
 
-_ACTORS = ["chaos.engines", "chaos.callers", "chaos.workers", "chaos.zombies", "chaos.foreign"]
+_ACTORS = [
+    "chaos.engines",
+    "chaos.callers",
+    "chaos.workers",
+    "chaos.zombies",
+    "chaos.foreign",
+    "chaos.watchers",
+]
 _READY_WITHIN_S = 60.0
 
 
@@ -89,6 +96,9 @@ class Stage:
             self.server.stop()
         self._log.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def note(self, what: What, **values: object) -> None:
+        self._log.write(what, **values)
 
     # actors
 
