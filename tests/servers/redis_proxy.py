@@ -8,6 +8,13 @@ import ssl
 from collections.abc import Iterator
 from types import TracebackType
 
+# How what was published begins, in both forms of the protocol.
+_PUBLISHED = tuple(
+    b"%s\r\n$%d\r\n%s\r\n" % (mark, len(kind), kind)
+    for mark in (b"*3", b">3")
+    for kind in (b"message", b"smessage")
+)
+
 
 class CuttingProxy:
     def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
@@ -22,6 +29,9 @@ class CuttingProxy:
         self.plan: Iterator[int] = iter(())
         """What `cut_after` becomes after each cut, while it lasts."""
         self.cuts = 0
+        self.drops_messages = False
+        """What was published is lost; everything else passes."""
+        self.dropped = 0
         self.is_mute = False
         """Nothing passes any more, and nobody is told."""
 
@@ -73,6 +83,9 @@ class CuttingProxy:
                     self.cuts += 1
                     return
                 self.cut_after -= 1
+            if self.drops_messages and data.startswith(_PUBLISHED):
+                self.dropped += 1
+                continue
             if not self.is_mute:
                 writer.write(data)
                 await writer.drain()
