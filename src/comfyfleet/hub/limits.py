@@ -114,38 +114,48 @@ def _unpack(body: bytes, encoding: str, max_bytes: int) -> bytes:
 
 _ESCAPES = re.compile(rb"\\.", re.DOTALL)
 _STRINGS = re.compile(rb'"[^"]*"')
-_LONG_DIGITS = re.compile(rb"[0-9]{19}")
 _INTEGERS = re.compile(rb"(?<![0-9.eE+])-?[0-9]{19,}(?![0-9.eE])")
+_ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
+_LONG_DIGITS = b"0" * 19
 _ONE_BRACKET = bytes.maketrans(b"{}", b"[]")
-_NO_BRACKETS = bytes(each for each in range(256) if each not in b"[]{}")
+_NEITHER_BRACKET_NOR_QUOTE = bytes(each for each in range(256) if each not in b'[]{}"')
 
 
 def check_json(body: bytes, max_depth: int) -> None:
     """Depth and size of numbers, seen from the bytes alone and at the speed of a search; the rest is the decoder's."""
     is_flat = body.count(b"{") + body.count(b"[") <= max_depth
-    if is_flat and _LONG_DIGITS.search(body) is None:
+    has_long_digits = _LONG_DIGITS in body.translate(_ONE_DIGIT)
+    if is_flat and not has_long_digits:
         return
-    bare = _STRINGS.sub(b'""', _ESCAPES.sub(b"", body) if b"\\" in body else body)
+    unescaped = _ESCAPES.sub(b"", body) if b"\\" in body else body
     if not is_flat:
-        brackets = bare.translate(_ONE_BRACKET, _NO_BRACKETS)
-        depth = 0
-        while brackets:
-            # Each turn takes away the innermost level. What is left when none is innermost is not JSON.
-            inner = brackets.replace(b"[]", b"")
-            if len(inner) == len(brackets):
-                break
-            depth += 1
-            if depth > max_depth:
+        _check_depth(unescaped, max_depth)
+    if has_long_digits:
+        for digits in _INTEGERS.findall(_STRINGS.sub(b'""', unescaped)):
+            if len(digits) > 20 or not -(1 << 63) <= int(digits) < (1 << 64):
                 raise Refusal(
-                    RefusalCode.INVALID_REQUEST,
-                    f"the body is nested deeper than {max_depth} levels: flatten it",
+                    RefusalCode.INVALID_REQUEST, "an integer has more than 64 bits: send it as a string"
                 )
-            brackets = inner
-    for digits in _INTEGERS.findall(bare):
-        if len(digits) > 20 or not -(1 << 63) <= int(digits) < (1 << 64):
+
+
+def _check_depth(unescaped: bytes, max_depth: int) -> None:
+    brackets = unescaped.translate(_ONE_BRACKET, _NEITHER_BRACKET_NOR_QUOTE)
+    # Two quotes side by side leave whatever else there is inside or outside a string, as it was.
+    brackets = brackets.replace(b'""', b"")
+    if b'"' in brackets:
+        brackets = _STRINGS.sub(b"", brackets)
+    depth = 0
+    while brackets:
+        # Each turn takes away the innermost level. What is left when none is innermost is not JSON.
+        inner = brackets.replace(b"[]", b"")
+        if len(inner) == len(brackets):
+            break
+        depth += 1
+        if depth > max_depth:
             raise Refusal(
-                RefusalCode.INVALID_REQUEST, "an integer has more than 64 bits: send it as a string"
+                RefusalCode.INVALID_REQUEST, f"the body is nested deeper than {max_depth} levels: flatten it"
             )
+        brackets = inner
 
 
 class Rate:
