@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import random
 import re
 import secrets
 import time
@@ -16,7 +17,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -56,7 +56,10 @@ class Call(Generic[G]):
         self.scope = scope
         self.receive = receive
         self.parameters = parameters
-        self.headers: Mapping[str, str] = Headers(scope=scope)
+        # Names come in lower case. Of those that are sent twice the first counts.
+        self.headers = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
+        }
         self.request_id = _request_id(self.headers)
         self.caller = _NOBODY
         self.given: G
@@ -295,7 +298,8 @@ def _raw_path(scope: Scope) -> str:
 
 def _request_id(headers: Mapping[str, str]) -> str:
     given = headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+    # Only to be told apart, so no secret: those are fetched from the kernel.
+    return given if given and _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
 
 
 def token_in(scope: Scope) -> str | None:
