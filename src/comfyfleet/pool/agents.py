@@ -1,9 +1,13 @@
-"""Agents for servers, whatever door they take their jobs from: an engine in this process, or a hub far away."""
+"""Agents for servers, whatever door they take their jobs from: an engine in this process, or a hub far away.
+
+Owns the composition: which connectors a worker gets, and one agent for them. What a pool knows of its servers beside
+that is `servers.py`'s.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -14,6 +18,18 @@ from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
+
+
+class Member:
+    """A server with what was made for it."""
+
+    __slots__ = ("agent", "connector", "server")
+
+    def __init__(self, server: Server, connector: Connector, agent: Agent) -> None:
+        self.server = server
+        self.connector = connector
+        """Its first service; most workers have no other."""
+        self.agent = agent
 
 
 class Agents:
@@ -28,45 +44,67 @@ class Agents:
         self._on_state = on_state
         self._agent_settings = agent or AgentSettings()
         self._comfyui_settings = comfyui or ComfyUISettings()
-        self._agents: dict[str, Agent] = {}
+        self._members: dict[str, Member] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._agents
+        return name in self._members
 
     def __len__(self) -> int:
-        return len(self._agents)
+        return len(self._members)
+
+    def __getitem__(self, name: str) -> Member:
+        return self._members[name]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._members)
+
+    def members(self) -> Iterable[Member]:
+        return self._members.values()
 
     async def add(self, api: WorkerApi, server: Server) -> None:
         """Returns at once; a server, or a hub, that is down is waited for in the background."""
         name = server.id
         assert name is not None, "whoever adds a server has named it"
-        if name in self._agents:
-            raise Refusal(RefusalCode.INVALID_REQUEST, f"two servers are named {name!r}: name them apart")
+        if name in self._members:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"there is a server {name!r} already; give this one an id"
+            )
+        connector = server.connector or self._comfyui(server)
         agent = Agent(
             api,
             WorkerId(name),
-            [server.connector or self._comfyui(server)],
+            [connector, *server.more],
             msgspec.structs.replace(self._agent_settings, slots=server.slots),
             declared=server.capabilities,
             on_state=lambda state: self._on_state(name, state),
         )
-        self._agents[name] = agent
+        self._members[name] = Member(server, connector, agent)
         await agent.start()
 
     def _comfyui(self, server: Server) -> Connector:
-        assert server.url is not None, "a server without a connector has an address"
+        if server.url is None:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"server {server.id!r} has neither a url nor a connector"
+            )
         headers = {**self._comfyui_settings.headers, **server.headers}
         return ComfyUI(server.url, msgspec.structs.replace(self._comfyui_settings, headers=headers))
 
+    async def remove(self, name: str, *, drain: bool) -> None:
+        member = self._members[name]
+        if drain:
+            await member.agent.drain()
+        await member.agent.stop()
+        del self._members[name]
+
     async def first_verdicts(self) -> None:
-        await asyncio.gather(*(agent.first_verdict() for agent in self._agents.values()))
+        await asyncio.gather(*(member.agent.first_verdict() for member in self._members.values()))
 
     async def drain(self) -> None:
-        await asyncio.gather(*(agent.drain() for agent in self._agents.values()))
+        await asyncio.gather(*(member.agent.drain() for member in self._members.values()))
 
     async def drained(self) -> None:
         """Until each of them was told to drain and has done so."""
-        await asyncio.gather(*(agent.drained() for agent in self._agents.values()))
+        await asyncio.gather(*(member.agent.drained() for member in self._members.values()))
 
     async def close(self) -> None:
-        await asyncio.gather(*(agent.stop() for agent in self._agents.values()))
+        await asyncio.gather(*(member.agent.stop() for member in self._members.values()))

@@ -36,6 +36,8 @@ class Server(msgspec.Struct, frozen=True):
     """What cannot be discovered: region, cost, tenants. What is declared wins over what is found."""
     connector: Connector | None = None
     """Speaks to the server instead of the ComfyUI connector."""
+    more: tuple[Connector, ...] = ()
+    """Connectors of further services that the same worker offers, one for each."""
     headers: dict[str, str] = {}
 
 

@@ -1,4 +1,7 @@
-"""The servers of a pool: one agent each, added and removed while everything runs."""
+"""The servers of a pool by their names: added and removed while everything runs, asked for files and for figures.
+
+The agents behind them are `agents.py`'s.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from comfyfleet.model.block import BlockReason
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import OutputFile
+from comfyfleet.pool.agents import Agents, Member
 from comfyfleet.pool.checks import SERVER, check
 from comfyfleet.pool.options import Server
 from comfyfleet.pool.records import ServerStats
-from comfyfleet.ports import Clock, Connector
-from comfyfleet.worker.agent import Agent
+from comfyfleet.ports import Clock
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings, server_id
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
 
@@ -27,16 +30,6 @@ class Fetches(Protocol):
     """A connector whose outputs can be fetched."""
 
     async def fetch(self, file: OutputFile) -> bytes: ...
-
-
-class _Member:
-    __slots__ = ("added_at", "agent", "connector", "server")
-
-    def __init__(self, server: Server, connector: Connector, agent: Agent, added_at: float) -> None:
-        self.server = server
-        self.connector = connector
-        self.agent = agent
-        self.added_at = added_at
 
 
 class Servers:
@@ -50,21 +43,20 @@ class Servers:
         on_state: Callable[[str, AgentState], None],
     ) -> None:
         self._engine = engine
-        self._agent_settings = agent_settings
         self._comfyui_settings = comfyui_settings
         self._slots = slots
         self._clock = clock
-        self._on_state = on_state
-        self._members: dict[str, _Member] = {}
+        self._agents = Agents(on_state, agent_settings, comfyui_settings)
+        self._added_at: dict[str, float] = {}
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self._agents)
 
     def names(self) -> tuple[str, ...]:
-        return tuple(self._members)
+        return self._agents.names()
 
     def online(self) -> int:
-        return sum(member.agent.state.status is AgentStatus.ONLINE for member in self._members.values())
+        return sum(member.agent.state.status is AgentStatus.ONLINE for member in self._agents.members())
 
     async def add(self, given: str | Server) -> str:
         server = Server(given, slots=self._slots) if isinstance(given, str) else given
@@ -74,21 +66,8 @@ class Servers:
             )
         check(SERVER, msgspec.structs.asdict(server))
         name = self._name(server)
-        if name in self._members:
-            raise Refusal(
-                RefusalCode.INVALID_REQUEST, f"the pool has a server {name!r} already; give this one an id"
-            )
-        connector = server.connector or self._comfyui(server)
-        agent = Agent(
-            self._engine,
-            WorkerId(name),
-            [connector],
-            msgspec.structs.replace(self._agent_settings, slots=server.slots),
-            declared=server.capabilities,
-            on_state=lambda state: self._on_state(name, state),
-        )
-        self._members[name] = _Member(server, connector, agent, self._clock.now())
-        await agent.start()
+        await self._agents.add(self._engine, msgspec.structs.replace(server, id=name))
+        self._added_at[name] = self._clock.now()
         return name
 
     @staticmethod
@@ -102,44 +81,34 @@ class Servers:
         except ValueError as error:
             raise Refusal(RefusalCode.INVALID_REQUEST, str(error)) from error
 
-    def _comfyui(self, server: Server) -> Connector:
-        if server.url is None:
-            raise Refusal(
-                RefusalCode.INVALID_REQUEST, f"server {server.id!r} has neither a url nor a connector"
-            )
-        headers = {**self._comfyui_settings.headers, **server.headers}
-        return ComfyUI(server.url, msgspec.structs.replace(self._comfyui_settings, headers=headers))
-
     async def first_verdicts(self) -> None:
-        await asyncio.gather(*(member.agent.first_verdict() for member in self._members.values()))
+        await self._agents.first_verdicts()
 
     async def remove(self, name: str, *, drain: bool) -> None:
-        member = self._member(name)
-        if drain:
-            await member.agent.drain()
-        await member.agent.stop()
-        del self._members[name]
+        self._member(name)
+        await self._agents.remove(name, drain=drain)
+        self._added_at.pop(name, None)
         await self._engine.remove_worker(WorkerId(name))
 
     async def refresh(self, name: str | None) -> None:
-        members = self._members.values() if name is None else (self._member(name),)
+        members = self._agents.members() if name is None else (self._member(name),)
         await asyncio.gather(*(member.agent.refresh() for member in members))
 
     async def drain(self) -> None:
-        await asyncio.gather(*(member.agent.drain() for member in self._members.values()))
+        await self._agents.drain()
 
     async def drained(self) -> None:
         """Until each of them was told to drain and has done so."""
-        await asyncio.gather(*(member.agent.drained() for member in self._members.values()))
+        await self._agents.drained()
 
     async def close(self) -> None:
-        await asyncio.gather(*(member.agent.stop() for member in self._members.values()))
+        await self._agents.close()
 
     async def fetch(self, file: OutputFile, name: str | None) -> bytes:
         is_elsewhere = self._engine.store.is_shared and file.url is not None
-        if name is not None and name not in self._members and is_elsewhere:
+        if name is not None and name not in self._agents and is_elsewhere:
             return await self._fetch_elsewhere(file)
-        for member in self._members.values() if name is None else (self._member(name),):
+        for member in self._agents.members() if name is None else (self._member(name),):
             is_its = name is not None or (
                 isinstance(member.connector, ComfyUI)
                 and file.url is not None
@@ -174,11 +143,12 @@ class Servers:
             if block.is_in_force(now) and block.reason is not BlockReason.JOB
         ]
         found = []
-        for name, member in self._members.items():
+        for member in self._agents.members():
+            name = str(member.agent.worker_id)
             worker = records.get(WorkerId(name))
             completed, failed = (0, 0) if worker is None else (worker.completed, worker.failed)
             running = len(await self._engine.store.leases_of(WorkerId(name)))
-            lived_s = max(1e-9, (now - member.added_at) * member.server.slots)
+            lived_s = max(1e-9, (now - self._added_at.get(name, now)) * member.server.slots)
             found.append(
                 ServerStats(
                     id=name,
@@ -197,11 +167,11 @@ class Servers:
             )
         return tuple(found)
 
-    def _member(self, name: str) -> _Member:
+    def _member(self, name: str) -> Member:
         try:
-            return self._members[name]
+            return self._agents[name]
         except KeyError:
-            known = ", ".join(self._members) or "none"
+            known = ", ".join(self._agents.names()) or "none"
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"the pool has no server {name!r}; it has: {known}"
             ) from None
