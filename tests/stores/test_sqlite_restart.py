@@ -247,7 +247,8 @@ async def test_nothing_of_the_payload_stays_in_memory_while_a_job_waits(tmp_path
     job = await bench.enqueue()
     assert isinstance(bench.store, SqliteStore)
     entry = bench.store._kept.entries[job.job_id]
-    assert set(type(entry).__slots__) == {"changes", "facts"}
+    kept = {"dispatch", "attempts", "fact_count", "ending", "reference", "changes", "facts"}
+    assert set(entry.__struct_fields__) == kept
     assert len(msgspec.msgpack.encode(entry.dispatch)) + len(entry.facts) < 1024
     _, ref = await bench.leased()
     assert await bench.store.write(completion(ref)) is not None

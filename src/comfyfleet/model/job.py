@@ -91,7 +91,7 @@ class JobResult(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_nodes: tuple[str, ...] = ()
 
 
-class Job(msgspec.Struct, frozen=True, omit_defaults=True):
+class Job(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """The record of a job. Its phase follows the dispatch; payload and result live only here."""
 
     job_id: JobId

@@ -12,7 +12,7 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.entries import MemoryEntry
-from comfyfleet.stores.kept import Entry, Kept
+from comfyfleet.stores.kept import Ending, Entry, Kept
 
 E = TypeVar("E", bound=Entry)
 
@@ -25,7 +25,7 @@ def place(kept: Kept[E], entry: E, whole: WholeJob, now: float) -> E:
     entry.attempts, entry.fact_count = whole.attempts, len(whole.facts)
     if entry.dispatch.phase.is_final:
         kept.endings += 1
-        entry.ended_at, entry.ending = now, kept.endings
+        entry.ending = Ending(kept.endings, now)
     kept.take_in(entry)
     return entry
 
@@ -55,7 +55,7 @@ class MemoryMoving:
             known = self._kept.references.get((job.tenant, job.reference))
         if known is not None and (found := self._kept.entries.get(known)) is not None:
             return found
-        entry = place(self._kept, MemoryEntry(whole.dispatch, job), whole, self._now())
+        entry = place(self._kept, MemoryEntry(dispatch=whole.dispatch, job=job), whole, self._now())
         entry.facts = whole.facts
         self._note_end(entry)
         return entry

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.stores.kept import Entry
 
 
-class MemoryEntry(Entry):
+class MemoryEntry(Entry, kw_only=True, eq=False, gc=False):
     """All that is kept of one job."""
 
-    __slots__ = ("facts", "job")
+    job: Job
+    facts: tuple[Fact, ...] = ()
 
-    def __init__(self, dispatch: Dispatch, job: Job) -> None:
-        super().__init__(dispatch, job.reference)
-        self.job = job
-        self.facts: tuple[Fact, ...] = ()
+    @property
+    def reference(self) -> str | None:
+        return self.job.reference
 
 
 class MemoryRecords:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,19 +40,26 @@ from comfyfleet.stores.index import LaneIndex
 from comfyfleet.stores.shelf import BlockShelf, LessonShelf
 
 
-class Entry:
-    """What every in-process store keeps of a job. Stores add what else they hold of it."""
+class Ending(NamedTuple):
+    number: int
+    """Two jobs that end at one moment still end one after the other."""
+    at: float
 
-    __slots__ = ("attempts", "dispatch", "ended_at", "ending", "fact_count", "reference")
 
-    def __init__(self, dispatch: Dispatch, reference: str | None) -> None:
-        self.dispatch = dispatch
-        self.reference = reference
-        self.attempts: tuple[Attempt, ...] = ()
-        self.fact_count = 0
-        self.ended_at: float | None = None
-        self.ending: int | None = None
-        """The number of its end: two jobs that end at one moment still end one after the other."""
+class Entry(msgspec.Struct, kw_only=True, eq=False, gc=False):
+    """What every in-process store keeps of a job. Stores add what else they hold of it.
+
+    There are hundreds of thousands: each is as small as can be, and nothing in it refers back to it.
+    """
+
+    dispatch: Dispatch
+    attempts: tuple[Attempt, ...] = ()
+    fact_count: int = 0
+    ending: Ending | None = None
+
+    @property
+    def reference(self) -> str | None:
+        raise NotImplementedError
 
 
 E = TypeVar("E", bound=Entry)
@@ -200,10 +207,10 @@ class Kept(Generic[E]):
         if lease is not None and end is not None:
             self._end_lease(entry, lease, end)
         entry.dispatch = after
-        entry.ended_at = entry.ending = None
+        entry.ending = None
         if after.phase is not _QUEUED and after.phase is not _LEASED:
             self.endings += 1
-            entry.ended_at, entry.ending = self._clock.now(), self.endings
+            entry.ending = Ending(self.endings, self._clock.now())
         self._arrive(entry)
         if write.blocks:
             self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]

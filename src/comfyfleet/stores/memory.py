@@ -32,7 +32,7 @@ from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.adopting import MemoryMoving
 from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.stores.entries import MemoryEntry, MemoryRecords
-from comfyfleet.stores.kept import Kept
+from comfyfleet.stores.kept import Ending, Kept
 
 
 class MemoryStore:
@@ -42,7 +42,7 @@ class MemoryStore:
         self._kept: Kept[MemoryEntry] = Kept(clock, epoch)
         self.records = MemoryRecords(self._kept.entries, self._kept.references)
         self.cabinet = MemoryCabinet()
-        self._ended: dict[Phase, deque[tuple[int, float, JobId]]] = {
+        self._ended: dict[Phase, deque[tuple[Ending, JobId]]] = {
             phase: deque() for phase in Phase if phase.is_final
         }
         self.moving = MemoryMoving(self._kept, clock.now, self._note_end)
@@ -112,7 +112,7 @@ class MemoryStore:
     # dispatches
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
-        entry = MemoryEntry(dispatch, job)
+        entry = MemoryEntry(dispatch=dispatch, job=job)
         known = None
         if job.reference is not None:
             known = self._kept.references.get((job.tenant, job.reference))
@@ -150,9 +150,8 @@ class MemoryStore:
         return written
 
     def _note_end(self, entry: MemoryEntry) -> None:
-        if entry.ending is not None and entry.ended_at is not None:
-            ended = (entry.ending, entry.ended_at, entry.dispatch.job_id)
-            self._ended[entry.dispatch.phase].append(ended)
+        if entry.ending is not None:
+            self._ended[entry.dispatch.phase].append((entry.ending, entry.dispatch.job_id))
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
@@ -179,9 +178,7 @@ class MemoryStore:
         return self._kept.position(job_id)
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
-        failed = sorted(
-            job_id for _, _, job_id in self._ended[Phase.FAILED] if after is None or job_id > after
-        )
+        failed = sorted(job_id for _, job_id in self._ended[Phase.FAILED] if after is None or job_id > after)
         found = []
         for job_id in dict.fromkeys(failed):
             entry = self._kept.entries.get(job_id)
@@ -193,8 +190,8 @@ class MemoryStore:
 
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
         ended, purged = self._ended[phase], 0
-        while ended and purged < limit and ended[0][1] < before:
-            ending, _, job_id = ended.popleft()
+        while ended and purged < limit and ended[0][0].at < before:
+            ending, job_id = ended.popleft()
             entry = self._kept.entries.get(job_id)
             if entry is None or entry.ending != ending:
                 continue

@@ -20,7 +20,7 @@ from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.stores.kept import Entry
+from comfyfleet.stores.kept import Ending, Entry
 
 _CHANGES = msgspec.defstruct(
     "Changes", [(name, kind | UnsetType, UNSET) for name, kind in get_type_hints(Job).items()]
@@ -69,16 +69,13 @@ decode_state = msgspec.msgpack.Decoder(State).decode
 decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
 
 
-class SqliteEntry(Entry):
+class SqliteEntry(Entry, kw_only=True, eq=False, gc=False):
     """A job in memory: neither payload nor result."""
 
-    __slots__ = ("changes", "facts")
-
-    def __init__(self, dispatch: Dispatch, reference: str | None) -> None:
-        super().__init__(dispatch, reference)
-        self.changes: dict[str, Any] | None = None
-        self.facts = b""
-        """As they are written: one after the other."""
+    reference: str | None = None
+    changes: dict[str, Any] | None = None
+    facts: bytes = b""
+    """As they are written: one after the other."""
 
 
 def encode_or_refuse(value: object) -> bytes:
@@ -99,7 +96,7 @@ def row_of(entry: SqliteEntry) -> tuple[Any, ...]:
     state = encode((dispatch, entry.reference, entry.fact_count, entry.facts, entry.attempts, changes))
     if entry.ending is None:
         return dispatch.sequence, dispatch.phase.value, state
-    return dispatch.sequence, dispatch.phase.value, entry.ending, entry.ended_at, state
+    return dispatch.sequence, dispatch.phase.value, *entry.ending, state
 
 
 def entry_of(blob: bytes, ending: int | None, ended_at: float | None, names: dict[str, str]) -> SqliteEntry:
@@ -110,11 +107,15 @@ def entry_of(blob: bytes, ending: int | None, ended_at: float | None, names: dic
     share(dispatch, "class_key", ClassKey(one(dispatch.class_key, dispatch.class_key)))
     share(dispatch, "workflow_hash", WorkflowHash(one(dispatch.workflow_hash, dispatch.workflow_hash)))
     share(dispatch, "tenant", TenantId(one(dispatch.tenant, dispatch.tenant)))
-    entry = SqliteEntry(dispatch, state.reference)
-    entry.facts, entry.fact_count, entry.attempts = state.facts, state.fact_count, state.attempts
-    entry.ending, entry.ended_at = ending, ended_at
-    entry.changes = state.record_changes()
-    return entry
+    return SqliteEntry(
+        dispatch=dispatch,
+        reference=state.reference,
+        attempts=state.attempts,
+        fact_count=state.fact_count,
+        facts=state.facts,
+        ending=None if ending is None or ended_at is None else Ending(ending, ended_at),
+        changes=state.record_changes(),
+    )
 
 
 def decode_job(job: bytes, state: bytes, result: bytes | None) -> Job:

@@ -40,7 +40,7 @@ class SqliteMoving:
         batch = store._writer.batch()
         for at, (each, record) in enumerate(zip(jobs, records, strict=True)):
             if answers[at] is None:
-                entry = SqliteEntry(each.dispatch, each.job.reference)
+                entry = SqliteEntry(dispatch=each.dispatch, reference=each.job.reference)
                 place(store._kept, entry, each, store._clock.now())
                 if each.job.result is not None:
                     rows.change_record(batch, entry, {"result": each.job.result})

@@ -192,7 +192,7 @@ class SqliteStore:
                 break
             if await self._is_settled(known) and (found := await self.load(known)) is not None:
                 return Written(found, ())
-        entry = SqliteEntry(dispatch, job.reference)
+        entry = SqliteEntry(dispatch=dispatch, reference=job.reference)
         written = self._kept.enqueue(entry, facts)
         assert written is not None, "its classes were looked up in this very step"
         batch = self._writer.batch()
