@@ -52,6 +52,13 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("*") if path.is_file()]
 
 
+async def test_whoever_only_looks_gets_no_link_to_write_to(rig: HubRig) -> None:
+    file = await announced(rig, name="in.png", type="image/png")
+    seen = await rig.get(f"/api/files/{file['id']}", role=Role.VIEWER)
+    assert (seen.status, seen.body.get("link")) == (200, None)
+    assert (await rig.get(f"/api/files/{file['id']}", role=Role.TENANT)).body["link"]["method"] == "PUT"
+
+
 async def test_a_file_goes_up_by_its_link_and_comes_down_by_another(rig: HubRig) -> None:
     content = bytes(range(256))
     file = await announced(rig, name="in.png", type="image/png", size=256, sha256=sha(content))

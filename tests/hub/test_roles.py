@@ -12,7 +12,12 @@ from tests.hub._hub import HubRig, ask_app, hub_in_process
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.model.access import Role
+from comfyfleet.model.calls import FailureReport, Poll, RegisterWorker, Release
 from comfyfleet.model.errors import Refusal
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import PollId, TenantId, WorkerId
+from comfyfleet.model.worker import Capabilities, Service, TenantAccess
+from comfyfleet.policy.rules import Rules
 from comfyfleet.wire.openapi import document
 from comfyfleet.wire.routes import ROUTES
 
@@ -34,10 +39,49 @@ OPEN_TO_ALL = {
 }
 
 
+ACME = TenantId("acme")
+OTHER = TenantId("other")
+
+
 @pytest_asyncio.fixture(scope="module")
 async def rig() -> AsyncIterator[HubRig]:
     async with hub_in_process() as rig:
         yield rig
+
+
+class Belongings:
+    """What one tenant has, and keys of another tenant beside it."""
+
+    def __init__(self, rig: HubRig, ids: dict[str, str], strangers: dict[Role, str]) -> None:
+        self.rig = rig
+        self.ids = ids
+        self.strangers = strangers
+
+
+@pytest_asyncio.fixture(scope="module")
+async def theirs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Belongings]:
+    async with hub_in_process(folder=tmp_path_factory.mktemp("files"), rules=Rules(max_attempts=1)) as rig:
+        offer = Capabilities(
+            (Service("comfyui"),), tenant_access=TenantAccess("loose", allowed=(ACME, OTHER))
+        )
+        await rig.engine.register(RegisterWorker(WorkerId("gpu-a"), offer, 3))
+        failure = Failure(FailureKind.NODE_ERROR, "acme's own words")
+        jobs = [await rig.submit(role=Role.TENANT, metadata={"of": "acme"}) for _ in range(3)]
+        failed = await rig.engine.poll(Poll(WorkerId("gpu-a"), PollId("1"), 0))
+        assert failed is not None
+        await rig.engine.fail(FailureReport(failed.ref, failure))
+        for block in await rig.engine.blocks():
+            await rig.engine.unblock(block.worker_id, block.target)
+        declined = await rig.engine.poll(Poll(WorkerId("gpu-a"), PollId("2"), 0))
+        assert declined is not None
+        await rig.engine.release(Release(declined.ref, "declined"))
+        assert await rig.engine.poll(Poll(WorkerId("gpu-a"), PollId("3"), 0)) is not None
+        file = await rig.post("/api/files", {"name": "acme.png", "type": "image/png"}, role=Role.TENANT)
+        ids = {"job_id": jobs[0], "file_id": file.body["id"]}
+        strangers = {
+            role: (await rig.hub.keys.create(role, tenant=OTHER))[1] for role in (Role.TENANT, Role.VIEWER)
+        }
+        yield Belongings(rig, ids, strangers)
 
 
 def filled(path: str) -> str:
@@ -79,6 +123,81 @@ def test_a_viewer_changes_nothing_and_a_worker_sees_no_job() -> None:
             assert method == "GET"
         if "worker" in operation["x-roles"]:
             assert path.startswith("/api/worker/")
+
+
+OF_ONE_TENANT = [
+    (method, path, Role(role))
+    for method, path, operation in OPERATIONS
+    for role in operation["x-roles"]
+    if role in ("tenant", "viewer") and re.search(r"\{(job_id|file_id)\}", path)
+]
+LOOKS = [
+    (path, Role(role))
+    for method, path, operation in OPERATIONS
+    for role in operation["x-roles"]
+    if role in ("tenant", "viewer") and method == "GET" and not re.search(r"\{(job_id|file_id)\}", path)
+    # A stream has no end; test_streams.py listens to it.
+    if path != "/api/events"
+]
+
+
+@pytest.mark.parametrize(("method", "path", "role"), OF_ONE_TENANT)
+async def test_to_another_tenants_key_a_job_and_a_file_are_not_there(
+    theirs: Belongings, method: str, path: str, role: Role
+) -> None:
+    """In the very words of one that never was, and nothing is changed."""
+    rig, key = theirs.rig, theirs.strangers[role]
+    name, known = next((name, each) for name, each in theirs.ids.items() if f"{{{name}}}" in path)
+    body = {"priority": 1} if method == "PATCH" else None
+    before = (await rig.get(f"/api/jobs/{theirs.ids['job_id']}")).body
+    answers = [
+        await rig.ask(method, path.replace(f"{{{name}}}", each), body, key=key) for each in (known, "nobody")
+    ]
+    assert [(answer.status, answer.code) for answer in answers] == [(404, "not_found")] * 2
+    there, never = (answer.body for answer in answers)
+    assert there["detail"].replace(known, "nobody") == never["detail"]
+    assert (await rig.get(f"/api/jobs/{theirs.ids['job_id']}")).body == before
+
+
+@pytest.mark.parametrize(("path", "role"), LOOKS)
+async def test_nothing_another_tenant_looks_at_tells_of_jobs_and_files(
+    theirs: Belongings, path: str, role: Role
+) -> None:
+    rig, key = theirs.rig, theirs.strangers[role]
+    for query in ("", "?tenant=acme") if path.endswith("jobs") else ("",):
+        answer = await rig.get(path.replace("{worker_id}", "gpu-a") + query, key=key)
+        assert answer.status == 200, answer.content
+        shown = answer.content.decode()
+        every = [job["id"] for job in (await rig.get("/api/jobs")).body["jobs"]]
+        told = [word for word in (*every, *theirs.ids.values(), "acme") if word in shown]
+        assert told == []
+
+
+async def test_what_belongs_to_a_tenant_is_there_for_its_own_keys(theirs: Belongings) -> None:
+    """The other side: what the tests above do not find can be found."""
+    rig = theirs.rig
+    _, viewer = await rig.hub.keys.create(Role.VIEWER, tenant=ACME)
+    for key in (viewer, rig.keys[Role.VIEWER], rig.keys[Role.TENANT]):
+        assert len((await rig.get("/api/jobs", key=key)).body["jobs"]) == 3
+        assert (await rig.get(f"/api/jobs/{theirs.ids['job_id']}", key=key)).status == 200
+    for key in (viewer, rig.keys[Role.VIEWER]):
+        assert len((await rig.get("/api/dead-letter", key=key)).body["jobs"]) == 1
+        (worker,) = (await rig.get("/api/workers", key=key)).body["workers"]
+        assert worker["status"] == "busy" and len(worker["current_jobs"]) == 1
+        assert len((await rig.get("/api/blocks", key=key)).body["blocks"]) == 1
+
+
+def test_every_route_that_names_a_job_or_a_file_is_asked_for_with_a_wrong_tenant() -> None:
+    asked = {(method, path) for method, path, _ in OF_ONE_TENANT} | {("GET", path) for path, _ in LOOKS}
+    left = {
+        f"{method} {path}"
+        for method, path, operation in OPERATIONS
+        if (method, path) not in asked and {"tenant", "viewer"} & set(operation["x-roles"])
+    }
+    jobs = ("/api/jobs", "/jobs", "/api/ai-jobs")
+    # They make something, and of whose it becomes the key decides.
+    making = (*jobs, *(f"{path}/batch" for path in jobs), "/api/files")
+    assert left == {"GET /api/events", *(f"POST {path}" for path in making)}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from comfyfleet.model.dispatch import Dispatch, LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.wire import files as wire
+from comfyfleet.wire.route import CALLERS
 from comfyfleet.wire.worker import lease_ref
 
 
@@ -59,7 +60,10 @@ class FileHandlers:
 
     async def get(self, call: Call[None]) -> Reply:
         record = await self._mine(call)
-        link = await self._assets.grant(record, "PUT" if record.received_at is None else "GET")
+        if record.received_at is not None:
+            return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
+        # Whoever only looks is not given a link to write to.
+        link = await self._assets.grant(record, "PUT") if call.caller.role in CALLERS else None
         return Reply(200, wire.view(record, link))
 
     async def complete(self, call: Call[None]) -> Reply:
