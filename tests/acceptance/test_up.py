@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import aiohttp
@@ -216,6 +218,27 @@ def test_old_callers_are_refused_over_the_websocket_where_a_setting_says_so(plac
         said = asyncio.run(_monitor(url_in(read_until(refuses, _answers))))
         assert (said["type"], said["code"]) == ("error", "not_allowed")
         assert stop(refuses, signal.SIGTERM)[2] == ""
+
+
+def test_a_hub_that_is_short_of_files_refuses_connections_and_keeps_its_store(place: Place) -> None:
+    with ExitStack() as stack:
+        limited = ("sh", "-c", 'ulimit -n 192; exec "$0" "$@"', *CLI)
+        hub = stack.enter_context(started(*limited, "hub", "--port", "0", "--open", env=place.env))
+        url = url_in(read_until(hub, _answers))
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        first = stack.enter_context(closing(http.client.HTTPConnection(*address, timeout=10)))
+
+        def asked(method: str, path: str, body: object = None) -> int:
+            first.request(method, path, None if body is None else json.dumps(body))
+            response = first.getresponse()
+            response.read()
+            return response.status
+
+        assert asked("GET", "/health") == 200
+        others = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(200)]
+        assert others[-1].recv(4096).startswith(b"HTTP/1.1 503 Service Unavailable\r\nretry-after: ")
+        assert asked("GET", "/health") == 200, "the store answers"
+        assert asked("POST", "/api/jobs", {"payload": {"workflow": picture_workflow()}}) == 201
 
 
 def _answers(line: str) -> bool:

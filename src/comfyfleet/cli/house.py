@@ -31,6 +31,8 @@ from comfyfleet.stores.opening import open_store
 
 T = TypeVar("T")
 
+_FILES = 65_536
+
 
 class House(msgspec.Struct, frozen=True):
     engine: Engine
@@ -59,6 +61,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
 @asynccontextmanager
 async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     """Inside it the hub answers. What wants to stay in its data folder does so."""
+    _take_files()
     settings = resolved.values
     serving_settings = _serving_settings(resolved)
     make_data_folder(resolved.data)
@@ -83,6 +86,18 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             gc.collect()
             gc.freeze()
             yield House(engine, hub, serving, url, key, is_new, file)
+
+
+def _take_files() -> None:
+    """As many connections as the system allows, where it gives a process fewer to begin with."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        return
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if most == resource.RLIM_INFINITY else min(_FILES, most)
+    if files != resource.RLIM_INFINITY and files < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _absolute(path: str | None) -> str | None:

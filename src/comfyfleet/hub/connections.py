@@ -18,6 +18,8 @@ from uvicorn.server import ServerState
 from comfyfleet.hub.limits import Limits
 
 _LOOK_S = 1.0
+_OWN_FILES = 128
+"""Kept for what is no connection of a caller: the store's, files on their way, the log."""
 
 
 class Connections:
@@ -25,6 +27,7 @@ class Connections:
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.most = min(limits.max_connections, _room_for_connections())
         self.open: set[Connection] = set()
         self.by_address: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
@@ -53,6 +56,17 @@ class Connections:
         self.start()
 
 
+def _room_for_connections() -> float:
+    """A process that has no file left can reach neither its store nor anybody else."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        # Elsewhere than on Unix there is no such limit to ask for.
+        return float("inf")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return float("inf") if files == resource.RLIM_INFINITY else max(1, files - _OWN_FILES)
+
+
 class Connection(HttpToolsProtocol):
     def __init__(
         self,
@@ -72,7 +86,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         limits, address = self._all.limits, self._address
-        is_full = len(self.connections) > limits.max_connections
+        is_full = len(self.connections) > self._all.most
         if is_full or self._all.by_address[address] >= limits.max_connections_per_address:
             # Closed as soon as it is said, so it does not count.
             self._end("503 Service Unavailable" if is_full else "429 Too Many Requests", "retry-after: 5\r\n")
