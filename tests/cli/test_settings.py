@@ -94,6 +94,7 @@ def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str
         ("[rules]\nlease = 1", ["'rules.lease'"]),
         ("[rules]\nmax_waiting = 1", ["'rules.max_waiting'", "did you mean 'limits.max_waiting'?"]),
         ("port = 70000", ["'port'", "65535"]),
+        ("[limits]\nmin_bytes_per_s = 0", ["'limits.min_bytes_per_s'", ">= 1"]),
         ('port = "3001"', ["'port'", "int"]),
         ('log_level = "loud"', ["'log_level'"]),
         ("limits = 5", ["'limits'", "[limits]"]),

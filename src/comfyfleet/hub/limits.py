@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 
@@ -40,9 +41,9 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Before anybody is known by a key; the address may be a proxy's."""
     max_head_bytes: int = 64 * 1024
     """The first line and the headers of a request."""
-    request_s: float = 30.0
+    request_s: Annotated[float, Meta(ge=0.1)] = 30.0
     """A request arrives whole in this time …"""
-    min_bytes_per_s: int = 1_024
+    min_bytes_per_s: Annotated[int, Meta(ge=1)] = 1_024
     """… and a second more for each so many bytes."""
     stalled_s: float = 120.0
     """Whoever takes nothing of an answer for so long is let go."""
