@@ -50,10 +50,11 @@ class Connections:
             self._timer.cancel()
 
     def _look(self) -> None:
+        # Whatever befalls this look, there is a next one.
+        self.start()
         now = asyncio.get_running_loop().time()
         for connection in list(self.open):
             connection.look(now)
-        self.start()
 
 
 def _room_for_connections() -> float:
