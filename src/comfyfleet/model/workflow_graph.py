@@ -68,7 +68,7 @@ def parse_workflow(
     raw: Mapping[str, Any] | bytes | str, *, max_nodes: int = MAX_NODES, max_chain: int = MAX_CHAIN
 ) -> Workflow:
     """Read a graph and check all that can be checked without a server. Raises `InvalidWorkflow`."""
-    graph = _decode(raw)
+    graph = decode_workflow(raw)
     _check_shape(graph, max_nodes)
     problems = _Problems(graph)
     nodes: dict[str, Node] = {}
@@ -123,7 +123,8 @@ class _Problems:
             raise InvalidWorkflow(f"The workflow is not valid: {self._first}{more}", self.found)
 
 
-def _decode(raw: Any) -> Any:
+def decode_workflow(raw: Any) -> Any:
+    """The JSON value that a text, or a caller's mapping, holds; not checked any further."""
     if isinstance(raw, Mapping):
         raw = _to_text(raw)
     elif not isinstance(raw, bytes | str):

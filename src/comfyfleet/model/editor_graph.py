@@ -1,0 +1,240 @@
+"""The parts of a file of the ComfyUI editor: nodes, wires, subgraphs, in every form that its releases have saved.
+
+It reads and normalises; what runs and what feeds what is `conversion.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.workflow_graph import MAX_NODES, InvalidWorkflow
+
+MUTED = 2
+BYPASSED = 4
+SUBGRAPH_INPUT = "-10"
+SUBGRAPH_OUTPUT = "-20"
+
+_VIRTUAL = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode", "SetNode", "GetNode"})
+_VIRTUAL_OF_PACKS = frozenset(
+    f"{name} (rgthree)"
+    for name in (
+        "Reroute",
+        "Label",
+        "Bookmark",
+        "Node Collector",
+        "Fast Muter",
+        "Fast Bypasser",
+        "Fast Groups Muter",
+        "Fast Groups Bypasser",
+        "Fast Actions Button",
+        "Mute / Bypass Repeater",
+        "Mute / Bypass Relay",
+        "Random Unmuter",
+    )
+)
+_GROUP_NODE = ("workflow>", "workflow/")
+
+
+class Slot(msgspec.Struct, frozen=True):
+    name: str
+    type: str
+    link: str | None = None
+    widget: str | None = None
+    """The widget that this input takes the place of; somebody may have renamed the input."""
+
+
+class Wire(msgspec.Struct, frozen=True):
+    origin: str
+    slot: int
+    target: str
+    target_slot: int
+
+
+class EditorNode(msgspec.Struct, frozen=True):
+    id: str
+    type: str
+    mode: int
+    title: str
+    inputs: tuple[Slot, ...]
+    outputs: tuple[str, ...]
+    """Their types."""
+    values: list[Any] | dict[str, Any]
+    own: dict[str, Any] = {}
+    """Of a subgraph: the values of its inputs that are widgets on its outside."""
+    promoted: dict[str, dict[str, Any]] = {}
+    """Of a subgraph: by the node within and the widget, values that are shown and set on its outside."""
+
+    @property
+    def is_off(self) -> bool:
+        return self.mode in (MUTED, BYPASSED)
+
+    @property
+    def is_virtual(self) -> bool:
+        """Only in the editor: no server has such a class."""
+        return self.type in _VIRTUAL or self.type in _VIRTUAL_OF_PACKS
+
+
+class EditorGraph(msgspec.Struct, frozen=True):
+    nodes: dict[str, EditorNode]
+    links: dict[str, Wire]
+    subgraphs: Mapping[str, EditorGraph]
+    """All that the file defines, by id."""
+    input_names: tuple[str, ...] = ()
+    output_links: dict[int, Wire] = {}
+    """Of a subgraph: what feeds each of its outputs."""
+    within: frozenset[str] = frozenset()
+    """Of a subgraph: those that contain it, and itself."""
+
+
+def read_editor_graph(workflow: Mapping[str, Any]) -> EditorGraph:
+    definitions = workflow.get("definitions")
+    listing = definitions.get("subgraphs") if isinstance(definitions, Mapping) else None
+    raw = {
+        str(each["id"]): each
+        for each in (listing if isinstance(listing, list) else [])
+        if isinstance(each, Mapping) and "id" in each
+    }
+    subgraphs: dict[str, EditorGraph] = {}
+    for subgraph_id, each in raw.items():
+        subgraphs[subgraph_id] = _graph(each, raw, subgraphs, _containing(subgraph_id, raw))
+    return _graph(workflow, raw, subgraphs, frozenset())
+
+
+def _graph(
+    raw: Mapping[str, Any],
+    definitions: Mapping[str, Mapping[str, Any]],
+    subgraphs: Mapping[str, EditorGraph],
+    within: frozenset[str],
+) -> EditorGraph:
+    listing = _items(raw, "nodes")
+    if len(listing) > MAX_NODES:
+        raise InvalidWorkflow(f"The workflow has {len(listing)} nodes, and at most {MAX_NODES} are allowed.")
+    nodes = {str(node.get("id")): _node(node, definitions) for node in listing}
+    links = dict(_wires(raw.get("links")))
+    outputs = {wire.target_slot: wire for wire in links.values() if wire.target == SUBGRAPH_OUTPUT}
+    names = tuple(str(each.get("name")) for each in _items(raw, "inputs"))
+    return EditorGraph(nodes, links, subgraphs, names, outputs, within)
+
+
+def _containing(subgraph_id: str, raw: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
+    """Itself and whatever holds it, however deep."""
+    found, waiting = {subgraph_id}, [subgraph_id]
+    while waiting:
+        wanted = waiting.pop()
+        for other, each in raw.items():
+            if other not in found and any(node.get("type") == wanted for node in _items(each, "nodes")):
+                found.add(other)
+                waiting.append(other)
+    return frozenset(found)
+
+
+def _node(raw: Mapping[str, Any], definitions: Mapping[str, Mapping[str, Any]]) -> EditorNode:
+    kind = str(raw.get("type") or "")
+    mode = raw.get("mode")
+    title = raw.get("title")
+    if kind.startswith(_GROUP_NODE) and mode not in (MUTED, BYPASSED):
+        raise InvalidWorkflow(
+            f"Node {raw.get('id')} is a group node ({kind.partition(kind[8])[2]}), which newer editors have given up: "
+            "convert it to nodes or to a subgraph in the editor, or save with 'Export (API)'."
+        )
+    named, listed = raw.get("widgets_values_named"), raw.get("widgets_values")
+    values = named if isinstance(named, dict) else listed if isinstance(listed, list | dict) else []
+    node = EditorNode(
+        str(raw.get("id")),
+        kind,
+        mode if isinstance(mode, int) else 0,
+        title if isinstance(title, str) else "",
+        tuple(map(_slot, _items(raw, "inputs"))),
+        tuple(str(each.get("type", "*")) for each in _items(raw, "outputs")),
+        values,
+    )
+    if kind in definitions:
+        own, promoted = _outside(raw, node, definitions[kind])
+        return msgspec.structs.replace(node, own=own, promoted=promoted)
+    return node
+
+
+def _slot(raw: Mapping[str, Any]) -> Slot:
+    link = raw.get("link")
+    kind = raw.get("type", "*")
+    widget = raw.get("widget")
+    return Slot(
+        str(raw.get("name")),
+        ",".join(map(str, kind)) if isinstance(kind, list) else str(kind),
+        None if link is None else str(link),
+        str(widget.get("name", raw.get("name"))) if isinstance(widget, Mapping) else None,
+    )
+
+
+def _outside(
+    raw: Mapping[str, Any], node: EditorNode, definition: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The values that a node standing for a subgraph keeps: for its own inputs, and for widgets within."""
+    if isinstance(node.values, dict):
+        return dict(node.values), {}
+    properties = raw.get("properties")
+    proxies = properties.get("proxyWidgets") if isinstance(properties, Mapping) else None
+    own: dict[str, Any] = {}
+    promoted: dict[str, dict[str, Any]] = {}
+    if isinstance(proxies, list) and proxies:
+        # Releases that promoted widgets by a list saved their values in its order, or none at all.
+        for proxy, value in zip(proxies, node.values, strict=False):
+            if isinstance(proxy, list) and len(proxy) >= 2 and value is not None:
+                inner, name = str(proxy[0]), str(proxy[1])
+                if inner == "-1":
+                    own[name] = value
+                else:
+                    promoted.setdefault(inner, {})[name] = value
+        return own, promoted
+    names = list(_widget_inputs(definition))
+    own = {name: value for name, value in zip(names, node.values, strict=False) if value is not None}
+    return own, promoted
+
+
+def _widget_inputs(definition: Mapping[str, Any]) -> Iterator[str]:
+    """Those inputs of a subgraph that end in a widget within, in their order."""
+    links = dict(_wires(definition.get("links")))
+    widgets = {
+        slot.link
+        for node in _items(definition, "nodes")
+        for slot in map(_slot, _items(node, "inputs"))
+        if slot.widget is not None and slot.link is not None
+    }
+    for number, each in enumerate(_items(definition, "inputs")):
+        ends = {link for link, wire in links.items() if wire.origin == SUBGRAPH_INPUT and wire.slot == number}
+        if ends & widgets:
+            yield str(each.get("name"))
+
+
+def _wires(raw: Any) -> Iterator[tuple[str, Wire]]:
+    """Lists in files of the workflow itself, objects in subgraphs and in newer files."""
+    for link in raw if isinstance(raw, list) else ():
+        if isinstance(link, list) and len(link) >= 5:
+            number, *ends = link[:5]
+        elif isinstance(link, Mapping):
+            number = link.get("id")
+            ends = [link.get(name) for name in ("origin_id", "origin_slot", "target_id", "target_slot")]
+        else:
+            continue
+        origin, slot, target, target_slot = ends
+        try:
+            yield str(number), Wire(str(origin), int(slot), str(target), int(target_slot))
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidWorkflow(
+                f"Link {number} of the workflow does not say from where to where it goes."
+            ) from None
+
+
+def _items(raw: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
+    listing = raw.get(name)
+    return [each for each in listing if isinstance(each, Mapping)] if isinstance(listing, list) else []
+
+
+def types_match(one: str, other: str) -> bool:
+    """The editor's rule: any type fits, and of two lists one in common is enough."""
+    if one in ("", "*", "0") or other in ("", "*", "0"):
+        return True
+    return bool(set(one.lower().split(",")) & set(other.lower().split(",")))
