@@ -48,6 +48,7 @@ from comfyfleet.model.fact import Event, Fact, FactDraft, News
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
 from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
@@ -335,6 +336,8 @@ class Inventory(msgspec.Struct, frozen=True):
     live: LiveState = LiveState()
     boot: str = ""
     """Changes when the server was started anew."""
+    definitions: NodeDefinitions | None = None
+    """The inputs of its nodes, where the service has such."""
 
 
 class RunningAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -376,6 +379,13 @@ class OutputKeeper(Protocol):
 
     async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
         """The name under which it is kept. None: nothing is kept there."""
+
+
+@runtime_checkable
+class NodeKeeper(Protocol):
+    """A workers' door that wants to know the inputs of a server's nodes, to convert workflows of the editor."""
+
+    async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None: ...
 
 
 class Timer(Protocol):

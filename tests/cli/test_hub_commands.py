@@ -172,3 +172,18 @@ def test_config_tells_where_a_setting_came_from_and_no_secret(
 def test_shells_learn_the_commands(run: Run) -> None:
     for shell in ("zsh", "fish"):
         assert "_COMFYFLEET_COMPLETE" in run("completion", shell).output
+
+
+def test_a_workflow_of_the_editor_that_no_worker_can_tell_of_is_refused_with_the_way_out(
+    run: Run, tmp_path: Path
+) -> None:
+    path = tmp_path / "editor.json"
+    path.write_text(json.dumps({"nodes": [{"id": 1, "type": "SaveImage"}], "links": []}))
+    for command in ("submit", "convert"):
+        ended = run(command, path)
+        assert (ended.code, ended.output) == (3, "")
+        assert "Export (API)" in ended.errors
+
+
+def test_a_graph_is_converted_to_itself(run: Run, workflow: Path) -> None:
+    assert run("convert", workflow).json == graph()

@@ -148,6 +148,7 @@ def test_every_route_that_changes_something_is_noted_but_what_workers_report() -
     silent = {route.name for route in ROUTES if route.method != "GET" and route.audited is None}
     reports = (
         "register",
+        "describe",
         "poll",
         "heartbeat",
         "progress",
@@ -157,4 +158,4 @@ def test_every_route_that_changes_something_is_noted_but_what_workers_report() -
         "commands",
         "unregister",
     )
-    assert silent == {f"worker_{name}" for name in reports} | {"put_content"}
+    assert silent == {f"worker_{name}" for name in reports} | {"put_content", "convert"}

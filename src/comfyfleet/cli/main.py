@@ -18,6 +18,7 @@ from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated
 _COMMANDS = {
     "completion": "comfyfleet.cli.completion",
     "config": "comfyfleet.cli.config",
+    "convert": "comfyfleet.cli.convert",
     "dead": "comfyfleet.cli.dead",
     "demo": "comfyfleet.cli.demo",
     "fake-comfyui": "comfyfleet.cli.fake_comfyui",

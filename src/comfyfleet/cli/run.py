@@ -90,10 +90,9 @@ def command(
 ) -> None:
     """Run a WORKFLOW file on the best of some servers and download its outputs.
 
-    WORKFLOW is a file in ComfyUI's API format, or - for standard input. The paths of the outputs go to standard output,
-    everything else to standard error.
+    WORKFLOW is a file of ComfyUI, exported or as the editor saves it, or - for standard input. The paths of the
+    outputs go to standard output, everything else to standard error.
     """
-    from comfyfleet.model.workflow import parse_workflow
     from comfyfleet.worker.connectors.comfyui.settings import parse_address
 
     if not servers and store is None:
@@ -105,20 +104,40 @@ def command(
             addresses.setdefault(parse_address(server).server_id, server)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--server") from error
-    # The content is checked before anything is changed in it, so that a fault of the file is told as one.
-    graph = parse_workflow(workflow.read()).to_graph()
-    for change in changes:
-        change_input(graph, change)
-    options = {
+    draft = Draft(workflow.read(), changes)
+    options: dict[str, Any] = {
         "priority": priority,
         "max_attempts": max_attempts,
         "timeout": timeout,
-        "attachments": [_attachment(graph, text) for text in attachments],
         "require_workable": True,
     }
+    if not draft.is_of_editor:
+        options["attachments"] = [_attachment(draft.graph, text) for text in attachments]
     # Better to know now that there is no place for the outputs than after an hour of work.
     make_folder(out)
-    run(_run(graph, list(addresses.values()), store, options, out, quiet))
+    run(_run(draft, list(addresses.values()), store, attachments, options, out, quiet))
+
+
+class Draft:
+    """A workflow file with the changes asked for. One that the editor saved is converted before that."""
+
+    def __init__(self, content: bytes, changes: tuple[str, ...]) -> None:
+        from comfyfleet.model.conversion import is_editor_workflow
+        from comfyfleet.model.workflow import decode_workflow, parse_workflow
+
+        self._changes = changes
+        found = decode_workflow(content)
+        self.is_of_editor = is_editor_workflow(found)
+        self.graph: dict[str, Any] = found
+        if not self.is_of_editor:
+            # Checked before anything is changed in it, so that a fault of the file is told as one.
+            self.change(parse_workflow(found).to_graph())
+
+    def change(self, graph: dict[str, Any]) -> None:
+        """Makes the changes in this graph, which is what the file means."""
+        self.graph, self.is_of_editor = graph, False
+        for change in self._changes:
+            change_input(graph, change)
 
 
 def change_input(graph: dict[str, dict[str, Any]], text: str) -> None:
@@ -166,9 +185,10 @@ def _target(graph: dict[str, dict[str, Any]], text: str, option: str) -> tuple[s
 
 
 async def _run(
-    graph: dict[str, Any],
+    draft: Draft,
     servers: list[str],
     store: str | None,
+    attachments: tuple[str, ...],
     options: dict[str, Any],
     out: Path,
     is_quiet: bool,
@@ -185,7 +205,10 @@ async def _run(
             leave = pool.on("*", progress.hear)
             if store is None:
                 await _must_reach_one(pool, progress)
-            job_id = await pool.enqueue(graph, **options)
+            if draft.is_of_editor:
+                draft.change(await pool.convert(draft.graph))
+                options["attachments"] = [_attachment(draft.graph, text) for text in attachments]
+            job_id = await pool.enqueue(draft.graph, **options)
             try:
                 result = await pool.wait(job_id)
             except asyncio.CancelledError:

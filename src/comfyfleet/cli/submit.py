@@ -82,22 +82,15 @@ def command(
 ) -> None:
     """Submit WORKFLOW files to a hub.
 
-    A WORKFLOW is a file in ComfyUI's API format, or - for standard input. The ids of the jobs go to standard output,
-    with --watch the paths of their outputs; everything else to standard error.
+    A WORKFLOW is a file of ComfyUI, exported or as the editor saves it, or - for standard input. The ids of the
+    jobs go to standard output, with --watch the paths of their outputs; everything else to standard error.
     """
     from comfyfleet.cli.reach import ask
-    from comfyfleet.cli.run import change_input
-    from comfyfleet.model.workflow import parse_workflow
+    from comfyfleet.cli.run import Draft
     from comfyfleet.wire.bodies import TimeoutsBody
 
-    graphs = []
-    for workflow in workflows:
-        # The content is checked before anything is changed in it, so that a fault of the file is told as one.
-        graph = parse_workflow(workflow.read()).to_graph()
-        for change in changes:
-            change_input(graph, change)
-        graphs += [graph] * count
-    if reference is not None and len(graphs) > 1:
+    drafts = [Draft(workflow.read(), changes) for workflow in workflows]
+    if reference is not None and len(drafts) * count > 1:
         raise click.UsageError("several jobs cannot share one --reference")
     options = {
         "priority": priority,
@@ -112,6 +105,10 @@ def command(
             make_folder(previews)
 
     async def work(client: FleetClient) -> None:
+        for draft in drafts:
+            if draft.is_of_editor:
+                draft.change(await client.convert(draft.graph))
+        graphs = [draft.graph for draft in drafts for _ in range(count)]
         job_ids = await _submit(
             client, graphs, options, reference, as_json=as_json and not watch, is_told=not watch
         )

@@ -23,6 +23,7 @@ from comfyfleet.client.options import (
     JobUpdate,
     SubmitOptions,
     WorkflowLike,
+    read_workflow,
     submission,
     update_of,
 )
@@ -134,6 +135,11 @@ class FleetClient:
             if on_progress is not None:
                 on_progress(len(found), len(every))
         return found
+
+    async def convert(self, workflow: WorkflowLike) -> dict[str, Any]:
+        """The API-format graph of a workflow of the ComfyUI editor, where a live worker has its nodes."""
+        body = bodies.ConvertBody(read_workflow(workflow))
+        return (await self._link.ask("convert", bodies.ConvertBody, body=body)).workflow
 
     # look
 

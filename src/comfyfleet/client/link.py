@@ -29,6 +29,7 @@ _SAME_TWICE = frozenset(
     {
         "submit",
         "submit_batch",
+        "convert",
         "cancel_job",
         "pause_job",
         "resume_job",

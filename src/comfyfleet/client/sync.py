@@ -120,6 +120,7 @@ class SyncFleetClient:
 
     submit = _blocking(FleetClient.submit)
     submit_many = _blocking(FleetClient.submit_many)
+    convert = _blocking(FleetClient.convert)
     get = _blocking(FleetClient.get)
     result = _blocking(FleetClient.result)
     explain = _blocking(FleetClient.explain)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Any
 
 from comfyfleet.bus.local import LocalBus
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.explain import explain
 from comfyfleet.engine.following import Follower
@@ -47,6 +49,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Submission
+from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
 from comfyfleet.policy.learning import expected_s
@@ -83,7 +86,10 @@ class Engine:
         self._commands = CommandDesk(self._context, self._rounds)
         self._workers = WorkerDesk(self._context, self._rounds, self._verdicts, self._commands)
         self._dependencies = Dependencies(self._context, self._rounds, self._verdicts)
-        self._jobs = JobDesk(self._context, self._rounds, self._commands.tell_of_cancel, self._dependencies)
+        self._nodes = NodeDesk(self._context)
+        self._jobs = JobDesk(
+            self._context, self._rounds, self._commands.tell_of_cancel, self._dependencies, self._nodes
+        )
         self._follower = Follower(self._context)
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
         self._foreign = ForeignDesk(self._context, self._workers)
@@ -127,6 +133,10 @@ class Engine:
 
     async def submit(self, submission: Submission) -> Submitted:
         return await self._jobs.submit(submission)
+
+    async def convert(self, workflow: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """A workflow of the ComfyUI editor as the graph that servers run, where a live worker has its nodes."""
+        return await self._nodes.convert(workflow)
 
     async def get(self, job_id: JobId) -> JobView:
         return await self._jobs.get(job_id)
@@ -246,6 +256,9 @@ class Engine:
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         return await self._workers.register(call)
 
+    async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None:
+        await self._nodes.describe(worker_id, definitions)
+
     async def poll(self, call: Poll) -> LeasedJob | None:
         return await self._workers.poll(call)
 
@@ -284,6 +297,7 @@ class Engine:
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         await self._workers.remove(worker_id)
+        await self._nodes.forget(worker_id)
 
     async def pause_worker(self, worker_id: WorkerId, is_paused: bool = True) -> None:
         await self._workers.set_flags(worker_id, is_paused=is_paused)

@@ -9,9 +9,11 @@ from typing import NamedTuple
 import msgspec
 
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies, held
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
+from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.dispatch import (
     AtRevision,
     Change,
@@ -64,18 +66,23 @@ class JobDesk:
         rounds: Rounds,
         tell_worker: Callable[[Dispatch], Awaitable[None]],
         dependencies: Dependencies,
+        nodes: NodeDesk,
     ) -> None:
         self._context = context
         self._rounds = rounds
         self._tell_worker = tell_worker
         self._dependencies = dependencies
+        self._nodes = nodes
 
     # submit
 
     async def submit(self, submission: Submission) -> Submitted:
         context, rules = self._context, self._context.rules
         check_submission(submission, rules)
-        graph = parse_workflow(submission.workflow, max_nodes=rules.max_nodes)
+        workflow = submission.workflow
+        if is_editor_workflow(workflow):
+            workflow = await self._nodes.convert(workflow)
+        graph = parse_workflow(workflow, max_nodes=rules.max_nodes)
         # A copy of our own: the caller may go on changing its graph for the next job.
         after = tuple(dict.fromkeys(submission.after))
         submission = msgspec.structs.replace(submission, workflow=graph.to_graph(), after=after)

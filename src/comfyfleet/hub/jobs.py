@@ -16,9 +16,11 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
+from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import JobResult
+from comfyfleet.model.workflow import parse_workflow
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import spell, understood
@@ -39,6 +41,7 @@ class JobHandlers:
         return {
             "submit": self.submit,
             "submit_batch": self.submit_batch,
+            "convert": self.convert,
             "list_jobs": self.list_jobs,
             "get_job": self.get_job,
             "get_result": self.get_result,
@@ -93,6 +96,13 @@ class JobHandlers:
             answered = answer_to(error)
             return answers.BatchItem(answered.status, problem=answered.body)
         return answers.BatchItem(200 if answer.is_repeat else 201, answer)
+
+    async def convert(self, call: Call[bodies.ConvertBody]) -> Reply:
+        workflow = call.given.workflow
+        if is_editor_workflow(workflow):
+            workflow = await self._engine.convert(workflow)
+        # A graph already, it is answered as it is, and what is wrong with it is told as at a submission.
+        return Reply(200, bodies.ConvertBody(parse_workflow(workflow).to_graph()))
 
     # look
 

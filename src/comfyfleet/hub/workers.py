@@ -29,6 +29,7 @@ class WorkerHandlers:
     def bound(self) -> dict[str, Handler]:
         return {
             "worker_register": self.register,
+            "worker_describe": self.describe,
             "worker_poll": self.poll,
             "worker_heartbeat": self.heartbeat,
             "worker_progress": self.progress,
@@ -60,6 +61,15 @@ class WorkerHandlers:
 
     async def unregister(self, call: Call[wire.UnregisterBody]) -> Reply:
         await self._engine.unregister(as_worker(call.caller, call.given.worker_id), call.given.reason)
+        return Reply(204)
+
+    async def describe(self, call: Call[wire.DescribeBody]) -> Reply:
+        worker_id = as_worker(call.caller, call.given.worker_id)
+        if await self._worker(worker_id) is None:
+            raise Refusal(
+                RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then describe"
+            )
+        await self._engine.describe(worker_id, call.given.definitions)
         return Reply(204)
 
     # work

@@ -19,6 +19,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.block import BlockReason
 from comfyfleet.model.calls import Explanation
+from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId
@@ -216,7 +217,7 @@ class WorkflowPool:
         preferences: Preferences | None = None,
         require_workable: bool = False,
     ) -> str:
-        """Takes a job and returns its id at once. The workflow is an API-format graph, or a path to one.
+        """Takes a job and returns its id at once. The workflow is a graph, or a path to one.
 
         `preferred_client_ids` restricts the job to these servers (`affinity_mode="prefer"`: waits a little for them,
         then takes any); it wins over an affinity of the workflow. `seed: -1` becomes a random seed, reported in the
@@ -226,6 +227,8 @@ class WorkflowPool:
         check(JOB, locals())
         self._must_be_open()
         graph = read_workflow(workflow)
+        if is_editor_workflow(graph):
+            graph = await self.convert(graph)
         check_outputs(include_outputs, graph)
         needs, wishes = requirements or _NO_NEEDS, preferences or _NO_WISHES
         affinity = self._affinities.get(hash_workflow(graph)) if self._affinities else None
@@ -255,6 +258,11 @@ class WorkflowPool:
         )
         submitted = await self._engine.submit(submission)
         return job_id or submitted.job_id
+
+    async def convert(self, workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
+        """The API-format graph of a workflow of the ComfyUI editor, where a server that is online has its nodes."""
+        self._must_be_open()
+        return await self._engine.convert(read_workflow(workflow))
 
     async def run(self, workflow: Mapping[str, Any] | str | Path, **options: Any) -> JobResult:
         """`enqueue`, then `wait`."""

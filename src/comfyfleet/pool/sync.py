@@ -143,6 +143,7 @@ class SyncWorkflowPool:
     remove_server = _blocking(WorkflowPool.remove_server)
     refresh = _blocking(WorkflowPool.refresh)
     enqueue = _blocking(WorkflowPool.enqueue)
+    convert = _blocking(WorkflowPool.convert)
     wait = _blocking(WorkflowPool.wait)
     wait_for_record = _blocking(WorkflowPool.wait_for_record)
     get_job = _blocking(WorkflowPool.get_job)

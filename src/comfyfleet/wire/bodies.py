@@ -98,6 +98,12 @@ class InputBody(_Sent, frozen=True):
     input: Name
 
 
+class ConvertBody(_Sent, frozen=True):
+    """Sent: as the editor saves it. Answered: as servers run it."""
+
+    workflow: dict[str, Any]
+
+
 class SubmitBody(_Sent, frozen=True):
     """Only `payload` is needed: `{"workflow": …}`, or the graph itself."""
 

@@ -39,6 +39,8 @@ class Route(msgspec.Struct, frozen=True):
     """Beside what every route may answer."""
     headers: tuple[str, ...] = ()
     is_body_optional: bool = False
+    only_reads: bool = False
+    """It changes nothing, for all that it is a POST."""
     takes_bytes: bool = False
     """Its body is a file, and is read by the handler piece by piece."""
     parks: bool = False
@@ -64,7 +66,11 @@ class Route(msgspec.Struct, frozen=True):
     @property
     def audited(self) -> Literal["operations", "jobs"] | None:
         """Where a change is noted. Of workers only that one enrolled: what they report stands with their jobs."""
-        if self.method == "GET" or (self.noun == WORKER_NOUN and self.name != "worker_enrol"):
+        if (
+            self.method == "GET"
+            or self.only_reads
+            or (self.noun == WORKER_NOUN and self.name != "worker_enrol")
+        ):
             return None
         if self.noun == "files":
             # By a link, the bytes come of a file that was noted when it was made.

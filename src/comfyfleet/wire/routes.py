@@ -64,6 +64,16 @@ JOBS = of_noun(
         body=bodies.BatchBody,
         headers=("Idempotency-Key",),
     ),
+    post_route(
+        "convert",
+        "/api/workflows/convert",
+        "A workflow as the ComfyUI editor saves it, made into the graph that servers run",
+        CALLERS,
+        bodies.ConvertBody,
+        body=bodies.ConvertBody,
+        only_reads=True,
+        refuses=(RefusalCode.INVALID_WORKFLOW, RefusalCode.UNWORKABLE),
+    ),
     get_route(
         "list_jobs",
         "/api/jobs",
@@ -358,6 +368,16 @@ WORKER = of_noun(
         WORKERS,
         worker.RegisteredBody,
         body=worker.RegisterBody,
+    ),
+    Route(
+        "worker_describe",
+        "POST",
+        "/api/worker/describe",
+        "Tell the inputs of a server's nodes, so that workflows of the editor can be converted",
+        WORKERS,
+        body=worker.DescribeBody,
+        answers={204: None},
+        refuses=_UNKNOWN,
     ),
     Route(
         "worker_poll",

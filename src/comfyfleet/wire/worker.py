@@ -19,6 +19,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.job import Attachment, JobResult, Timeouts
+from comfyfleet.model.node_definitions import Widget
 from comfyfleet.model.requirement import Environment
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.wire.bodies import Name, Seconds
@@ -27,6 +28,7 @@ from comfyfleet.wire.spelling import modern_capabilities, spell
 MAX_SLOTS = 1_000
 MAX_REPORTS = 10_000
 MAX_WAIT_S = 60.0
+MAX_CLASSES = 50_000
 
 Slots = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
 Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
@@ -54,6 +56,13 @@ class RegisterBody(_Call, frozen=True):
     max_concurrency: Slots | None = None
     """What `slots` was called."""
     live: LiveState | None = None
+
+
+class DescribeBody(_Call, frozen=True):
+    """For each node class its widgets in the editor's order, each a list: name, default, trait, choices."""
+
+    worker_id: Name
+    definitions: Annotated[dict[str, tuple[Widget, ...]], Meta(max_length=MAX_CLASSES)]
 
 
 class PollBody(_Call, frozen=True):

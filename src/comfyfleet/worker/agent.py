@@ -19,8 +19,9 @@ from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import Capabilities
-from comfyfleet.ports import Connector, WorkerApi
+from comfyfleet.ports import Connector, NodeKeeper, WorkerApi
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.commands import CommandListener
 from comfyfleet.worker.heart import Heart
@@ -82,6 +83,8 @@ class Agent:
 
         self._offer: Offer | None = None
         """What is registered. None: nothing is."""
+        self._described: NodeDefinitions = {}
+        """What the other side was told of the servers' nodes."""
         self._registration = 0
         self._registering = asyncio.Lock()
         self._tend_now = asyncio.Event()
@@ -366,12 +369,15 @@ class Agent:
             if is_asked or offer.differs_from(self._offer):
                 await self._register(offer)
             else:
+                await self._describe(offer)
                 self._update()
 
     async def _register(self, offer: Offer) -> None:
         await self._api.register(
             RegisterWorker(self.worker_id, offer.capabilities, self._settings.slots, offer.live)
         )
+        # Before it counts as online here: whoever waits for that may use what it told.
+        await self._describe(offer)
         is_new, self._offer = self._offer is None, offer
         self._registration += 1
         if not is_new:
@@ -384,9 +390,26 @@ class Agent:
         try:
             async with self._registering:
                 if self._registration == registration and self._offer is not None:
+                    self._described = {}
                     await self._register(self._offer)
         except Exception as error:
             _log.info("worker %s could not register again: %r", self.worker_id, error)
+
+    async def _describe(self, offer: Offer) -> None:
+        """Tells the inputs of the servers' nodes where that is wanted and new. Nothing that runs depends on it."""
+        definitions = {
+            name: widgets
+            for service in offer.boots
+            if (inventory := self._by_service[service].inventory) is not None
+            for name, widgets in (inventory.definitions or {}).items()
+        }
+        if not isinstance(self._api, NodeKeeper) or not definitions or definitions == self._described:
+            return
+        try:
+            await self._api.describe(self.worker_id, definitions)
+            self._described = definitions
+        except Exception as error:
+            _log.info("worker %s could not tell of its nodes: %r", self.worker_id, error)
 
     async def _unregister(self, reason: str) -> None:
         async with self._registering:

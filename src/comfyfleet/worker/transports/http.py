@@ -35,6 +35,7 @@ from comfyfleet.model.dispatch import LeaseRef, Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import ProfileKey, WorkerId
 from comfyfleet.model.job import OutputFile
+from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import OutputSource
 from comfyfleet.wire import files
@@ -99,6 +100,9 @@ class HttpWorkerApi:
             answer.last_seen_at,
             call.live,
         )
+
+    async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None:
+        await self._send("describe", wire.DescribeBody(worker_id, dict(definitions)))
 
     async def poll(self, call: Poll) -> LeasedJob | None:
         wait_s = min(call.wait_s, wire.MAX_WAIT_S)

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from comfyfleet.model.node_definitions import NodeDefinitions, read_definitions
 from comfyfleet.model.worker import Gpu, Hardware, Memory, Service
 from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
 from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
@@ -68,7 +69,9 @@ class BootWatch:
         return is_reset
 
 
-async def ask(api: Api, timeout_s: float, providers: tuple[str, ...]) -> tuple[Service, Machine]:
+async def ask(
+    api: Api, timeout_s: float, providers: tuple[str, ...]
+) -> tuple[Service, Machine, NodeDefinitions]:
     """Raises `Unreachable` when the server does not tell what it is or what nodes it has."""
     stats = await _object(api, "/system_stats", timeout_s)
     nodes = await _object(api, "/object_info", timeout_s)
@@ -89,7 +92,7 @@ async def ask(api: Api, timeout_s: float, providers: tuple[str, ...]) -> tuple[S
         models=frozenset(model.replace("\\", "/") for model in models),
         node_classes=frozenset(nodes),
     )
-    return service, machine
+    return service, machine, read_definitions(nodes)
 
 
 def combo_models(object_info: Mapping[str, Any]) -> set[str]:
