@@ -1,4 +1,4 @@
-# Two commands do all the set-up: `make demo` and `make test`. Everything is installed into .venv from pinned, hash-checked
+# Every command sets up what it needs. Everything is installed into .venv from pinned, hash-checked
 # requirements; nothing outside this folder is touched.
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ JOBS ?= 2
 # More for pytest, such as OPTIONS=--no-new-skips, or for bench, such as OPTIONS=--all-peers.
 OPTIONS ?=
 
-.PHONY: demo test check format bench chaos clean requirements help
+.PHONY: install demo test check format bench chaos clean requirements help
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -23,6 +23,8 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes -r requirements/dev.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
+
+install: $(STAMP) ## into .venv, once; the others do it by themselves
 
 demo: $(STAMP) ## a hub with fake servers at work, then yours until Ctrl-C (ONCE=1 ends by itself)
 	@$(BIN)/comfyfleet demo $(if $(ONCE),--once)

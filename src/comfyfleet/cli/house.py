@@ -6,8 +6,11 @@ Who lives in it (agents, a demo) and when it ends is for the commands.
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -165,8 +168,14 @@ def greet(house: House, resolved: Resolved) -> None:
         )
     if house.is_key_new:
         click.echo("Next, in another terminal of this machine (it finds the hub and the key by itself):")
-        click.echo("  comfyfleet submit workflow.json --watch")
-        click.echo("  comfyfleet top")
+        click.echo(f"  {_as_called()} submit workflow.json --watch --out pictures")
+        click.echo(f"  {_as_called()} top")
+
+
+def _as_called() -> str:
+    """The command as the user has to type it: by its path, where it is in an environment that is not active."""
+    called = sys.argv[0]
+    return called if os.sep in called and shutil.which("comfyfleet") is None else "comfyfleet"
 
 
 def needs_hub() -> None:
