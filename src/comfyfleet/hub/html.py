@@ -16,11 +16,13 @@ from comfyfleet.wire.problems import Answered
 REFRESH_S = 5
 
 _STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem;"
-    "color-scheme:light dark}"
-    "table{border-collapse:collapse;width:100%;margin:0 0 2rem}"
+    ":root{color-scheme:light dark}"
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem}"
+    ".wide{overflow-x:auto;margin:0 0 2rem}"
+    "table{border-collapse:collapse;width:100%}"
     "th,td{text-align:left;padding:.25rem .75rem .25rem 0;border-bottom:1px solid #8884;vertical-align:top}"
-    "td{overflow-wrap:anywhere}dl{display:flex;flex-wrap:wrap;gap:.5rem 2rem}dt{opacity:.7}"
+    "td{white-space:nowrap}td:last-child{white-space:normal;overflow-wrap:anywhere;min-width:6rem}input{max-width:100%}"
+    "dl{display:flex;flex-wrap:wrap;gap:.5rem 2rem}dt{opacity:.7}"
     "dd{margin:0;font-size:1.4rem}.bad{color:#c33}.good{color:#2a7}small{opacity:.7}"
 )
 _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
@@ -82,23 +84,34 @@ def map_workers(workers: Sequence[WorkerBody], now: float) -> Iterable[tuple[str
             f"{len(worker.current_jobs)} of {worker.slots}",
             str(worker.completed),
             str(worker.failed),
-            f"{max(0.0, now - worker.last_seen_at):.0f} s ago",
+            _ago(worker.last_seen_at, now),
         )
 
 
 def map_jobs(jobs: Sequence[JobBody], now: float) -> Iterable[tuple[str, ...]]:
     for job in jobs:
         error = "" if job.error is None else f"{job.error.kind.value}: {job.error.message[:200]}"
-        ago = f"{max(0.0, now - job.submitted_at):.0f} s ago"
+        ago = _ago(job.submitted_at, now)
         yield (job.id, job.status, str(job.priority), job.worker_id or "–", ago, error)
+
+
+def _ago(at: float, now: float) -> str:
+    seconds = max(0.0, now - at)
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds // length:.0f} {unit} ago"
+    return f"{seconds:.0f} s ago"
 
 
 def refusal_page(answered: Answered) -> str:
     """For a browser: what is wrong and, where a key is missing, a place to put one."""
     body = answered.body
-    parts = [f"<h1>{escape(str(body['title']))}</h1>", f"<p>{escape(str(body.get('detail', '')))}</p>"]
-    if answered.status == 401:
+    parts = [f"<h1>{escape(str(body['title']))}</h1>"]
+    if answered.status != 401:
+        parts.append(f"<p>{escape(str(body.get('detail', '')))}</p>")
+    else:
         parts.append(
+            "<p>Put in a key that may look, such as the one that the hub printed at its first start:</p>"
             "<form method=get action=/><p><label>Key <input type=password name=token autocomplete=off size=60>"
             "</label> <button>Open</button></p></form>"
         )
@@ -108,7 +121,10 @@ def refusal_page(answered: Answered) -> str:
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th scope=col>{heading}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(map(_cell, row)) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>" if body else "<p>None.</p>"
+    if not body:
+        return "<p>None.</p>"
+    # A telephone scrolls it sideways, where it would otherwise break every word.
+    return f"<div class=wide><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _cell(text: str) -> str:
