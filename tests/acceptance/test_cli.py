@@ -149,6 +149,19 @@ def test_a_quiet_run_prints_paths_only_and_takes_its_servers_from_the_environmen
     assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, "cat_00001_.png", "")
 
 
+def test_a_run_of_an_editors_file_tells_everything_as_json(server: str, tmp_path: Path) -> None:
+    nodes = [
+        {"id": 1, "type": "EmptyImage", "widgets_values": [64, 64, 1, 255]},
+        {"id": 2, "type": "SaveImage", "inputs": [{"name": "images", "type": "IMAGE", "link": 1}]},
+    ]
+    path = written(tmp_path / "editor.json", {"nodes": nodes, "links": [[1, 1, 0, 2, 0, "IMAGE"]]})
+    ended = run_cli("run", path, "-s", server, "--json", "--set", "2.filename_prefix=made", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert (told["status"], told["outputs"]) == ("completed", ["made_00001_.png"])
+    assert (tmp_path / "made_00001_.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_inputs_can_be_set_and_text_stays_text(server: str, workflow: Path, tmp_path: Path) -> None:
     ended = run_cli(
         "run",

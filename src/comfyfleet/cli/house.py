@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import shutil
 import socket
 import ssl
@@ -168,8 +169,10 @@ def greet(house: House, resolved: Resolved) -> None:
         )
     if house.is_key_new:
         click.echo("Next, in another terminal of this machine (it finds the hub and the key by itself):")
-        click.echo(f"  {_as_called()} submit workflow.json --watch --out pictures")
-        click.echo(f"  {_as_called()} top")
+        # Named by a flag, the folder is unknown to whoever does not name it too.
+        more = f" --data {shlex.quote(str(resolved.data))}" if "flag" in resolved.origin("data").place else ""
+        click.echo(f"  {_as_called()} submit workflow.json --watch --out pictures{more}")
+        click.echo(f"  {_as_called()} top{more}")
 
 
 def _as_called() -> str:

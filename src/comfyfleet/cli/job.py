@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from comfyfleet.cli import values
 from comfyfleet.cli.endings import make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 
@@ -17,7 +18,7 @@ def command() -> None:
 
 
 @command.command("show")
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=values.job_ids)
 @as_json
 @settings(*TO_REACH)
 def show(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -65,7 +66,7 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
 
 
 @command.command("watch")
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=values.job_ids)
 @click.option(
     "-o",
     "--out",
@@ -85,7 +86,7 @@ def watch(job_id: str, out: Path | None, as_json: bool, **flags: Any) -> None:
 
 
 @command.command("cancel")
-@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...")
+@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=values.job_ids)
 @as_json
 @settings(*TO_REACH)
 def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
@@ -109,7 +110,7 @@ def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
 
 
 @command.command("retry")
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=values.job_ids)
 @as_json
 @settings(*TO_REACH)
 def retry(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -124,7 +125,7 @@ def retry(job_id: str, as_json: bool, **flags: Any) -> None:
 
 
 @command.command("explain")
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=values.job_ids)
 @as_json
 @settings(*TO_REACH)
 def explain(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -144,7 +145,7 @@ def explain(job_id: str, as_json: bool, **flags: Any) -> None:
 
 def _changing(name: str, text: str, method: str) -> None:
     @command.command(name, help=text)
-    @click.argument("job_id")
+    @click.argument("job_id", shell_complete=values.job_ids)
     @as_json
     @settings(*TO_REACH)
     def change(job_id: str, as_json: bool, **flags: Any) -> None:
@@ -162,7 +163,7 @@ _changing("resume", "Let a paused job run again.", "resume")
 
 
 @command.command("priority")
-@click.argument("job_id")
+@click.argument("job_id", shell_complete=values.job_ids)
 @click.argument("priority", type=click.IntRange(-1000, 1000))
 @as_json
 @settings(*TO_REACH)

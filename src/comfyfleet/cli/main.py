@@ -58,6 +58,7 @@ class _Session:
 
     def __init__(self) -> None:
         self.is_debugging = False
+        self.wants_json = False
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -81,9 +82,12 @@ def comfyfleet(session: _Session, debug: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with its code."""
     session = _Session()
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    # Looked for here: a command line that cannot be parsed is an error too.
+    session.wants_json = "--json" in given
     try:
         outcome: Any = comfyfleet.main(
-            args=None if arguments is None else list(arguments),
+            args=given,
             prog_name="comfyfleet",
             standalone_mode=False,
             obj=session,
@@ -91,9 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         # Without its standalone mode click gives back the code of an exit, or what the command returned.
         sys.exit(outcome if isinstance(outcome, int) else ExitCode.OK)
     except click.ClickException as error:
-        error.show()
+        if session.wants_json:
+            _tell_json(error.exit_code, error.format_message())
+        else:
+            error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt):
+    except click.Abort:
+        # It came in the middle of a question.
+        click.echo(err=True)
+        sys.exit(ExitCode.INTERRUPTED)
+    except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
     except Terminated:
         sys.exit(ExitCode.TERMINATED)
@@ -101,8 +112,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if session.is_debugging:
             raise
         code, message = _explained(error)
-        click.echo(f"Error: {' '.join(message.split())}", err=True)
+        message = " ".join(message.split())
+        if session.wants_json:
+            _tell_json(code, message, error)
+        else:
+            click.echo(f"Error: {message}", err=True)
         sys.exit(code)
+
+
+def _tell_json(code: int, message: str, error: Exception | None = None) -> None:
+    """One line on standard error, so that what was printed before stays an answer of its own."""
+    import msgspec
+
+    from comfyfleet.model.errors import Refusal
+
+    refusal = error if isinstance(error, Refusal) else None
+    told = {
+        "exit_code": int(code),
+        "code": None if refusal is None else refusal.code.value,
+        "message": message,
+        "details": {} if refusal is None else refusal.details,
+    }
+    click.echo(msgspec.json.encode({"error": told}), err=True)
 
 
 def _explained(error: Exception) -> tuple[ExitCode, str]:

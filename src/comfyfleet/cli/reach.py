@@ -17,6 +17,7 @@ from comfyfleet.cli.endings import run
 from comfyfleet.cli.local import read_hub
 from comfyfleet.cli.settings import Resolved, read_settings
 from comfyfleet.client.fleet import DEFAULT_URL, FleetClient
+from comfyfleet.model.errors import Fault, Refusal
 
 T = TypeVar("T")
 
@@ -61,17 +62,32 @@ def _exactly(certificate: str) -> ssl.SSLContext | None:
     return context
 
 
-def ask(flags: dict[str, Any], work: Callable[[FleetClient], Coroutine[Any, Any, T]]) -> T:
+def ask(
+    flags: dict[str, Any],
+    work: Callable[[FleetClient], Coroutine[Any, Any, T]],
+    *,
+    patience_s: float = _PATIENCE_S,
+) -> T:
     """Does the work with a client of the hub that the flags, or their places, mean."""
     config = flags.pop("config", None)
-    reach = find_hub(read_settings(flags, config=config))
+    resolved = read_settings(flags, config=config)
+    reach = find_hub(resolved)
 
     async def asking() -> T:
-        client = FleetClient(reach.url, reach.key, patience_s=_PATIENCE_S, trust=reach.trust)
+        try:
+            client = FleetClient(reach.url, reach.key, patience_s=patience_s, trust=reach.trust)
+        except Refusal as error:
+            raise resolved.wrong("hub", error.message) from error
         async with client:
             return await work(client)
 
-    return run(asking())
+    try:
+        return run(asking())
+    except Fault as error:
+        if resolved.values.hub is None and read_hub(resolved.data) is None:
+            # Nobody named a hub, and none was ever started here.
+            raise Fault(f"{error} `comfyfleet up` starts one here, --hub names another") from error
+        raise
 
 
 def print_json(value: Any) -> None:
@@ -111,8 +127,10 @@ def print_table(headings: list[str], rows: list[list[str]], *, empty: str) -> No
             click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in headings:
-        table.add_column(heading)
+    for number, heading in enumerate(headings):
+        # What a row is called is there to be copied: in a narrow terminal the others give way.
+        width = None if number else max(len(row[0]) for row in rows)
+        table.add_column(heading, min_width=width, no_wrap=not number)
     for row in rows:
         # As text: what others named must not be read as styles.
         table.add_row(*map(Text, row))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder, run
-from comfyfleet.cli.options import Address
+from comfyfleet.cli.options import Address, as_json
 
 if TYPE_CHECKING:
     from comfyfleet.cli.run_progress import RunProgress
@@ -76,6 +76,7 @@ _LEAVE_S = 1.0
     help="Folder for the outputs; the current one unless given. No file is overwritten.",
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the paths of the outputs.")
+@as_json
 def command(
     workflow: BinaryIO,
     servers: tuple[str, ...],
@@ -87,6 +88,7 @@ def command(
     timeout: float | None,
     out: Path,
     quiet: bool,
+    as_json: bool,
 ) -> None:
     """Run a WORKFLOW file on the best of some servers and download its outputs.
 
@@ -115,7 +117,7 @@ def command(
         options["attachments"] = [_attachment(draft.graph, text) for text in attachments]
     # Better to know now that there is no place for the outputs than after an hour of work.
     make_folder(out)
-    run(_run(draft, list(addresses.values()), store, attachments, options, out, quiet))
+    run(_run(draft, list(addresses.values()), store, attachments, options, out, quiet, as_json))
 
 
 class Draft:
@@ -192,14 +194,16 @@ async def _run(
     options: dict[str, Any],
     out: Path,
     is_quiet: bool,
+    as_json: bool,
 ) -> None:
     import asyncio
 
+    from comfyfleet.cli.reach import print_json
     from comfyfleet.cli.run_progress import RunProgress
     from comfyfleet.pool.pool import WorkflowPool
     from comfyfleet.worker.settings import AgentSettings
 
-    with RunProgress(is_quiet) as progress:
+    with RunProgress(is_quiet, as_json) as progress:
         agent = AgentSettings(stop_grace_s=_LEAVE_S)
         async with WorkflowPool(servers, store=store or "memory:", agent=agent) as pool:
             leave = pool.on("*", progress.hear)
@@ -224,6 +228,17 @@ async def _run(
             for file in result.files:
                 # One after the other: what is saved is told even where the next one fails.
                 progress.saved(*await pool.save(file, out, record.client_id))
+            if as_json:
+                print_json(
+                    {
+                        "status": record.status,
+                        "client_id": record.client_id,
+                        "workflow_hash": record.workflow_hash,
+                        "attempts": record.attempts,
+                        "seeds": record.seeds,
+                        "outputs": [str(path) for path in progress.paths],
+                    }
+                )
 
 
 async def _take_back(pool: WorkflowPool, job_id: str, progress: RunProgress) -> None:

@@ -16,8 +16,11 @@ from comfyfleet.pool.events import PoolEvent
 class RunProgress:
     """Hears the events of one job. Use it as a context manager: it leaves the terminal as it was."""
 
-    def __init__(self, is_quiet: bool) -> None:
+    def __init__(self, is_quiet: bool, as_json: bool = False) -> None:
         self._is_quiet = is_quiet
+        self._as_json = as_json
+        self.paths: list[Path] = []
+        """What was saved; told one by one, unless JSON tells them at the end."""
         self._console = Console(stderr=True, highlight=False, quiet=is_quiet)
         self._bar: Progress | None = None
         if self._console.is_terminal and not is_quiet:
@@ -61,7 +64,9 @@ class RunProgress:
     def saved(self, path: Path) -> None:
         if self._bar is not None:
             self._bar.stop()
-        click.echo(path)
+        self.paths.append(path)
+        if not self._as_json:
+            click.echo(path)
 
     def hear(self, event: PoolEvent) -> None:
         match event.name:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,10 +11,17 @@ import click
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 
 if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Iterator
+
     from rich.console import RenderableType
 
     from comfyfleet.client.fleet import FleetClient
     from comfyfleet.wire.answers import JobBody, StatsBody, WorkerBody
+
+
+_FRAME = 8
+"""Rows that are not a worker or a job: three lines of figures, two headings, what lies between, and the last."""
 
 
 @click.command("top")
@@ -21,7 +30,7 @@ if TYPE_CHECKING:
 @as_json
 @settings(*TO_REACH)
 def command(interval: float, once: bool, as_json: bool, **flags: Any) -> None:
-    """Watch queue, workers and running jobs live, until Ctrl-C."""
+    """Watch queue, workers and running jobs live, until `q` or Ctrl-C."""
     from comfyfleet.cli.reach import ask, print_json
 
     if as_json:
@@ -42,21 +51,76 @@ async def _look(client: FleetClient) -> tuple[StatsBody, list[WorkerBody], list[
 
 async def _show(client: FleetClient, interval: float, once: bool) -> None:
     import asyncio
+    import contextlib
 
     from rich.console import Console
     from rich.live import Live
+
+    from comfyfleet.model.errors import Fault
 
     console = Console(highlight=False)
     if once or not console.is_terminal:
         console.print(_drawn(client.url, *await _look(client)))
         return
-    with Live(console=console, auto_refresh=False, screen=True) as live:
-        while True:
-            live.update(_drawn(client.url, *await _look(client)), refresh=True)
-            await asyncio.sleep(interval)
+    # The first look may fail as any command does; from then on a hub that is away is waited for.
+    found, trouble = await _look(client), ""
+    with _keys() as is_over, Live(console=console, auto_refresh=False, screen=True) as live:
+        while not is_over.is_set():
+            live.update(_drawn(client.url, *found, rows=console.size.height, trouble=trouble), refresh=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await is_over.wait()
+            try:
+                found, trouble = await _look(client), ""
+            except Fault as error:
+                trouble = f"as it was: {error}"
 
 
-def _drawn(url: str, stats: StatsBody, workers: list[WorkerBody], jobs: list[JobBody]) -> RenderableType:
+@contextmanager
+def _keys() -> Iterator[asyncio.Event]:
+    """Set by `q`. The terminal gives single keys meanwhile, where it is one."""
+    import asyncio
+    import sys
+
+    is_over = asyncio.Event()
+    try:
+        import termios
+        import tty
+    except ImportError:
+        yield is_over
+        return
+    try:
+        before = termios.tcgetattr(sys.stdin)
+    except (termios.error, OSError, ValueError):
+        yield is_over
+        return
+
+    def read() -> None:
+        pressed = os.read(sys.stdin.fileno(), 64)
+        # Nothing at all: the terminal is gone. Other keys send an escape with more behind it.
+        if pressed in (b"", b"\x1b") or (not pressed.startswith(b"\x1b") and b"q" in pressed.lower()):
+            is_over.set()
+
+    loop = asyncio.get_running_loop()
+    tty.setcbreak(sys.stdin)
+    loop.add_reader(sys.stdin, read)
+    try:
+        yield is_over
+    finally:
+        loop.remove_reader(sys.stdin)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _drawn(
+    url: str,
+    stats: StatsBody,
+    workers: list[WorkerBody],
+    jobs: list[JobBody],
+    *,
+    rows: int | None = None,
+    trouble: str = "",
+) -> RenderableType:
+    """In at most so many rows: what does not fit is counted."""
     import time
 
     from rich.console import Group
@@ -75,8 +139,11 @@ def _drawn(url: str, stats: StatsBody, workers: list[WorkerBody], jobs: list[Job
     }
     fleet = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("worker", "status", "runs", "completed", "failed", "per hour", "seen"):
-        fleet.add_column(heading)
-    for worker in workers:
+        fleet.add_column(heading, no_wrap=True)
+    room = len(workers) + len(jobs) if rows is None else max(2, rows - _FRAME)
+    shown_jobs = jobs[: max(room // 2, room - len(workers))]
+    shown_workers = workers[: max(1, room - len(shown_jobs))]
+    for worker in shown_workers:
         fleet.add_row(
             Text(worker.id),
             Text(worker.status.value, style=styles.get(worker.status.value, "")),
@@ -88,19 +155,22 @@ def _drawn(url: str, stats: StatsBody, workers: list[WorkerBody], jobs: list[Job
         )
     running = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("running job", "worker", "priority", "since"):
-        running.add_column(heading)
-    for job in jobs:
+        running.add_column(heading, no_wrap=True)
+    for job in shown_jobs:
         since = ago(job.started_at or job.submitted_at, now)
         running.add_row(Text(job.id), Text(job.worker_id or "–"), str(job.priority), since)
     waiting = (
         f"{stats.waiting} waiting, {stats.delayed} delayed, {stats.paused} paused, {stats.leased} running"
     )
     ended = f"{stats.completed} completed, {stats.failed} failed, {stats.cancelled} cancelled"
+    left_out = len(workers) - len(shown_workers)
+    state = trouble or ("the queue is paused" if stats.is_paused else "")
     return Group(
-        Text(f"{url}  {'the queue is paused' if stats.is_paused else ''}", style="bold"),
-        Text(f"{waiting} · {ended} · {stats.idle_slots} idle slots"),
+        Text(f"{url}  {state}", style="bold red" if trouble else "bold", no_wrap=True, overflow="ellipsis"),
+        Text(f"{waiting} · {stats.idle_slots} idle slots", no_wrap=True, overflow="ellipsis"),
+        Text(ended, no_wrap=True, overflow="ellipsis"),
         Text(),
         fleet,
-        Text(),
+        Text(f"… and {left_out} more workers" if left_out else ""),
         running,
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from comfyfleet.cli import workers
 from comfyfleet.cli.options import settings
 from comfyfleet.cli.up import ended
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from comfyfleet.pool.options import Server
 
 
-@click.command("worker")
+@click.group("worker", invoke_without_command=True)
 @settings("hub", "store", "servers", "fake", "key", "enrol", "trust", "name", "slots", "grace_s")
 @click.option(
     "--rules",
@@ -33,13 +34,26 @@ if TYPE_CHECKING:
 )
 @settings("data", "log_level", "log_format", "config")
 @click.option("--simulated", type=click.FloatRange(0), multiple=True, hidden=True, metavar="SECONDS")
-def command(config: str | None, changes: str | None, simulated: tuple[float, ...], **flags: Any) -> None:
+@click.pass_context
+def command(
+    context: click.Context,
+    /,
+    config: str | None,
+    changes: str | None,
+    simulated: tuple[float, ...],
+    **flags: Any,
+) -> None:
     """Work on jobs from a hub, or from a store, until Ctrl-C or SIGTERM.
 
     Each server becomes a worker of the fleet; several such processes, on any number of machines, share the jobs. With
     --hub only outgoing connections are made. A hub or a server that is down is waited for. The first signal lets what
-    runs end and takes nothing new, a second one gives it back at once. To command a worker: `comfyfleet workers`.
+    runs end and takes nothing new, a second one gives it back at once. The commands are
+    those of `comfyfleet workers`: they tell a worker of a hub what to do.
     """
+    if context.invoked_subcommand is not None:
+        if any((config, changes, simulated, *flags.values())):
+            raise click.UsageError(f"put the options behind `{context.invoked_subcommand}`")
+        return
     import asyncio
 
     from comfyfleet.cli.local import read_hub
@@ -59,6 +73,10 @@ def command(config: str | None, changes: str | None, simulated: tuple[float, ...
     set_up(chosen.log_level, chosen.log_format)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not (chosen.fake or simulated))
     ended(asyncio.run(_work(resolved, servers, simulated)))
+
+
+for _name in ("show", "drain", "pause", "resume", "remove"):
+    command.add_command(workers.command.commands[_name])
 
 
 def _read_rules(changes: str | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from comfyfleet.cli import values
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 
 
@@ -60,7 +61,7 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
 
 
 @command.command("show")
-@click.argument("worker_id")
+@click.argument("worker_id", shell_complete=values.worker_ids)
 @as_json
 @settings(*TO_REACH)
 def show(worker_id: str, as_json: bool, **flags: Any) -> None:
@@ -82,7 +83,7 @@ def show(worker_id: str, as_json: bool, **flags: Any) -> None:
 
 def _commanding(name: str, text: str, method: str) -> None:
     @command.command(name, help=text)
-    @click.argument("worker_id")
+    @click.argument("worker_id", shell_complete=values.worker_ids)
     @as_json
     @settings(*TO_REACH)
     def order(worker_id: str, as_json: bool, **flags: Any) -> None:
@@ -101,7 +102,7 @@ _commanding("resume", "Give a worker work again.", "resume_worker")
 
 
 @command.command("remove")
-@click.argument("worker_id")
+@click.argument("worker_id", shell_complete=values.worker_ids)
 @as_json
 @settings(*TO_REACH)
 def remove(worker_id: str, as_json: bool, **flags: Any) -> None:
