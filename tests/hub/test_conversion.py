@@ -15,7 +15,7 @@ from tests.policy._editor import Editor
 from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI
 
 from comfyfleet import FleetClient, Refusal, WorkflowPool
-from comfyfleet.engine.definitions import DRAWER, NodeDesk
+from comfyfleet.engine.definitions import DRAWER, NodeDesk, forget
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.node_definitions import Widget
@@ -120,7 +120,7 @@ async def test_many_nodes_are_kept_in_parts_and_come_back_whole() -> None:
         await desk.describe(GPU, many)
         assert len(await rig.cabinet.listing(DRAWER)) > 1
         assert await desk._definitions(GPU) == many
-        await desk.forget(GPU)
+        await forget(rig.cabinet, GPU)
         assert await desk._definitions(GPU) is None
 
 

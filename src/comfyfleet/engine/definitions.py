@@ -17,6 +17,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.node_definitions import NodeDefinitions, Widget
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import Cabinet
 
 DRAWER = "nodes"
 MAX_PARTS = 32
@@ -45,11 +46,6 @@ class NodeDesk:
             known = await self._context.store.cabinet.get(DRAWER, _name(worker_id, number))
             if known is None or known.body != body:
                 await self._context.store.cabinet.put(DRAWER, _name(worker_id, number), body, version=None)
-
-    async def forget(self, worker_id: WorkerId) -> None:
-        number = 0
-        while await self._context.store.cabinet.remove(DRAWER, _name(worker_id, number)):
-            number += 1
 
     async def convert(self, workflow: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """With the definitions of a live worker that has every node of it."""
@@ -95,6 +91,12 @@ class NodeDesk:
         except (zlib.error, msgspec.MsgspecError):
             # Read while it was being replaced.
             return None
+
+
+async def forget(cabinet: Cabinet, worker_id: WorkerId) -> None:
+    number = 0
+    while await cabinet.remove(DRAWER, _name(worker_id, number)):
+        number += 1
 
 
 def _name(worker_id: WorkerId, number: int) -> str:

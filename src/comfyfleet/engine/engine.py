@@ -297,7 +297,6 @@ class Engine:
 
     async def remove_worker(self, worker_id: WorkerId) -> None:
         await self._workers.remove(worker_id)
-        await self._nodes.forget(worker_id)
 
     async def pause_worker(self, worker_id: WorkerId, is_paused: bool = True) -> None:
         await self._workers.set_flags(worker_id, is_paused=is_paused)

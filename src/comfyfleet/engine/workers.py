@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from comfyfleet.engine import definitions
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds, Slot
@@ -86,6 +87,8 @@ class WorkerDesk:
 
     async def remove(self, worker_id: WorkerId) -> None:
         self._rounds.dismiss(worker_id)
+        # Before the rest: one that comes back meanwhile tells it again.
+        await definitions.forget(self._context.store.cabinet, worker_id)
         for block in await self._context.store.blocks(worker_id):
             await self._context.store.lift([block.pair])
         await self._context.fleet.remove(worker_id)
