@@ -95,6 +95,7 @@ OFFERS: dict[str, st.SearchStrategy[Any]] = {
     "location": st.builds(Location, optional("EU", "us"), some("GDPR", "hipaa")),
     "cost": st.builds(Cost, st.sampled_from(COST_TIERS)),
     "environment": st.sampled_from(ENVIRONMENTS),
+    "moves_files": st.booleans(),
 }
 
 slow_worker_classes = st.lists(
@@ -123,6 +124,7 @@ NEEDS: dict[str, st.SearchStrategy[Any]] = {
     "max_cost_tier": optional(*COST_TIERS),
     "workers": st.none() | st.lists(worker_ids, unique=True).map(tuple),
     "exclude_workers": st.lists(worker_ids, unique=True, max_size=2).map(tuple),
+    "needs_files": st.booleans(),
 }
 
 
@@ -135,6 +137,7 @@ DECIDED_BY = {
     "max_cost_tier": "cost",
     "workers": "environment",
     "exclude_workers": "environment",
+    "needs_files": "moves_files",
 }
 """Which offer can decide a need. A worker's name is no offer; there any will do."""
 

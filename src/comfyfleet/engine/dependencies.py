@@ -2,7 +2,8 @@
 
 Who waits for a job is noted in the store's cabinet before the job is marked as awaited, and that before the waiting job
 is written. So whichever engine ends an awaited job finds those who wait; one that dies in between is made up for by the
-sweep, which looks at every held job again by itself. Each look ends in a guarded write and may be taken twice.
+sweep, which looks at every held job again by itself. Each look ends in a guarded write and may be taken twice. What a
+waiting job takes of an awaited one is found when that completed, and written with the job's release.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.inputs import Inputs, with_files
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Phase, Write
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job
 from comfyfleet.policy.timing import released
 from comfyfleet.ports import Document
 
@@ -27,14 +30,17 @@ _LOG = logging.getLogger(__name__)
 
 DRAWER = "dependents"
 _COMPLETED = b"completed"
+"""What was found of it, if anything, stands behind."""
+_FOUND = msgspec.json.Decoder(dict[int, str])
 _PAGE = 100
 
 
 class Dependencies:
-    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts) -> None:
+    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts, inputs: Inputs) -> None:
         self._context = context
         self._rounds = rounds
         self._verdicts = verdicts
+        self._inputs = inputs
         self._ended: dict[JobId, Dispatch] = {}
         self._running: asyncio.Task[None] | None = None
         context.awaited_ended = self.ended
@@ -125,46 +131,58 @@ class Dependencies:
             job = await context.store.records.get(job_id)
             assert job is not None, "a dispatch without a record is never shown"
             after = job.payload.after
-            phases = [await self._phase(awaited, job_id) for awaited in after]
-            failed = next(
-                (
-                    (awaited, phase)
-                    for awaited, phase in zip(after, phases, strict=True)
-                    if phase in (None, Phase.FAILED, Phase.CANCELLED)
-                ),
-                None,
-            )
-            if failed is not None:
-                if await self._verdicts.ended(dispatch, _failure(*failed)) is not None:
+            problem: Failure | None = None
+            is_ready, files = True, dict[int, str]()
+            for awaited in after:
+                phase, found = await self._standing(awaited, job)
+                is_ready &= phase is Phase.COMPLETED
+                if phase in (None, Phase.FAILED, Phase.CANCELLED):
+                    problem = problem or _failure(awaited, phase)
+                elif isinstance(found, Failure):
+                    problem = problem or found
+                else:
+                    files |= found
+            if problem is not None:
+                if await self._verdicts.ended(dispatch, problem) is not None:
                     return True
                 continue
-            if all(phase is Phase.COMPLETED for phase in phases):
-                now = await context.store.now()
-                change = released(dispatch, now, context.rules)
-                written = await context.store.write(Write(job_id, AtRevision(dispatch.revision), change))
-                if written is None:
-                    continue
-                context.publish(written)
-                if written.dispatch.stands_in_lane:
-                    self._rounds.job_arrived(written.dispatch.class_key)
-                await self._forget(after, job_id)
-                return True
-            return False
+            if not is_ready:
+                return False
+            now = await context.store.now()
+            change = released(dispatch, now, context.rules)
+            kept = {"payload": with_files(job.payload, files)} if files else None
+            written = await context.store.write(
+                Write(job_id, AtRevision(dispatch.revision), change, job=kept)
+            )
+            if written is None:
+                continue
+            context.publish(written)
+            if written.dispatch.stands_in_lane:
+                self._rounds.job_arrived(written.dispatch.class_key)
+            await self._forget(after, job_id)
+            return True
 
-    async def _phase(self, awaited: JobId, job_id: JobId) -> Phase | None:
-        """None: it is gone, and nobody saw that it completed."""
+    async def _standing(self, awaited: JobId, job: Job) -> tuple[Phase | None, dict[int, str] | Failure]:
+        """The phase of an awaited job, and what was found of it once it completed. None: it is gone, and nobody saw
+        that it completed."""
         store = self._context.store
         dispatch = await store.load(awaited)
-        name = _name(awaited, job_id)
-        document = None
-        if dispatch is None or dispatch.phase is Phase.COMPLETED:
-            document = await store.cabinet.get(DRAWER, name)
+        if dispatch is not None and dispatch.phase is not Phase.COMPLETED:
+            return dispatch.phase, {}
+        name = _name(awaited, job.job_id)
+        document = await store.cabinet.get(DRAWER, name)
+        if document is not None and document.body.startswith(_COMPLETED):
+            return Phase.COMPLETED, _FOUND.decode(document.body.removeprefix(_COMPLETED) or b"{}")
         if dispatch is None:
-            return Phase.COMPLETED if document is not None and document.body == _COMPLETED else None
-        if document is not None and document.body != _COMPLETED:
-            # Completed jobs are not kept for ever, and this one may wait for others for long.
-            await store.cabinet.put(DRAWER, name, _COMPLETED, version=document.version)
-        return dispatch.phase
+            return None, {}
+        found = await self._inputs.found(job.payload, awaited)
+        if not isinstance(found, Failure):
+            await self._inputs.use(found.values(), job.job_id)
+            if document is not None:
+                # Completed jobs are not kept for ever, and this one may wait for others for long.
+                body = _COMPLETED + (msgspec.json.encode(found) if found else b"")
+                await store.cabinet.put(DRAWER, name, body, version=document.version)
+        return Phase.COMPLETED, found
 
     async def _forget(self, after: Sequence[JobId], job_id: JobId) -> None:
         for awaited in after:

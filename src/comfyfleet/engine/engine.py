@@ -15,6 +15,7 @@ from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.explain import explain
 from comfyfleet.engine.following import Follower
 from comfyfleet.engine.foreign import ForeignDesk
+from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.newest import Newest
@@ -85,10 +86,16 @@ class Engine:
         self._verdicts = Verdicts(self._context, self._rounds)
         self._commands = CommandDesk(self._context, self._rounds)
         self._workers = WorkerDesk(self._context, self._rounds, self._verdicts, self._commands)
-        self._dependencies = Dependencies(self._context, self._rounds, self._verdicts)
+        self._inputs = Inputs(self._context)
+        self._dependencies = Dependencies(self._context, self._rounds, self._verdicts, self._inputs)
         self._nodes = NodeDesk(self._context)
         self._jobs = JobDesk(
-            self._context, self._rounds, self._commands.tell_of_cancel, self._dependencies, self._nodes
+            self._context,
+            self._rounds,
+            self._commands.tell_of_cancel,
+            self._dependencies,
+            self._inputs,
+            self._nodes,
         )
         self._follower = Follower(self._context)
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
@@ -181,6 +188,10 @@ class Engine:
                             return
         finally:
             subscription.close()
+
+    async def uses_file(self, file_id: str) -> bool:
+        """Whether a job that is open brings it."""
+        return await self._inputs.is_used(file_id)
 
     def following(self, job_id: JobId, after: int = 0) -> AbstractContextManager[None]:
         """While this lasts, the bus tells of what other engines do to the job too."""

@@ -11,9 +11,11 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
+import msgspec
+
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.workers import WorkerDesk
-from comfyfleet.model.calls import Applicant, FinishedRun, ForeignReport
+from comfyfleet.model.calls import Applicant, FinishedRun, ForeignReport, RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.ports import ForeignWorkers, Timer
@@ -98,7 +100,7 @@ class ForeignDesk:
         worker_id, problem = applicant.worker_id, applicant.problem
         try:
             if applicant.call is not None:
-                await self._workers.register(applicant.call)
+                await self._workers.register(_without_files(applicant.call))
             elif not problem:
                 await self._workers.unregister(worker_id, "it left")
         except Refusal as refusal:
@@ -141,3 +143,10 @@ class ForeignDesk:
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
+
+
+def _without_files(call: RegisterWorker) -> RegisterWorker:
+    """Whatever it says: with the store alone it has no hub to fetch files from, or to bring them to."""
+    return msgspec.structs.replace(
+        call, capabilities=msgspec.structs.replace(call.capabilities, moves_files=False)
+    )

@@ -11,6 +11,7 @@ import msgspec
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies, held
+from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
 from comfyfleet.model.conversion import is_editor_workflow
@@ -29,8 +30,9 @@ from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import GraphNeeds, hash_workflow, parse_workflow, read_needs, resolve_seeds
-from comfyfleet.policy.admission import check_priority, check_room, check_submission
+from comfyfleet.policy.admission import check_dependencies, check_priority, check_room, check_submission
 from comfyfleet.policy.feasibility import misses, nearest_miss
+from comfyfleet.policy.inputs import as_asked, check_inputs
 from comfyfleet.policy.learning import with_memory, without_slow
 from comfyfleet.policy.lifecycle import (
     MOVES,
@@ -66,12 +68,14 @@ class JobDesk:
         rounds: Rounds,
         tell_worker: Callable[[Dispatch], Awaitable[None]],
         dependencies: Dependencies,
+        inputs: Inputs,
         nodes: NodeDesk,
     ) -> None:
         self._context = context
         self._rounds = rounds
         self._tell_worker = tell_worker
         self._dependencies = dependencies
+        self._inputs = inputs
         self._nodes = nodes
 
     # submit
@@ -84,8 +88,11 @@ class JobDesk:
             workflow = await self._nodes.convert(workflow)
         graph = parse_workflow(workflow, max_nodes=rules.max_nodes)
         # A copy of our own: the caller may go on changing its graph for the next job.
-        after = tuple(dict.fromkeys(submission.after))
-        submission = msgspec.structs.replace(submission, workflow=graph.to_graph(), after=after)
+        submission = msgspec.structs.replace(submission, workflow=graph.to_graph())
+        if submission.inputs or submission.after:
+            check_inputs(submission, graph, rules)
+            submission = await self._inputs.named(submission)
+            check_dependencies(submission, rules)
         if submission.reference is not None:
             known = await context.store.records.by_reference(submission.tenant, submission.reference)
             if known is not None:
@@ -93,6 +100,8 @@ class JobDesk:
         is_held = bool(submission.after) and await self._dependencies.check(
             submission.after, submission.tenant
         )
+        if submission.inputs and not is_held:
+            submission = await self._inputs.filled(submission)
         counts = await context.store.counts()
         size = submission.payload_bytes()
         check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
@@ -116,6 +125,7 @@ class JobDesk:
         dispatch = self._dispatch(submission, size, place, workflow_hash, now, is_held)
         if is_held:
             await self._dependencies.announce(submission.after, dispatch.job_id)
+        await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
         job = Job(
             dispatch.job_id,
             submission.tenant,
@@ -147,7 +157,7 @@ class JobDesk:
         kept = known.payload
         if not kept.attachments:
             submission = msgspec.structs.replace(submission, attachments=())
-        if kept != submission:
+        if as_asked(kept) != as_asked(submission):
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,
                 f"a different job was submitted as {submission.reference!r} before; choose another id",
@@ -164,6 +174,7 @@ class JobDesk:
             declared,
             models=tuple(sorted(graph.models.union(declared.models))),
             node_classes=tuple(sorted(graph.node_classes.union(declared.node_classes))),
+            needs_files=declared.needs_files or bool(submission.inputs),
         )
         needs = without_slow(needs, await self._context.lesson(workflow_hash))
         return RequirementClass(needs, submission.preferences, submission.tenant)
@@ -299,6 +310,7 @@ class JobDesk:
         is_held = bool(submission.after) and (view.dispatch.phase, Move.RETRY) in MOVES
         if is_held:
             await self._dependencies.announce(submission.after, job_id)
+        await self._inputs.use((each.file for each in submission.inputs), job_id)
 
         def decide(dispatch: Dispatch, now: float) -> Write:
             try:

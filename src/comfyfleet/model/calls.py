@@ -12,6 +12,7 @@ import msgspec
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
+from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Attachment, Job, JobResult, Timeouts
 from comfyfleet.model.worker import Capabilities, LiveState
@@ -105,6 +106,8 @@ class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
     timeouts: Timeouts = Timeouts()
     include_outputs: tuple[str, ...] = ()
     attachments: tuple[Attachment, ...] = ()
+    inputs: tuple[InputFile, ...] = ()
+    """Files to fetch from the hub before the run; they become attachments."""
     attempt: int = 1
     metadata: dict[str, Any] | None = None
 

@@ -30,6 +30,19 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """It is there, and is what was said."""
 
 
+class InputFile(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file that goes into a node's input, as the holder of a lease hears of it. Without a link: it is not there."""
+
+    node: str
+    input: str
+    file_id: str
+    name: str = ""
+    kind: Literal["image", "mask"] = "image"
+    size: int | None = None
+    sha256: str | None = None
+    url: str | None = None
+
+
 class Grant(msgspec.Struct, frozen=True):
     """One file, one method, for a short while."""
 

@@ -33,6 +33,28 @@ class Attachment(msgspec.Struct, frozen=True, omit_defaults=True):
     kind: Literal["image", "mask"] = "image"
 
 
+class JobInput(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file that a hub keeps, and the node input that gets it: one that was uploaded, or what an earlier job left."""
+
+    node: str
+    input: str
+    file: str | None = None
+    """The hub's own name for it. Of an earlier job's output it is known once that job has completed."""
+    job: JobId | None = None
+    """The earlier job whose output it is."""
+    output: str | None = None
+    """Which of its outputs: those of a node, or those whose name is like a pattern. None means any."""
+    index: int = 0
+    """Which of several, in the order of the result."""
+    kind: Literal["image", "mask"] = "image"
+    sha256: str | None = None
+    size: int | None = None
+
+    @property
+    def target(self) -> str:
+        return f"{self.node}.{self.input}"
+
+
 class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     workflow: dict[str, Any]
     reference: str | None = None
@@ -55,6 +77,7 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     require_workable: bool = False
     after: tuple[JobId, ...] = ()
     """Jobs of the same tenant that must complete first."""
+    inputs: tuple[JobInput, ...] = ()
 
     def payload_bytes(self) -> int:
         """What it takes to keep: as JSON, and attachments as they are."""

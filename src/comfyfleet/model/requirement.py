@@ -53,6 +53,8 @@ class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     workers: tuple[WorkerId, ...] | None = None
     """Only these workers (an affinity). None means any."""
     exclude_workers: tuple[WorkerId, ...] = ()
+    needs_files: bool = False
+    """Only workers that fetch files from the hub, and bring there what a run left."""
 
 
 class Preferences(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -76,6 +76,8 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     performance: Performance = Performance()
     cost: Cost = Cost()
     environment: Environment = "self_hosted"
+    moves_files: bool = False
+    """It has a hub to fetch a job's inputs from, and to bring its outputs to."""
 
     @property
     def worker_class(self) -> str:

@@ -34,12 +34,7 @@ def check_submission(submission: Submission, rules: Rules) -> None:
     if submission.urgency not in rules.urgency_points:
         known = ", ".join(rules.urgency_points)
         raise Refusal(RefusalCode.INVALID_REQUEST, f"urgency {submission.urgency!r} is not one of {known}")
-    if len(submission.after) > rules.max_dependencies:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST,
-            f"a job waits for at most {rules.max_dependencies} others, this one names {len(submission.after)}",
-            field="after",
-        )
+    check_dependencies(submission, rules)
     if submission.metadata:
         try:
             size = len(msgspec.json.encode(submission.metadata))
@@ -55,6 +50,15 @@ def check_submission(submission: Submission, rules: Rules) -> None:
         raise Refusal(
             RefusalCode.TOO_LARGE,
             f"the attachments have {attached} bytes together; at most {rules.max_attachment_bytes} are taken",
+        )
+
+
+def check_dependencies(submission: Submission, rules: Rules) -> None:
+    if len(submission.after) > rules.max_dependencies:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"a job waits for at most {rules.max_dependencies} others, this one names {len(submission.after)}",
+            field="after",
         )
 
 

@@ -46,6 +46,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     cpu_cores: frozenset[int] = frozenset()
     ram_gb: frozenset[float] = frozenset()
     slow_worker_classes: frozenset[str] = frozenset()
+    files: frozenset[bool] = frozenset()
 
     @classmethod
     def of(cls, classes: Iterable[RequirementClass]) -> Vocabulary:
@@ -90,6 +91,7 @@ def _words(requirement_class: RequirementClass) -> dict[str, Iterable[Any]]:
         "cpu_cores": _bound(hardware.cpu_cores),
         "ram_gb": _bound(hardware.ram_gb),
         "slow_worker_classes": needs.slow_worker_classes,
+        "files": (True,) if needs.needs_files else (),
     }
 
 
@@ -149,6 +151,7 @@ def _project(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Vocabu
         _highest(bound for bound in vocabulary.ram_gb if hardware.memory.total_gb >= bound),
         # As with exclusion: its own class is the one that is absent.
         vocabulary.slow_worker_classes - {capabilities.worker_class},
+        *(vocabulary.files & {capabilities.moves_files}),
     )
 
 

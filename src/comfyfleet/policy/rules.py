@@ -82,6 +82,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # bounds
     max_nodes: int = 10_000
     max_attachment_bytes: int = 256 * 1024 * 1024
+    max_inputs: int = 100
+    """Files that a job brings; with what is attached to it they have `max_attachment_bytes` at most."""
     max_waiting: int = 2_000_000
     max_open_bytes: int = 16 * 1024 * 1024 * 1024
     """What the payloads of all open jobs, waiting or leased, may take together."""
