@@ -7,9 +7,9 @@ are the only sources of time and randomness.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
@@ -45,6 +45,7 @@ from comfyfleet.model.dispatch import (
     Written,
 )
 from comfyfleet.model.fact import Event, Fact, FactDraft, News
+from comfyfleet.model.file import FileRecord, Grant, InputFile
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
 from comfyfleet.model.lesson import Lesson
@@ -386,6 +387,41 @@ class NodeKeeper(Protocol):
     """A workers' door that wants to know the inputs of a server's nodes, to convert workflows of the editor."""
 
     async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None: ...
+
+
+@runtime_checkable
+class InputSource(Protocol):
+    """A workers' door that has the files a job brings."""
+
+    async def fetch_input(self, job: LeasedJob, file: InputFile) -> bytes:
+        """What is kept, as it is; whoever asks compares. `not_found`: nothing is kept there (any more)."""
+
+
+class Assets(Protocol):
+    """Where files lie, and short-lived grants to them. What a file is for, and who may have it, is the hub's."""
+
+    in_use: Callable[[str], Awaitable[bool]]
+    """Set by the hub: a file in use is kept, however old."""
+
+    async def reserve(
+        self,
+        tenant: TenantId,
+        *,
+        name: str = "",
+        content_type: str = "application/octet-stream",
+        kind: Literal["input", "output"] = "input",
+        size: int | None = None,
+        sha256: str | None = None,
+        job_id: JobId | None = None,
+        attempt_id: str | None = None,
+        source: str | None = None,
+    ) -> FileRecord: ...
+    async def get(self, file_id: str) -> FileRecord | None: ...
+    async def complete(self, file_id: str) -> FileRecord: ...
+    async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> Grant: ...
+    async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord: ...
+    async def read(self, record: FileRecord) -> bytes:
+        """All of it; bounded by what a job may bring."""
 
 
 class Timer(Protocol):

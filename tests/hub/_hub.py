@@ -53,8 +53,15 @@ class HubRig:
     """Asks the application itself, or over a connection where it is served at `url`."""
 
     def __init__(
-        self, hub: Hub, engine: Engine, cabinet: Cabinet, keys: dict[Role, str], url: str = ""
+        self,
+        hub: Hub,
+        engine: Engine,
+        cabinet: Cabinet,
+        keys: dict[Role, str],
+        url: str = "",
+        assets: LocalAssets | None = None,
     ) -> None:
+        self.assets = assets
         self.hub = hub
         self.engine = engine
         self.keys = keys
@@ -179,7 +186,7 @@ async def hub_in_process(
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None
             keys[role] = (await hub.keys.create(role, tenant=tenant))[1]
-        yield HubRig(hub, engine, cabinet, keys)
+        yield HubRig(hub, engine, cabinet, keys, assets=assets)
 
 
 @asynccontextmanager

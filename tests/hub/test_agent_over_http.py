@@ -24,6 +24,7 @@ from comfyfleet.hub.app import Hub
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Door
+from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.limits import Limits
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.serving import Serving, ServingSettings
@@ -86,7 +87,9 @@ class Switchboard:
         routes = tuple(route for route in WORKER_ROUTES if route.roles)
         self.door = Door(
             routes,
-            WorkerHandlers(cast(Engine, engine), limits.max_wait_s).bound(),
+            WorkerHandlers(
+                cast(Engine, engine), limits.max_wait_s, None, InputDesk(cast(Engine, engine), None)
+            ).bound(),
             credentials,
             limits,
             Audit(MemoryCabinet(), clock, SystemChance()),

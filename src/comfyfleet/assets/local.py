@@ -12,7 +12,7 @@ import hmac
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +55,8 @@ class LocalAssets:
         self._grant_s = grant_s
         self._keep_s = keep_s
         self._pruned_at = clock.now()
+        self._pruned_to = ""
+        self.in_use: Callable[[str], Awaitable[bool]] = _nowhere
         self._key: bytes | None = None
 
     # records
@@ -121,15 +123,23 @@ class LocalAssets:
         raise Fault(f"file {file_id!r} is being changed by others all the time; try again")
 
     async def _prune(self) -> None:
-        """The oldest stand first in the drawer. The bytes go before the record: what is left over is found again."""
+        """The oldest stand first in the drawer. The bytes go before the record: what is left over is found again.
+
+        Old files in use stay; where they fill a page, the next look goes on behind them.
+        """
         now = self._clock.now()
         if now - self._pruned_at < _PRUNE_EVERY_S:
             return
         self._pruned_at = now
-        for document in await self._cabinet.listing(DRAWER, limit=_PRUNE):
+        page = await self._cabinet.listing(DRAWER, self._pruned_to, _PRUNE)
+        self._pruned_to = page[-1].name if len(page) == _PRUNE else ""
+        for document in page:
             record = msgspec.json.decode(document.body, type=FileRecord)
             if record.created_at > now - self._keep_s:
+                self._pruned_to = ""
                 break
+            if await self.in_use(record.file_id):
+                continue
             await asyncio.to_thread(self.path(record).unlink, missing_ok=True)
             await self._cabinet.remove(DRAWER, record.file_id)
 
@@ -187,6 +197,14 @@ class LocalAssets:
             await asyncio.to_thread(partial.unlink, missing_ok=True)
         return received
 
+    async def read(self, record: FileRecord) -> bytes:
+        try:
+            return await asyncio.to_thread(self.path(record).read_bytes)
+        except FileNotFoundError:
+            raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} is not here") from None
+        except OSError as error:
+            raise Fault(f"the file {record.file_id!r} cannot be read: {error}") from error
+
     def _bound(self, record: FileRecord) -> int:
         return self._max_bytes if record.size is None else min(record.size, self._max_bytes)
 
@@ -209,6 +227,10 @@ class LocalAssets:
     def _too_large(self, bound: int | None = None) -> Refusal:
         most = self._max_bytes if bound is None else bound
         return Refusal(RefusalCode.TOO_LARGE, f"this file may have {most} bytes and no more", max_bytes=most)
+
+
+async def _nowhere(_: str) -> bool:
+    return False
 
 
 def _settle(descriptor: int, flush: object) -> None:

@@ -144,7 +144,7 @@ async def _play(
         agents = Agents(lambda worker, state: _publish(house.engine, worker, state), agent)
         stack.push_async_callback(agents.close)
         for name, fake in fakes.items():
-            await agents.add(house.engine, Server(fake.url, id=name))
+            await agents.add(house.api, Server(fake.url, id=name))
         await agents.first_verdicts()
         client = await stack.enter_async_context(FleetClient(house.url))
         stage = _Stage(client, teller, fakes, report)

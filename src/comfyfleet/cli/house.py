@@ -29,6 +29,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.credentials import is_loopback
+from comfyfleet.hub.inside import InsideApi
 from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.stores.opening import open_store
@@ -41,6 +42,8 @@ _FILES = 65_536
 class House(msgspec.Struct, frozen=True):
     engine: Engine
     hub: Hub
+    api: InsideApi
+    """The door of agents in this process."""
     serving: Serving
     url: str
     """As this machine reaches it."""
@@ -73,6 +76,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     clock = SystemClock()
     store = open_store(settings.store or embedded_store(resolved.data), clock)
     async with Engine(store, rules=resolved.rules(), clock=clock) as engine:
+        assets = LocalAssets(resolved.data / "files", store.cabinet, clock)
         hub = Hub(
             engine,
             store.cabinet,
@@ -80,7 +84,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             limits=resolved.limits(),
             is_open=settings.open,
             legacy_websocket=settings.legacy_websocket,
-            assets=LocalAssets(resolved.data / "files", store.cabinet, clock),
+            assets=assets,
         )
         key, is_new = await _owners_key(hub, known)
         async with Serving(hub, serving_settings) as serving:
@@ -89,7 +93,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             # What is there now stays to the end; the collector need not look at it again and again.
             gc.collect()
             gc.freeze()
-            yield House(engine, hub, serving, url, key, is_new, file)
+            yield House(engine, hub, InsideApi(engine, assets), serving, url, key, is_new, file)
 
 
 def _take_files() -> None:

@@ -92,7 +92,7 @@ async def _live(resolved: Resolved) -> Sequence[int]:
             stack.push_async_callback(agents.close)
             greet(house, resolved)
             for server in servers:
-                await agents.add(house.engine, server)
+                await agents.add(house.api, server)
             if servers:
                 await signals.wait()
             else:
@@ -114,7 +114,7 @@ async def _keep_looking(house: House, agents: Agents, resolved: Resolved) -> Non
             (server,) = named([address], None, resolved.values.slots)
             assert server.id is not None, "named servers have an id"
             if server.id not in agents:
-                await agents.add(house.engine, server)
+                await agents.add(house.api, server)
         if is_first and not len(agents):
             click.echo(
                 f"No ComfyUI answers on ports {LOCAL_PORTS[0]} to {LOCAL_PORTS[-1]} of this machine; one that comes is "

@@ -17,6 +17,7 @@ from comfyfleet.hub.events import FleetFeed
 from comfyfleet.hub.files import FileHandlers
 from comfyfleet.hub.fleet import FleetHandlers
 from comfyfleet.hub.health import HealthHandlers, version_here
+from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.jobs import JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
 from comfyfleet.hub.limits import Limits
@@ -59,12 +60,13 @@ class Hub:
         engine.measured_by(metrics.wrote)
         self._streams = StreamHandlers(engine, self._rooms, self._fleet, places, self.limits.beat_s)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
+        inputs = InputDesk(engine, assets)
         handlers: dict[str, Handler] = {
-            **JobHandlers(engine, assets).bound(),
+            **JobHandlers(engine, assets, inputs).bound(),
             **FileHandlers(engine, assets).bound(),
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
-            **WorkerHandlers(engine, self.limits.max_wait_s, assets).bound(),
+            **WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs).bound(),
             **KeyHandlers(self.keys, credentials, self.audit).bound(),
             **PageHandlers(engine, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
@@ -72,7 +74,15 @@ class Hub:
         }
         self._door = Door(ROUTES, handlers, credentials, self.limits, self.audit, places, metrics.answered)
         self._sockets = Sockets(
-            engine, self._rooms, self._fleet, credentials, self.limits, self.audit, places, legacy_websocket
+            engine,
+            self._rooms,
+            self._fleet,
+            credentials,
+            self.limits,
+            self.audit,
+            places,
+            inputs,
+            legacy_websocket,
         )
 
     @property

@@ -111,7 +111,7 @@ class FileHandlers:
     async def grants(self, call: Call[wire.GrantsBody]) -> Reply:
         assets, ref = self._assets, lease_ref(call.given.lease)
         dispatch = await self._engine.store.load(ref.job_id)
-        if dispatch is None or not _holds(dispatch, ref):
+        if dispatch is None or not holds(dispatch, ref):
             raise Refusal(RefusalCode.LEASE_LOST, "the lease is over: what it left is not kept")
         worker_id = call.caller.worker_id
         if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
@@ -132,7 +132,7 @@ class FileHandlers:
         return Reply(200, wire.FileGrants(tuple(views)))
 
 
-def _holds(dispatch: Dispatch, ref: LeaseRef) -> bool:
+def holds(dispatch: Dispatch, ref: LeaseRef) -> bool:
     lease = dispatch.lease
     return (
         lease is not None

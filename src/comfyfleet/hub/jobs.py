@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
 from comfyfleet.model.conversion import is_editor_workflow
@@ -21,6 +21,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.workflow import parse_workflow
+from comfyfleet.ports import Assets
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import spell, understood
@@ -33,9 +34,10 @@ _ITEM = msgspec.json.Decoder(bodies.SpelledSubmit)
 
 
 class JobHandlers:
-    def __init__(self, engine: Engine, assets: LocalAssets | None = None) -> None:
+    def __init__(self, engine: Engine, assets: Assets | None, inputs: InputDesk) -> None:
         self._engine = engine
         self._assets = assets
+        self._inputs = inputs
 
     def bound(self) -> dict[str, Handler]:
         return {
@@ -64,18 +66,18 @@ class JobHandlers:
     async def _submit(
         self, body: bodies.SubmitBody, caller: Caller, key: str | None
     ) -> answers.SubmittedBody:
-        submission = bodies.submission(body, caller.owner, key)
+        submission = await self._inputs.checked(bodies.submission(body, caller.owner, key))
         return answers.submitted(await self._engine.submit(submission))
 
     async def submit_batch(self, call: Call[bodies.BatchBody]) -> Reply:
         key, jobs = _idempotency_key(call.headers), call.given.jobs
         items: list[answers.BatchItem] = []
-        for start in range(0, len(jobs), _AT_A_TIME):
+        for part in _parts([_decoded(raw) for raw in jobs]):
             items += await asyncio.gather(
                 *(
                     # Each has a key of its own, so that a batch that was half done is finished by its repeat.
-                    self._submit_one(raw, call.caller, None if key is None else f"{key}/{number}")
-                    for number, raw in enumerate(jobs[start : start + _AT_A_TIME], start)
+                    self._submit_one(body, call.caller, None if key is None else f"{key}/{number}")
+                    for number, body in enumerate(part, len(items))
                 )
             )
             await asyncio.sleep(0)
@@ -83,15 +85,14 @@ class JobHandlers:
         made = ",".join(item.job.id for item in items[:1] if item.job is not None) + f" and {accepted} in all"
         return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted), made=made)
 
-    async def _submit_one(self, raw: msgspec.Raw, caller: Caller, key: str | None) -> answers.BatchItem:
+    async def _submit_one(
+        self, body: bodies.SpelledSubmit | Refusal, caller: Caller, key: str | None
+    ) -> answers.BatchItem:
         try:
-            try:
-                body = _ITEM.decode(raw)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-                raise Refusal(
-                    RefusalCode.INVALID_REQUEST, f"the job is not what is expected: {error}"
-                ) from error
-            answer = await self._submit(body, caller, key)
+            if isinstance(body, Refusal):
+                raise body
+            # A reference makes a job repeatable by itself.
+            answer = await self._submit(body, caller, key if _own_reference(body) is None else None)
         except (Refusal, Fault) as error:
             answered = answer_to(error)
             return answers.BatchItem(answered.status, problem=answered.body)
@@ -191,6 +192,34 @@ class JobHandlers:
         if not call.caller.sees(view.job.tenant):
             raise _no_job(job_id)
         return view
+
+
+def _decoded(raw: msgspec.Raw) -> bodies.SpelledSubmit | Refusal:
+    try:
+        return _ITEM.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        return Refusal(RefusalCode.INVALID_REQUEST, f"the job is not what is expected: {error}")
+
+
+def _own_reference(body: bodies.SpelledSubmit) -> str | None:
+    return body.reference or body.id
+
+
+def _parts(
+    every: list[bodies.SpelledSubmit | Refusal],
+) -> Iterator[list[bodies.SpelledSubmit | Refusal]]:
+    """What is submitted together: in order, and a job that names one before it comes in a later part than that."""
+    part: list[bodies.SpelledSubmit | Refusal] = []
+    references: set[str | None] = set()
+    for body in every:
+        names = set() if isinstance(body, Refusal) else bodies.named_jobs(body)
+        if len(part) == _AT_A_TIME or not references.isdisjoint(names):
+            yield part
+            part, references = [], set()
+        part.append(body)
+        if not isinstance(body, Refusal):
+            references.add(_own_reference(body))
+    yield part
 
 
 def _no_job(job_id: JobId) -> Refusal:

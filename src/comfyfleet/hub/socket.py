@@ -25,6 +25,7 @@ from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import token_in
 from comfyfleet.hub.events import FleetFeed, Wanted
 from comfyfleet.hub.feeds import Entry
+from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.limits import Limits, Rate, check_json
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Room, Rooms
@@ -60,10 +61,12 @@ class Sockets:
         limits: Limits,
         audit: Audit,
         places: Places,
+        inputs: InputDesk,
         legacy: LegacyWebsocket = "on",
     ) -> None:
         self.engine = engine
         self.audit = audit
+        self.inputs = inputs
         self.rooms = rooms
         self.fleet = fleet
         self.limits = limits
@@ -128,7 +131,7 @@ class Session:
         self._room_for_more = asyncio.Event()
         self._subscribed: dict[JobId, tuple[Room, int]] = {}
         self._monitor: tuple[Wanted, int] | None = None
-        self._workers = SocketWorkers(hub.engine, caller, hub.limits.max_wait_s, self.tell)
+        self._workers = SocketWorkers(hub.engine, hub.inputs, caller, hub.limits.max_wait_s, self.tell)
         self._is_closed = False
 
     async def run(self, receive: Receive) -> None:
@@ -289,7 +292,7 @@ class Session:
         engine = self._hub.engine
         match name:
             case "submit_job":
-                submission = bodies.submission(body, self.caller.owner)
+                submission = await self._hub.inputs.checked(bodies.submission(body, self.caller.owner))
                 submitted = await self._noted(
                     name, lambda: engine.submit(submission), lambda made: made.job_id
                 )

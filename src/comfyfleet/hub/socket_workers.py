@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.workers import as_worker
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Command, Completion, FailureReport, Poll, Release, Report, Settled
@@ -33,9 +34,15 @@ Message = dict[str, Any]
 
 class SocketWorkers:
     def __init__(
-        self, engine: Engine, caller: Caller, max_wait_s: float, tell: Callable[[Message], None]
+        self,
+        engine: Engine,
+        inputs: InputDesk,
+        caller: Caller,
+        max_wait_s: float,
+        tell: Callable[[Message], None],
     ) -> None:
         self._engine = engine
+        self._inputs = inputs
         self._caller = caller
         self._max_wait_s = max_wait_s
         self._tell = tell
@@ -80,13 +87,10 @@ class SocketWorkers:
 
     async def _register(self, body: socket.RegisterWorker) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
-        record = await self._engine.register(
-            registration(
-                RegisterBody(
-                    worker_id, body.capabilities, slots=body.slots, max_concurrency=body.max_concurrency
-                )
-            )
+        said = RegisterBody(
+            worker_id, body.capabilities, slots=body.slots, max_concurrency=body.max_concurrency
         )
+        record = await self._engine.register(self._inputs.admitted(registration(said)))
         self._listen(worker_id)
         rules = self._engine.rules
         return {
@@ -161,7 +165,7 @@ class SocketWorkers:
             self._tell({"type": "no_job", "worker_id": poll.worker_id, "poll_id": poll.poll_id})
             return
         self._leases[job.job_id] = job.ref
-        self._tell({**socket.assigned(job), "poll_id": poll.poll_id})
+        self._tell({**socket.assigned(await self._inputs.linked(job)), "poll_id": poll.poll_id})
         # Old workers beat at their own pace, which is slower than a first heartbeat must come.
         await self._engine.heartbeat(poll.worker_id, [job.ref])
 

@@ -5,24 +5,26 @@ A key that names a worker is good for that worker alone. What a lease allows is 
 
 from __future__ import annotations
 
-from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, Release
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, WorkerRecord
+from comfyfleet.ports import Assets
 from comfyfleet.wire import worker as wire
 
 _MAX_HASHES = 10_000
 
 
 class WorkerHandlers:
-    def __init__(self, engine: Engine, max_wait_s: float, assets: LocalAssets | None = None) -> None:
+    def __init__(self, engine: Engine, max_wait_s: float, assets: Assets | None, inputs: InputDesk) -> None:
         self._engine = engine
         self._assets = assets
+        self._inputs = inputs
         self._max_wait_s = max_wait_s
         self._hashes: dict[WorkerId, tuple[Capabilities, str]] = {}
 
@@ -44,7 +46,7 @@ class WorkerHandlers:
 
     async def register(self, call: Call[wire.RegisterBody]) -> Reply:
         as_worker(call.caller, call.given.worker_id)
-        record = await self._engine.register(wire.registration(call.given))
+        record = await self._engine.register(self._inputs.admitted(wire.registration(call.given)))
         rules = self._engine.rules
         answer = wire.RegisteredBody(
             record.worker_id,
@@ -79,7 +81,7 @@ class WorkerHandlers:
         worker_id = as_worker(call.caller, body.worker_id)
         known = await self._worker(worker_id)
         if body.capabilities is not None:
-            wanted = wire.registration(body)
+            wanted = self._inputs.admitted(wire.registration(body))
             if (
                 known is None
                 or known.is_offline
@@ -98,7 +100,7 @@ class WorkerHandlers:
         if slots is not None and body.current_load is not None and body.current_load >= slots:
             return Reply(204)
         job = await self._engine.poll(Poll(worker_id, PollId(body.poll_id), self._wait_s(body)))
-        return Reply(204) if job is None else Reply(200, wire.lease_answer(job))
+        return Reply(204) if job is None else Reply(200, wire.lease_answer(await self._inputs.linked(job)))
 
     async def heartbeat(self, call: Call[wire.HeartbeatBody]) -> Reply:
         body = call.given
@@ -108,7 +110,8 @@ class WorkerHandlers:
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"
             )
         beat = await self._engine.heartbeat(worker_id, [wire.lease_ref(lease) for lease in body.leases])
-        return Reply(200, wire.beat_answer(beat))
+        inputs = await self._inputs.renewed(beat.alive) if body.inputs else ()
+        return Reply(200, wire.beat_answer(beat, inputs))
 
     async def progress(self, call: Call[wire.ProgressBatch]) -> Reply:
         beat = await self._engine.progress([wire.report(report) for report in call.given.reports])
@@ -168,10 +171,11 @@ class WorkerHandlers:
         if asked is None or holder is None:
             return None
         try:
-            return await self._engine.poll(Poll(as_worker(caller, holder), PollId(asked.poll_id), 0))
+            job = await self._engine.poll(Poll(as_worker(caller, holder), PollId(asked.poll_id), 0))
         except Refusal:
             # The report stands; a worker that is told of no next lease polls, and hears why.
             return None
+        return None if job is None else await self._inputs.linked(job)
 
     def _wait_s(self, body: wire.PollBody | wire.CommandsBody) -> float:
         return min(body.wait_s, self._max_wait_s)

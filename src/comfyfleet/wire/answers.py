@@ -14,7 +14,7 @@ from comfyfleet.model.calls import JobView, Submitted
 from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Standing
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId
-from comfyfleet.model.job import Job, JobResult
+from comfyfleet.model.job import Job, JobInput, JobResult
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord, WorkerStatus
 from comfyfleet.wire.spelling import spell
 
@@ -93,6 +93,9 @@ class JobBody(_Got, frozen=True, omit_defaults=False):
 
 class JobDetails(JobBody, frozen=True):
     history: tuple[AttemptBody, ...] = ()
+    after: tuple[str, ...] = ()
+    inputs: tuple[JobInput, ...] = ()
+    """With the `file` of each, as soon as the job it comes of has completed."""
 
 
 class JobList(_Got, frozen=True, omit_defaults=False):
@@ -211,6 +214,8 @@ def details(view: JobView) -> JobDetails:
             "deadline": dispatch.deadline_at,
         },
         history=tuple(map(_attempt, view.attempts)),
+        after=view.job.payload.after,
+        inputs=view.job.payload.inputs,
     )
 
 

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
-from comfyfleet.model.job import Submission, Timeouts, Urgency
+from comfyfleet.model.job import JobInput, Submission, Timeouts, Urgency
 from comfyfleet.model.requirement import (
     CostTier,
     Environment,
@@ -71,6 +71,8 @@ class RequirementsBody(_Sent, frozen=True):
     max_cost_tier: CostTier | None = None
     workers: Names | None = None
     exclude_workers: Names | None = None
+    needs_files: bool | None = None
+    """Only workers that fetch files from the hub and bring their outputs there; `inputs` imply it."""
 
 
 class PreferencesBody(_Sent, frozen=True):
@@ -91,11 +93,18 @@ class TimeoutsBody(_Sent, frozen=True):
 
 
 class InputBody(_Sent, frozen=True):
-    """An uploaded file, and the node's input that gets it."""
+    """The node's input, and what it gets: a `file` that was uploaded, or what an earlier `job` left."""
 
-    file: Name
     node: Name
     input: Name
+    file: Name | None = None
+    job: Name | None = None
+    """Its id or its reference. The new job waits for it as if it stood in `after`."""
+    output: Name | None = None
+    """Which of its outputs: a node's id, or a pattern of file names such as `*.png`. Unless given, any."""
+    index: Annotated[int, Meta(ge=0, le=100_000)] = 0
+    """Which of several, in the order of the result."""
+    kind: Literal["image", "mask"] = "image"
 
 
 class ConvertBody(_Sent, frozen=True):
@@ -119,7 +128,8 @@ class SubmitBody(_Sent, frozen=True):
     deadline: Time | None = None
     on_deadline: Literal["fail", "flag"] = "fail"
     after: Names = ()
-    """Jobs that must complete first. If one fails or is cancelled, this one fails as `dependency_failed`."""
+    """Jobs that must complete first, by id or reference. If one fails or is cancelled, this one fails as
+    `dependency_failed`."""
     requirements: RequirementsBody | None = None
     preferences: PreferencesBody | None = None
     metadata: dict[str, Any] | None = None
@@ -207,15 +217,31 @@ def submission(body: SubmitBody, tenant: TenantId, idempotency_key: str | None =
         include_outputs=body.include_outputs,
         require_workable=body.require_workable,
         after=tuple(JobId(job_id) for job_id in body.after),
+        inputs=tuple(
+            JobInput(
+                each.node,
+                each.input,
+                each.file,
+                None if each.job is None else JobId(each.job),
+                each.output,
+                each.index,
+                each.kind,
+            )
+            for each in body.inputs
+        ),
     )
 
 
+def named_jobs(body: SubmitBody) -> set[str]:
+    """By id or reference: those that must complete before this one."""
+    return {*body.after, *(each.job for each in body.inputs if each.job is not None)}
+
+
 def _check_served(body: SubmitBody) -> None:
-    for name in ("inputs", "webhook"):
-        if getattr(body, name):
-            raise Refusal(
-                RefusalCode.INVALID_REQUEST, f"this hub does not serve {name!r}: leave it out", field=name
-            )
+    if body.webhook:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, "this hub does not serve 'webhook': leave it out", field="webhook"
+        )
 
 
 def _workflow(payload: dict[str, Any]) -> dict[str, Any]:

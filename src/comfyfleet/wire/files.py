@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 from typing import Annotated, Literal
 
 import msgspec
@@ -62,6 +63,13 @@ class FileView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class FileGrants(msgspec.Struct, frozen=True):
     files: tuple[FileView, ...]
+
+
+def output_body(filename: str, size: int, sha256: str) -> OutputBody:
+    """What is said of a file that a run left: its name without folders, and the type that name suggests."""
+    name = filename.replace("\\", "/").rpartition("/")[2][-256:] or "file"
+    kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+    return OutputBody(size, sha256, name, kind)
 
 
 def view(record: FileRecord, link: Grant | None = None) -> FileView:

@@ -182,7 +182,7 @@ def assigned(job: LeasedJob) -> dict[str, Any]:
             "service": job.service,
             "service_type": job.service,
             "workflow_hash": job.workflow_hash,
-            "payload": {"workflow": job.workflow, "attachments": job.attachments},
+            "payload": {"workflow": job.workflow, "attachments": job.attachments, "inputs": job.inputs},
             "timeouts": job.timeouts,
             "include_outputs": job.include_outputs,
             "attempt": job.attempt,

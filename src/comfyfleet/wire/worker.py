@@ -17,6 +17,7 @@ from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
+from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.job import Attachment, JobResult, Timeouts
 from comfyfleet.model.node_definitions import Widget
@@ -84,6 +85,8 @@ class PollBody(_Call, frozen=True):
 class HeartbeatBody(_Call, frozen=True):
     worker_id: Name
     leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=MAX_SLOTS)] = ()
+    inputs: bool = False
+    """Answer with fresh links to the inputs of these leases too."""
 
 
 class ReportBody(_Call, frozen=True):
@@ -154,6 +157,8 @@ class RegisteredBody(msgspec.Struct, frozen=True, omit_defaults=True):
 class LeasedPayload(msgspec.Struct, frozen=True, omit_defaults=True):
     workflow: dict[str, Any]
     attachments: tuple[Attachment, ...] = ()
+    inputs: tuple[InputFile, ...] = ()
+    """Files to fetch, check, and give to a node's input before the run. Without a `url`: it is not there any more."""
 
 
 class LeasedBody(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -179,11 +184,18 @@ class LeaseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     job: LeasedBody
 
 
+class LeaseInputs(msgspec.Struct, frozen=True):
+    lease: LeaseBody
+    inputs: tuple[InputFile, ...]
+
+
 class BeatAnswer(msgspec.Struct, frozen=True):
     duration_s: float
     alive: tuple[LeaseBody, ...] = ()
     lost: tuple[LeaseBody, ...] = ()
     commands: tuple[Command, ...] = ()
+    inputs: tuple[LeaseInputs, ...] = ()
+    """Of leases that are alive and have some, where they were asked for."""
 
 
 class SettledAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -258,7 +270,7 @@ def lease_answer(job: LeasedJob) -> LeaseAnswer:
             job.job_id,
             job.service,
             job.workflow_hash,
-            LeasedPayload(job.workflow, job.attachments),
+            LeasedPayload(job.workflow, job.attachments, job.inputs),
             job.timeouts,
             job.include_outputs,
             job.attempt,
@@ -281,14 +293,19 @@ def leased_job(answer: LeaseAnswer) -> LeasedJob:
         timeouts=job.timeouts,
         include_outputs=job.include_outputs,
         attachments=job.payload.attachments,
+        inputs=job.payload.inputs,
         attempt=job.attempt,
         metadata=job.metadata,
     )
 
 
-def beat_answer(beat: Beat) -> BeatAnswer:
+def beat_answer(beat: Beat, inputs: tuple[LeaseInputs, ...] = ()) -> BeatAnswer:
     return BeatAnswer(
-        beat.ttl_s, tuple(map(lease_body, beat.alive)), tuple(map(lease_body, beat.lost)), beat.commands
+        beat.ttl_s,
+        tuple(map(lease_body, beat.alive)),
+        tuple(map(lease_body, beat.lost)),
+        beat.commands,
+        inputs,
     )
 
 

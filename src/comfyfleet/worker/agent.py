@@ -21,7 +21,7 @@ from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import Capabilities
-from comfyfleet.ports import Connector, NodeKeeper, WorkerApi
+from comfyfleet.ports import Connector, InputSource, NodeKeeper, WorkerApi
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.commands import CommandListener
 from comfyfleet.worker.heart import Heart
@@ -365,7 +365,7 @@ class Agent:
             found = {server.name: server.inventory for server in usable if server.is_up and server.inventory}
             if not found or self._is_draining:
                 return
-            offer = join(self._declared, found)
+            offer = join(self._declared, found, moves_files=isinstance(self._api, InputSource))
             if is_asked or offer.differs_from(self._offer):
                 await self._register(offer)
             else:

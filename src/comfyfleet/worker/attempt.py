@@ -21,6 +21,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.ports import Connector, OutputKeeper, OutputSource, WorkerApi
+from comfyfleet.worker.fetching import with_inputs
 from comfyfleet.worker.news import NewsSender, Outbox
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
 
@@ -153,11 +154,16 @@ class AttemptRun:
     # the run
 
     async def _process(self) -> JobResult | Failure | None:
-        """None: the run was torn off."""
+        """None: the run was torn off, or told to stop before it began."""
         runner = self._runner = asyncio.current_task()
         assert runner is not None
         try:
-            return await self._connector.process_job(self.job, self._tell)
+            job = self.job
+            if job.inputs:
+                job = await with_inputs(self._api, job, self._settings)
+                if self._stop_reason is not None:
+                    return None
+            return await self._connector.process_job(job, self._tell)
         except ServiceFailed as failed:
             return failed.failure
         except asyncio.CancelledError as error:

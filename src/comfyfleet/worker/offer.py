@@ -29,8 +29,10 @@ class Offer(msgspec.Struct, frozen=True):
         return other is None or self.capabilities != other.capabilities or self.boots != other.boots
 
 
-def join(declared: Capabilities | None, found: Mapping[str, Inventory]) -> Offer:
-    """`found` is by the name of the service."""
+def join(
+    declared: Capabilities | None, found: Mapping[str, Inventory], *, moves_files: bool = False
+) -> Offer:
+    """`found` is by the name of the service. Whether files are moved follows from the door, whatever is declared."""
     sources = [declared or _NOTHING, *(inventory.capabilities for inventory in found.values())]
     own = {service.name: service for service in sources[0].services}
     services = tuple(
@@ -47,6 +49,7 @@ def join(declared: Capabilities | None, found: Mapping[str, Inventory]) -> Offer
             performance=_first([source.performance for source in sources], _NOTHING.performance),
             cost=_first([source.cost for source in sources], _NOTHING.cost),
             environment=_first([source.environment for source in sources], _NOTHING.environment),
+            moves_files=moves_files,
         ),
         _live([inventory.live for inventory in found.values()]),
         {name: inventory.boot for name, inventory in found.items()},

@@ -36,6 +36,8 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cancel_settle_s: float = 1.0
     """After that a run may end by itself for this long before it is torn off."""
     reconcile_timeout_s: float = 10.0
+    max_input_bytes: int = 256 * 1024 * 1024
+    """What the files of a job may have together: they are held in memory on their way to the server."""
 
     # news
     batch_s: float = 0.005

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import mimetypes
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from comfyfleet.model.calls import (
 )
 from comfyfleet.model.dispatch import LeaseRef, Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import ProfileKey, WorkerId
 from comfyfleet.model.job import OutputFile
 from comfyfleet.model.node_definitions import NodeDefinitions
@@ -48,6 +48,8 @@ _ANSWER_S = 15.0
 """What a call may take beyond what it waits for."""
 _PACK_FROM_BYTES = 16 * 1024
 _UPLOAD_S = 120.0
+_ASK_AGAIN_S = 60.0
+"""A hub that keeps no files is asked again after this long, and when it does not know its workers any more."""
 
 
 class HttpWorkerApi:
@@ -69,7 +71,7 @@ class HttpWorkerApi:
         self._trust = trust
         self._hashes: dict[WorkerId, str] = {}
         self._session: aiohttp.ClientSession | None = None
-        self._is_keeping = True
+        self._keeps_none_until = 0.0
 
     async def __aenter__(self) -> Self:
         return self
@@ -91,6 +93,7 @@ class HttpWorkerApi:
         body = wire.RegisterBody(call.worker_id, capabilities, slots=call.slots, live=call.live)
         answer = await self._ask("register", body, wire.RegisteredBody)
         self._hashes[call.worker_id] = answer.capabilities_hash
+        self._keeps_none_until = 0.0
         return WorkerRecord(
             call.worker_id,
             answer.capabilities,
@@ -143,28 +146,66 @@ class HttpWorkerApi:
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         await self._send("unregister", wire.UnregisterBody(worker_id, reason[:1_000]))
 
+    # what a job brings
+
+    async def fetch_input(self, job: LeasedJob, file: InputFile) -> bytes:
+        if file.url is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file.file_id!r} (any more)")
+        try:
+            return await self._get(file.url, file)
+        except Refusal as refusal:
+            if refusal.code is not RefusalCode.UNAUTHENTICATED:
+                raise
+        # The link has expired: other files came first, or the lease was told again.
+        body = wire.HeartbeatBody(job.worker_id, (wire.lease_body(job.ref),), inputs=True)
+        answer = await self._ask("heartbeat", body, wire.BeatAnswer)
+        for each in (each for lease in answer.inputs for each in lease.inputs):
+            if each.file_id == file.file_id and each.url is not None:
+                return await self._get(each.url, file)
+        if not answer.alive:
+            raise Refusal(RefusalCode.LEASE_LOST, "the lease is over")
+        raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file.file_id!r} (any more)")
+
+    async def _get(self, url: str, file: InputFile) -> bytes:
+        assert self._session is not None, "the link came with a lease"
+        try:
+            async with self._session.get(
+                self._url + url,
+                timeout=aiohttp.ClientTimeout(total=None, sock_read=_UPLOAD_S, sock_connect=self._answer_s),
+                allow_redirects=False,
+            ) as response:
+                if response.status >= 300:
+                    raise refusal_in(response.status, await response.read())
+                pieces, size = [], 0
+                async for piece in response.content.iter_any():
+                    pieces.append(piece)
+                    size += len(piece)
+                    # More than was promised is not what was promised, however much more it is.
+                    if file.size is not None and size > file.size:
+                        break
+                return b"".join(pieces)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"the hub at {self._url} did not send a file: {error!r}") from error
+
     # what a run left
 
     async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
         """By way of this machine's disk: a file may be larger than what a worker has to spare in memory."""
-        if not self._is_keeping:
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._keeps_none_until:
             return None
         with TemporaryDirectory(prefix="comfyfleet-") as folder:
             path = Path(folder) / "output"
             await source.save(file, path)
             size, digest = await asyncio.to_thread(_measure, path)
-            kind = mimetypes.guess_type(file.filename)[0] or "application/octet-stream"
-            name = file.filename.replace("\\", "/").rpartition("/")[2][-256:] or "file"
-            body = files.GrantsBody(
-                wire.lease_body(ref), (files.OutputBody(size, digest, name=name, type=kind),)
-            )
+            body = files.GrantsBody(wire.lease_body(ref), (files.output_body(file.filename, size, digest),))
             try:
                 (granted,) = (await self._ask("grants", body, files.FileGrants)).files
             except Refusal as refusal:
                 if refusal.code is not RefusalCode.NOT_FOUND:
                     raise
-                # This hub keeps no files: the caller has the server's own links, as before.
-                self._is_keeping = False
+                # This hub keeps no files: the caller has the server's own links. It may be started anew with a folder.
+                self._keeps_none_until = loop.time() + _ASK_AGAIN_S
                 return None
             assert granted.link is not None, "a grant is a link"
             await self._put(granted.link.url, path)

@@ -1,0 +1,112 @@
+"""The files a job brings, at the hub: whose they are when it is submitted, and links to them when it is leased.
+
+Another tenant's file is not there at all. What a job does with its files is the engine's; where they lie `assets/`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.model.calls import LeasedJob, RegisterWorker
+from comfyfleet.model.dispatch import LeaseRef
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.file import FileRecord, InputFile
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.job import Job, JobInput, Submission
+from comfyfleet.ports import Assets
+from comfyfleet.wire.worker import LeaseInputs, lease_body
+
+
+class InputDesk:
+    """`assets` None: this hub keeps no files, so no job brings any."""
+
+    def __init__(self, engine: Engine, assets: Assets | None) -> None:
+        self._engine = engine
+        self._assets = assets
+        if assets is not None:
+            assets.in_use = engine.uses_file
+
+    # submit
+
+    async def checked(self, submission: Submission) -> Submission:
+        """With size and SHA-256 of each file, which is there, whole, and the tenant's own."""
+        if not submission.inputs:
+            return submission
+        if self._assets is None:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, "this hub keeps no files: leave out 'inputs'", field="inputs"
+            )
+        inputs = [await self._checked(each, submission.tenant) for each in submission.inputs]
+        return msgspec.structs.replace(submission, inputs=tuple(inputs))
+
+    async def _checked(self, each: JobInput, tenant: TenantId) -> JobInput:
+        if each.file is None:
+            return each
+        assert self._assets is not None
+        record = await self._assets.get(each.file)
+        if record is None or record.tenant != tenant:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"there is no file {each.file!r} (any more)", field="inputs"
+            )
+        if not record.is_complete:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"the file {each.file!r} is not complete: PUT it to its link, then complete it",
+                field="inputs",
+            )
+        return msgspec.structs.replace(each, sha256=record.sha256, size=record.size)
+
+    # lease
+
+    def admitted(self, call: RegisterWorker) -> RegisterWorker:
+        """Without files here, a worker has nowhere to fetch any from."""
+        if self._assets is not None or not call.capabilities.moves_files:
+            return call
+        return msgspec.structs.replace(
+            call, capabilities=msgspec.structs.replace(call.capabilities, moves_files=False)
+        )
+
+    async def linked(self, job: LeasedJob) -> LeasedJob:
+        """With a link to each file, good for a short while."""
+        if not job.inputs:
+            return job
+        kept = await self._engine.store.records.get(job.job_id)
+        if kept is None:
+            return job
+        return msgspec.structs.replace(job, inputs=await self._links(kept, job.inputs))
+
+    async def renewed(self, refs: Sequence[LeaseRef]) -> tuple[LeaseInputs, ...]:
+        """Of leases that are alive."""
+        found = []
+        for ref in refs:
+            job = await self._engine.store.records.get(ref.job_id)
+            if job is not None and job.payload.inputs:
+                files = [
+                    InputFile(each.node, each.input, each.file, kind=each.kind)
+                    for each in job.payload.inputs
+                    if each.file is not None
+                ]
+                found.append(LeaseInputs(lease_body(ref), await self._links(job, files)))
+        return tuple(found)
+
+    async def _links(self, job: Job, files: Sequence[InputFile]) -> tuple[InputFile, ...]:
+        return tuple([await self._link(job, each) for each in files])
+
+    async def _link(self, job: Job, file: InputFile) -> InputFile:
+        record = await self.record(job, file)
+        if record is None or self._assets is None:
+            return file
+        grant = await self._assets.grant(record, "GET")
+        return msgspec.structs.replace(
+            file, name=record.name, size=record.size, sha256=record.sha256, url=grant.url
+        )
+
+    async def record(self, job: Job, file: InputFile) -> FileRecord | None:
+        """Asked again: it may be gone by now, and what a worker names as its output may be anything."""
+        record = None if self._assets is None else await self._assets.get(file.file_id)
+        if record is None or record.tenant != job.tenant or not record.is_complete:
+            return None
+        return record

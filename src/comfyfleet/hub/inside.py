@@ -1,0 +1,114 @@
+"""The workers' door for agents in the hub's own process: the engine itself, and the hub's files beside it.
+
+Agents far away have the same over HTTP (`worker/transports/http.py`); an agent on an engine alone moves no files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.files import holds
+from comfyfleet.hub.inputs import InputDesk
+from comfyfleet.model.calls import (
+    Beat,
+    Command,
+    Completion,
+    FailureReport,
+    LeasedJob,
+    Poll,
+    RegisterWorker,
+    Release,
+    Report,
+    Settled,
+)
+from comfyfleet.model.dispatch import LeaseRef
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.file import InputFile
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.job import OutputFile
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import Assets, OutputSource
+from comfyfleet.wire.files import output_body
+
+_PIECE = 1 << 20
+
+
+class InsideApi:
+    def __init__(self, engine: Engine, assets: Assets) -> None:
+        self._engine = engine
+        self._assets = assets
+        self._inputs = InputDesk(engine, assets)
+
+    async def register(self, call: RegisterWorker) -> WorkerRecord:
+        return await self._engine.register(call)
+
+    async def poll(self, call: Poll) -> LeasedJob | None:
+        job = await self._engine.poll(call)
+        return None if job is None else await self._inputs.linked(job)
+
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+        return await self._engine.heartbeat(worker_id, refs)
+
+    async def progress(self, reports: Sequence[Report]) -> Beat:
+        return await self._engine.progress(reports)
+
+    async def complete(self, call: Completion) -> Settled:
+        return await self._engine.complete(call)
+
+    async def fail(self, call: FailureReport) -> Settled:
+        return await self._engine.fail(call)
+
+    async def release(self, call: Release) -> Settled:
+        return await self._engine.release(call)
+
+    async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
+        return await self._engine.commands(worker_id, wait_s)
+
+    async def unregister(self, worker_id: WorkerId, reason: str) -> None:
+        await self._engine.unregister(worker_id, reason)
+
+    # files
+
+    async def fetch_input(self, job: LeasedJob, file: InputFile) -> bytes:
+        record = None if file.url is None else await self._assets.get(file.file_id)
+        if record is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file.file_id!r} (any more)")
+        return await self._assets.read(record)
+
+    async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+        with TemporaryDirectory(prefix="comfyfleet-") as folder:
+            path = Path(folder) / "output"
+            await source.save(file, path)
+            size, digest = await asyncio.to_thread(_measure, path)
+            said = output_body(file.filename, size, digest)
+            dispatch = await self._engine.store.load(ref.job_id)
+            if dispatch is None or not holds(dispatch, ref):
+                raise Refusal(RefusalCode.LEASE_LOST, "the lease is over: what it left is not kept")
+            record = await self._assets.reserve(
+                dispatch.tenant,
+                name=said.name,
+                content_type=said.type,
+                kind="output",
+                size=size,
+                sha256=digest,
+                job_id=ref.job_id,
+                attempt_id=ref.attempt_id,
+            )
+            await self._assets.receive(record, _pieces(path))
+            return (await self._assets.complete(record.file_id)).file_id
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    with path.open("rb") as content:
+        return path.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()
+
+
+async def _pieces(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as content:
+        while piece := await asyncio.to_thread(content.read, _PIECE):
+            yield piece
