@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.acceptance._process import ROOT, fake_servers, read_until, run_program, started, stop
+from tests.acceptance._process import CLI, ROOT, fake_servers, read_until, run_program, started, stop
+from tests.acceptance.test_up import online, url_in
 
 TWO_STAGE = ROOT / "examples" / "two_stage_edit.py"
+HUB_STAGES = ROOT / "examples" / "hub_two_stages.py"
 QUICKSTART = ROOT / "examples" / "pool_quickstart.py"
 
 
@@ -90,3 +92,19 @@ def test_a_wrong_setting_is_told_by_its_name(settings: dict[str, str], why: str)
     assert ended.returncode == 1
     assert why in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_two_stages_at_a_hub_and_a_picture_of_ones_own(tmp_path: Path) -> None:
+    data = {"COMFYFLEET_DATA": str(tmp_path / "data")}
+    with started(*CLI, "up", "--fake", "2", "--open", "--port", "0", env=data) as process:
+        where = {"COMFYFLEET_HUB": url_in(online(process))}
+        ended = run_program(sys.executable, HUB_STAGES, cwd=tmp_path, env=where)
+        assert ended.returncode == 0, ended.stderr
+        assert " waits for " in ended.stdout
+        (large,) = tmp_path.glob("large*.png")
+        assert large.read_bytes().startswith(b"\x89PNG")
+        again = run_program(sys.executable, HUB_STAGES, large.name, cwd=tmp_path, env=where)
+        assert again.returncode == 0, again.stderr
+        missing = run_program(sys.executable, HUB_STAGES, "nowhere.png", cwd=tmp_path, env=where)
+        assert missing.returncode == 1 and "nowhere.png cannot be read" in missing.stderr
+        stop(process, signal.SIGTERM)

@@ -6,15 +6,18 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from tests.hub._hub import HubRig, running_hub
 
 from comfyfleet.cli.main import main
+from comfyfleet.hub.inside import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import WorkerId
+from comfyfleet.ports import WorkerApi
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 
@@ -38,15 +41,18 @@ class Address(NamedTuple):
 
 
 @contextmanager
-def hub_with_a_worker() -> Iterator[Address]:
-    """One simulated worker, `gpu`, which takes a moment for each job."""
+def hub_with_a_worker(folder: Path | None = None) -> Iterator[Address]:
+    """One simulated worker, `gpu`, which takes a moment for each job. With a folder the hub keeps files."""
     ready: list[Address] = []
     is_ready = threading.Event()
     loop = asyncio.new_event_loop()
     end = asyncio.Event()
 
     async def live() -> None:
-        async with running_hub() as rig, Agent(rig.engine, WorkerId("gpu"), [SimulatedConnector()]) as agent:
+        async with AsyncExitStack() as stack:
+            rig = await stack.enter_async_context(running_hub(folder=folder))
+            api: WorkerApi = rig.engine if rig.assets is None else InsideApi(rig.engine, rig.assets)
+            agent = await stack.enter_async_context(Agent(api, WorkerId("gpu"), [SimulatedConnector()]))
             await agent.first_verdict()
             ready.append(_address(rig))
             is_ready.set()

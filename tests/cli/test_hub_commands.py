@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
+from tests.hub.test_inputs import edit
 
 from comfyfleet.model.access import Role
 
 
 @pytest.fixture(scope="module")
-def hub() -> Iterator[Address]:
-    with hub_with_a_worker() as address:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    with hub_with_a_worker(tmp_path_factory.mktemp("files")) as address:
         yield address
 
 
@@ -55,6 +56,37 @@ def test_a_job_is_submitted_and_watched_to_its_end(run: Run, workflow: Path, tmp
     assert run("job", "watch", result["id"]).code == 0
     nobody = run("job", "watch", "nobody's")
     assert (nobody.code, nobody.errors) == (3, 'Error: there is no job "nobody\'s" (any more)\n')
+
+
+def test_files_are_attached_and_a_mistake_is_told_before_anything_is_sent(run: Run, tmp_path: Path) -> None:
+    workflow, photo = tmp_path / "edit.json", tmp_path / "photo.png"
+    workflow.write_text(json.dumps(edit()))
+    photo.write_bytes(b"png")
+    ended = run("submit", workflow, "--attach", f"10.image={photo}", "--watch", "--out", tmp_path, "--json")
+    assert ended.code == 0, ended.errors
+    (brought,) = run("job", "show", ended.json[0]["id"], "--json").json["inputs"]
+    assert (brought["node"], brought["input"], brought["size"]) == ("10", "image", 3)
+    for wrong, why in (
+        (f"9.image={photo}", "no node '9'"),
+        ("10.image=nowhere.png", "cannot read nowhere.png"),
+    ):
+        refused = run("submit", workflow, "--attach", wrong)
+        assert refused.code == 2 and why in refused.errors
+
+
+def test_a_second_stage_takes_what_a_first_one_left(run: Run, workflow: Path, tmp_path: Path) -> None:
+    first = waiting(run, workflow, "--reference", "stage/one")
+    later = tmp_path / "edit.json"
+    later.write_text(json.dumps(edit()))
+    for value, output in ((first, None), (f"{first}/9", "9"), ("stage/one/*.png", "*.png")):
+        job_id = waiting(run, later, "--take", f"10.image={value}")
+        shown = run("job", "show", job_id, "--json").json
+        assert shown["after"] == [first] and shown["inputs"][0].get("output") == output
+        run("job", "cancel", job_id)
+    refused = run("submit", later, "--take", "10.image=nobody")
+    assert refused.code == 3 and "there is no job 'nobody' to wait for" in refused.errors
+    run("job", "cancel", first)
+    run("queue", "resume")
 
 
 def test_a_waiting_job_is_explained_changed_paused_cancelled_and_retried(run: Run, workflow: Path) -> None:

@@ -156,6 +156,25 @@ def change_input(graph: dict[str, dict[str, Any]], text: str) -> None:
         graph[node]["inputs"][name] = value
 
 
+def attached_file(graph: dict[str, dict[str, Any]], text: str) -> tuple[str, Path]:
+    """The input and the file in NODE.INPUT=FILE."""
+    node, name, value = _target(graph, text, "--attach")
+    path = Path(value)
+    try:
+        with path.open("rb"):
+            return f"{node}.{name}", path
+    except OSError as error:
+        raise click.BadParameter(f"cannot read {value}: {error.strerror}", param_hint="--attach") from error
+
+
+def taken_output(graph: dict[str, dict[str, Any]], text: str) -> dict[str, str]:
+    """The input and the earlier job's output in NODE.INPUT=JOB or NODE.INPUT=JOB/OUTPUT."""
+    node, name, value = _target(graph, text, "--take")
+    job, slash, output = value.rpartition("/")
+    taken = {"node": node, "input": name, "job": job if slash else value}
+    return taken | ({"output": output} if slash else {})
+
+
 def _attachment(graph: dict[str, dict[str, Any]], text: str) -> Attachment:
     from comfyfleet.pool.options import attach
 

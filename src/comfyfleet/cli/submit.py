@@ -11,6 +11,7 @@ from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 
 if TYPE_CHECKING:
+    from comfyfleet.cli.run import Draft
     from comfyfleet.client.fleet import FleetClient
 
 
@@ -22,6 +23,20 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NODE.INPUT=VALUE",
     help="Change an input, such as 6.text='a cat' or 3.seed=-1 (a random one). Repeatable.",
+)
+@click.option(
+    "--attach",
+    "attachments",
+    multiple=True,
+    metavar="NODE.INPUT=FILE",
+    help="Upload a file and give it to an input, such as 10.image=photo.png. Repeatable.",
+)
+@click.option(
+    "--take",
+    "outputs",
+    multiple=True,
+    metavar="NODE.INPUT=JOB[/OUTPUT]",
+    help="Wait for a job and give what it left to an input, such as 10.image=JOB/9. Repeatable.",
 )
 @click.option(
     "--priority", type=click.IntRange(-1000, 1000), default=0, show_default=True, help="Higher runs first."
@@ -67,6 +82,8 @@ if TYPE_CHECKING:
 def command(
     workflows: tuple[BinaryIO, ...],
     changes: tuple[str, ...],
+    attachments: tuple[str, ...],
+    outputs: tuple[str, ...],
     priority: int,
     count: int,
     labels: tuple[str, ...],
@@ -99,6 +116,10 @@ def command(
         "timeouts": None if timeout is None else TimeoutsBody(total_s=timeout),
         "require_workable": workable,
     }
+    for draft in drafts:
+        if not draft.is_of_editor:
+            # A wrong name is told before the hub is asked for anything.
+            options |= _brought(draft, attachments, outputs)
     if watch:
         make_folder(out)
         if previews is not None:
@@ -108,6 +129,7 @@ def command(
         for draft in drafts:
             if draft.is_of_editor:
                 draft.change(await client.convert(draft.graph))
+                options.update(_brought(draft, attachments, outputs))
         graphs = [draft.graph for draft in drafts for _ in range(count)]
         job_ids = await _submit(
             client, graphs, options, reference, as_json=as_json and not watch, is_told=not watch
@@ -125,6 +147,15 @@ def label(text: str) -> tuple[str, str]:
     if not separator or not name:
         raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--metadata")
     return name, value
+
+
+def _brought(draft: Draft, attachments: tuple[str, ...], outputs: tuple[str, ...]) -> dict[str, Any]:
+    from comfyfleet.cli.run import attached_file, taken_output
+
+    return {
+        "attach": dict(attached_file(draft.graph, text) for text in attachments),
+        "inputs": [taken_output(draft.graph, text) for text in outputs],
+    }
 
 
 async def _submit(

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import ssl
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 from urllib.parse import urljoin, urlsplit
@@ -23,11 +23,13 @@ from comfyfleet.client.options import (
     JobUpdate,
     SubmitOptions,
     WorkflowLike,
+    attached_to,
     read_workflow,
     submission,
     update_of,
 )
 from comfyfleet.client.sse import EventParser
+from comfyfleet.client.uploading import FileLike, upload
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -35,6 +37,7 @@ from comfyfleet.model.job import OutputFile
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire import keys as key_bodies
 from comfyfleet.wire import worker as worker_bodies
+from comfyfleet.wire.files import FileView
 from comfyfleet.wire.problems import refusal_in
 
 DEFAULT_URL = "http://127.0.0.1:3001"
@@ -97,9 +100,14 @@ class FleetClient:
         workflow: WorkflowLike,
         *,
         idempotency_key: str | None = None,
+        attach: Mapping[str, FileLike] | None = None,
         **options: Unpack[SubmitOptions],
     ) -> answers.SubmittedBody:
-        """Durable when it returns. The same `idempotency_key`, or `reference`, with the same content is one job."""
+        """Durable when it returns. The same `idempotency_key`, or `reference`, with the same content is one job.
+
+        `attach={"10.image": "photo.png"}` uploads the file and gives it to the input `image` of node 10.
+        """
+        await self._attach(attach, options)
         body = submission(workflow, options)
         headers = {}
         if body.reference is None or idempotency_key is not None:
@@ -111,9 +119,10 @@ class FleetClient:
         workflows: Iterable[WorkflowLike],
         *,
         on_progress: Callable[[int, int], object] | None = None,
+        attach: Mapping[str, FileLike] | None = None,
         **options: Unpack[SubmitOptions],
     ) -> list[answers.SubmittedBody | Refusal]:
-        """Each workflow with the same options, in batches. In their order: the job, or why it was refused.
+        """Each workflow with the same options and files, in batches. In their order: the job, or why it was refused.
 
         `on_progress` hears how many of how many are done.
         """
@@ -121,6 +130,7 @@ class FleetClient:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST, "several jobs cannot share one reference: leave it out"
             )
+        await self._attach(attach, options)
         every = [submission(workflow, options) for workflow in workflows]
         found: list[answers.SubmittedBody | Refusal] = []
         for start in range(0, len(every), _AT_A_TIME):
@@ -140,6 +150,21 @@ class FleetClient:
         """The API-format graph of a workflow of the ComfyUI editor, where a live worker has its nodes."""
         body = bodies.ConvertBody(read_workflow(workflow))
         return (await self._link.ask("convert", bodies.ConvertBody, body=body)).workflow
+
+    async def upload(
+        self, source: FileLike, *, name: str | None = None, content_type: str | None = None
+    ) -> FileView:
+        """A file, by its path or its content, for the `inputs` of any number of jobs: name it by its `id`."""
+        return await upload(self._link, source, name, content_type)
+
+    async def _attach(self, attach: Mapping[str, FileLike] | None, options: SubmitOptions) -> None:
+        if not attach:
+            return
+        # Asked first: a wrong name must not leave files behind.
+        targets = {target: attached_to(target, "") for target in attach}
+        files = {target: (await self.upload(source)).id for target, source in attach.items()}
+        brought = [msgspec.structs.replace(each, file=files[target]) for target, each in targets.items()]
+        options["inputs"] = (*options.get("inputs", ()), *brought)
 
     # look
 

@@ -40,10 +40,13 @@ _SAME_TWICE = frozenset(
         "pause_worker",
         "resume_worker",
         "revoke_key",
+        "create_file",
+        "complete_file",
     }
 )
-"""Beside what only looks: a submission has its key, and the others say how things shall be, not what to add."""
-_NOT_NOW = (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED)
+"""Beside what only looks: a submission has its key, a file announced twice is used once, and the others say how things
+shall be, not what to add."""
+NOT_NOW = (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED)
 _PACK_FROM_BYTES = 16 * 1024
 _BASE_S, _CAP_S = 0.1, 3.0
 
@@ -131,7 +134,7 @@ class Link:
                     raise
                 await tries.after(error)
             except Refusal as error:
-                if error.code not in _NOT_NOW:
+                if error.code not in NOT_NOW:
                     raise
                 await tries.after(error, float(error.details.get("retry_after_s", 0.0)))
 

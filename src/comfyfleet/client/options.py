@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -12,7 +12,7 @@ import msgspec
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult, Urgency
-from comfyfleet.wire.bodies import PreferencesBody, RequirementsBody, SubmitBody, TimeoutsBody
+from comfyfleet.wire.bodies import InputBody, PreferencesBody, RequirementsBody, SubmitBody, TimeoutsBody
 
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
@@ -31,7 +31,8 @@ class SubmitOptions(TypedDict, total=False):
     not_before: float | datetime | None
     deadline: float | datetime | None
     on_deadline: Literal["fail", "flag"]
-    after: tuple[str, ...]
+    after: Sequence[str]
+    inputs: Sequence[InputBody | Mapping[str, Any]]
     requirements: RequirementsBody | None
     preferences: PreferencesBody | None
     metadata: dict[str, Any] | None
@@ -85,7 +86,23 @@ def read_workflow(workflow: WorkflowLike) -> dict[str, Any]:
 
 
 def submission(workflow: WorkflowLike, options: SubmitOptions) -> SubmitBody:
-    return SubmitBody({"workflow": read_workflow(workflow)}, **options)
+    given: dict[str, Any] = dict(options)
+    given["after"] = tuple(options.get("after", ()))
+    try:
+        given["inputs"] = msgspec.convert(list(options.get("inputs", ())), tuple[InputBody, ...])
+    except msgspec.ValidationError as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the inputs are not what is expected: {error}") from error
+    return SubmitBody({"workflow": read_workflow(workflow)}, **given)
+
+
+def attached_to(target: str, file_id: str) -> InputBody:
+    """`10.image`: the input of that name of node 10."""
+    node, dot, name = target.partition(".")
+    if not (node and dot and name):
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"{target!r} is no input of a node: write it like '10.image'"
+        )
+    return InputBody(node, name, file_id)
 
 
 def update_of(kind: str, data: str) -> JobUpdate:

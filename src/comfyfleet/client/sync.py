@@ -119,6 +119,7 @@ class SyncFleetClient:
                 self._run(close)
 
     submit = _blocking(FleetClient.submit)
+    upload = _blocking(FleetClient.upload)
     submit_many = _blocking(FleetClient.submit_many)
     convert = _blocking(FleetClient.convert)
     get = _blocking(FleetClient.get)
