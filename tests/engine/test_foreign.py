@@ -24,7 +24,7 @@ from comfyfleet.model.dispatch import AttemptOutcome, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.job import Submission
+from comfyfleet.model.job import JobInput, Submission
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.address import parse_address
@@ -129,6 +129,27 @@ async def test_a_worker_is_admitted_runs_a_job_and_the_engine_learns_from_it(url
         assert learned.live.last_workflow == workflow_hash
         assert await engine.store.get_lesson(workflow_hash) is not None
         assert await engine.blocks() == []
+
+
+async def test_a_worker_with_redis_alone_gets_no_job_that_brings_files_whatever_it_declares(url: str) -> None:
+    async with engine_on(url) as engine, Guest(url) as guest:
+        await guest.register({**DECLARED, "moves_files": True})
+        brings = (JobInput("1", "seed", "f_1"),)
+        passed_over = (await engine.submit(Submission(graph(seed=1), inputs=brings))).job_id
+        taken = (await engine.submit(Submission(graph(seed=1)))).job_id
+        lease = await guest.take()
+        assert lease[0] == taken
+        later = (
+            await engine.submit(Submission(graph(seed=1), inputs=(JobInput("1", "seed", job=taken),)))
+        ).job_id
+        files = [{"node_id": "2", "kind": "images", "filename": "a.png"}]
+        assert await guest.call("complete", *lease, json.dumps({"files": files})) == 1
+
+        async def failure() -> Any:
+            return (await engine.get(later)).job.failure
+
+        assert "on its server alone" in (await until(failure)).message
+        assert (await engine.get(passed_over)).job.phase is Phase.QUEUED
 
 
 async def test_a_failure_is_judged_by_an_engine_and_put_away(url: str) -> None:

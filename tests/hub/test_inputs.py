@@ -292,6 +292,38 @@ async def test_a_missing_or_altered_file_fails_for_good_and_says_whose_fault(
         assert inputs_on(fake) == []
 
 
+@pytest.mark.parametrize("door", ["http", "inside"])
+async def test_an_output_too_large_for_the_hub_stays_on_its_server_and_the_job_is_done(
+    tmp_path: Path, door: str
+) -> None:
+    async with running_hub(folder=tmp_path, max_file_bytes=10) as rig, FakeComfyUI() as fake:
+        first = await submitted(rig, submission(workflow=picture()))
+        second = await submitted(rig, takes(first))
+        async with agent_at(rig, fake, door):
+            (file,) = (await ended(rig, first))["result"]["files"]
+            assert file["url"].startswith(fake.url) and "file_id" not in file
+            error = (await ended(rig, second))["error"]
+        assert error["kind"] == "missing_input" and "on its server alone" in error["message"]
+
+
+async def test_a_worker_directly_on_the_store_is_passed_over_until_one_of_a_hub_comes(tmp_path: Path) -> None:
+    async with running_hub(folder=tmp_path) as rig, FakeComfyUI() as fake:
+        made = await submitted(rig, submission(workflow=picture()))
+        async with agent_at(rig, fake):
+            (file,) = (await ended(rig, made))["result"]["files"]
+        async with Agent(rig.engine, WorkerId("direct"), [ComfyUI(fake.url, QUICK)], quick()) as direct:
+            await direct.first_verdict()
+            job_id = await submitted(rig, brings(file["file_id"]))
+            after = await submitted(rig, submission(workflow=picture(color=9)))
+            assert (await ended(rig, after))["status"] == "completed", "which came later, and needs no files"
+            told = (await rig.get(f"/api/jobs/{job_id}/explain", role=Role.TENANT)).body
+            reasons = {each["worker_id"]: each["reason"] for each in told["workers"]}
+            assert "exchanges no files" in reasons["direct"]
+            async with agent_at(rig, fake):
+                assert (await ended(rig, job_id))["status"] == "completed"
+            assert (await rig.get(f"/api/jobs/{job_id}", role=Role.TENANT)).body["worker_id"] == "gpu-a"
+
+
 async def test_a_job_is_cancelled_while_its_file_is_fetched(tmp_path: Path) -> None:
     class Stuck(InsideApi):
         fetching = asyncio.Event()

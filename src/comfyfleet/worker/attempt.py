@@ -260,6 +260,10 @@ class AttemptRun:
             try:
                 return await self._api.keep(self.ref, file, self._connector)
             except Exception as error:
+                if isinstance(error, Refusal) and error.code is RefusalCode.TOO_LARGE:
+                    # The work is done: better a file on its server alone than none.
+                    _log.warning("%s stays on its server: %s", file.filename, error)
+                    return None
                 is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_OVER
                 if is_over or not tries_left or self._stop_reason is StopReason.LOST:
                     return Failure(
