@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.inside import InsideApi
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.calls import Beat, LeasedJob, Poll, RegisterWorker
+from comfyfleet.model.dispatch import LeaseRef
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobInput, OutputFile, Submission
 from comfyfleet.model.worker import Capabilities, Service
-from comfyfleet.ports import WorkerApi
+from comfyfleet.ports import OutputSource, WorkerApi
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
@@ -322,6 +324,50 @@ async def test_a_worker_directly_on_the_store_is_passed_over_until_one_of_a_hub_
             async with agent_at(rig, fake):
                 assert (await ended(rig, job_id))["status"] == "completed"
             assert (await rig.get(f"/api/jobs/{job_id}", role=Role.TENANT)).body["worker_id"] == "gpu-a"
+
+
+async def test_a_hub_that_is_away_for_a_while_costs_no_attempt(tmp_path: Path) -> None:
+    class Away(InsideApi):
+        """Goes away at each first fetch and each first upload, and stays so for many tries."""
+
+        def __init__(self, engine: Engine, assets: LocalAssets) -> None:
+            super().__init__(engine, assets)
+            self.left = 0
+            self.seen: set[str] = set()
+
+        def _try(self, what: str) -> None:
+            if what not in self.seen:
+                self.seen.add(what)
+                self.left = 12
+            self.left = max(0, self.left - 1)
+            self._check()
+
+        def _check(self) -> None:
+            if self.left:
+                raise Fault("nobody answers")
+
+        async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+            self._check()
+            return await super().heartbeat(worker_id, refs)
+
+        async def fetch_input(self, job: LeasedJob, file: InputFile) -> bytes:
+            self._try(f"fetch {file.file_id}")
+            return await super().fetch_input(job, file)
+
+        async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+            self._try(f"keep {ref.job_id}")
+            return await super().keep(ref, file, source)
+
+    async with running_hub(folder=tmp_path) as rig, FakeComfyUI() as fake:
+        assert rig.assets is not None
+        first = await submitted(rig, submission(workflow=picture()))
+        second = await submitted(rig, takes(first))
+        api = Away(rig.engine, rig.assets)
+        async with Agent(api, WorkerId("gpu"), [ComfyUI(fake.url, QUICK)], quick()):
+            for job_id in (first, second):
+                assert (await ended(rig, job_id))["status"] == "completed"
+                assert len((await rig.engine.get(JobId(job_id))).attempts) == 1
+        assert len(api.seen) == 3
 
 
 async def test_a_job_is_cancelled_while_its_file_is_fetched(tmp_path: Path) -> None:

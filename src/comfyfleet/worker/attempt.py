@@ -21,7 +21,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.ports import Connector, OutputKeeper, OutputSource, WorkerApi
-from comfyfleet.worker.fetching import with_inputs
+from comfyfleet.worker.fetching import Patience, with_inputs
 from comfyfleet.worker.news import NewsSender, Outbox
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
 
@@ -41,7 +41,6 @@ _MAY_HAVE_FINISHED = frozenset(
         FailureKind.UNKNOWN,
     }
 )
-_KEEP_TRIES = 4
 _LEASE_IS_OVER = frozenset({RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE})
 
 
@@ -160,7 +159,7 @@ class AttemptRun:
         try:
             job = self.job
             if job.inputs:
-                job = await with_inputs(self._api, job, self._settings)
+                job = await with_inputs(self._api, job, self._settings, lambda: self.confirmed_at)
                 if self._stop_reason is not None:
                     return None
             return await self._connector.process_job(job, self._tell)
@@ -255,8 +254,8 @@ class AttemptRun:
 
     async def _keep(self, file: OutputFile) -> str | Failure | None:
         assert isinstance(self._api, OutputKeeper) and isinstance(self._connector, OutputSource)
-        backoff = Backoff(self._settings)
-        for tries_left in reversed(range(_KEEP_TRIES)):
+        patience = Patience(self._settings, lambda: self.confirmed_at)
+        while True:
             try:
                 return await self._api.keep(self.ref, file, self._connector)
             except Exception as error:
@@ -265,12 +264,12 @@ class AttemptRun:
                     _log.warning("%s stays on its server: %s", file.filename, error)
                     return None
                 is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_OVER
-                if is_over or not tries_left or self._stop_reason is StopReason.LOST:
+                is_lost = self._stop_reason is not None and self._stop_reason.release is None
+                if is_over or is_lost or patience.is_over():
                     return Failure(
                         FailureKind.TRANSIENT, f"The output {file.filename} could not be uploaded: {error}"
                     )
-            await asyncio.sleep(backoff.next_s())
-        raise AssertionError("the last try answers")
+            await patience.pause()
 
     async def _complete(self, result: JobResult, seconds: float) -> Failure | None:
         await self._flush()

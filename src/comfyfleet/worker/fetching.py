@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+from collections.abc import Callable
 
 import msgspec
 
@@ -24,8 +25,31 @@ _TRIES = 4
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}$")
 
 
-async def with_inputs(api: WorkerApi, job: LeasedJob, settings: AgentSettings) -> LeasedJob:
-    """Raises `ServiceFailed`."""
+class Patience:
+    """How long a file is tried to be moved: a few times with a hub that answers, and through its absence for as long as
+    the lease lives. Whoever holds the lease ends the tries with it."""
+
+    def __init__(self, settings: AgentSettings, confirmed_at: Callable[[], float]) -> None:
+        self._backoff = Backoff(settings)
+        self._confirmed_at = confirmed_at
+        self._tries = 0
+        self._failed_at: float | None = None
+
+    def is_over(self) -> bool:
+        """Asked after each try that failed."""
+        self._tries += 1
+        if self._failed_at is None:
+            self._failed_at = asyncio.get_running_loop().time()
+        return self._tries >= _TRIES and self._confirmed_at() > self._failed_at
+
+    async def pause(self) -> None:
+        await asyncio.sleep(self._backoff.next_s())
+
+
+async def with_inputs(
+    api: WorkerApi, job: LeasedJob, settings: AgentSettings, confirmed_at: Callable[[], float]
+) -> LeasedJob:
+    """`confirmed_at`: when the hub last answered for the lease. Raises `ServiceFailed`."""
     if not isinstance(api, InputSource):
         raise _failed(FailureKind.UNKNOWN, job.inputs[0], "this worker has no hub to fetch files from")
     size = sum(file.size or 0 for file in job.inputs)
@@ -39,7 +63,7 @@ async def with_inputs(api: WorkerApi, job: LeasedJob, settings: AgentSettings) -
     contents: dict[str, bytes] = {}
     for file in job.inputs:
         if file.file_id not in contents:
-            contents[file.file_id] = await _fetched(api, job, file, settings)
+            contents[file.file_id] = await _fetched(api, job, file, Patience(settings, confirmed_at))
     attached = tuple(
         Attachment(_own_name(file), contents[file.file_id], file.node, file.input, file.kind)
         for file in job.inputs
@@ -47,10 +71,9 @@ async def with_inputs(api: WorkerApi, job: LeasedJob, settings: AgentSettings) -
     return msgspec.structs.replace(job, attachments=(*job.attachments, *attached), inputs=())
 
 
-async def _fetched(api: InputSource, job: LeasedJob, file: InputFile, settings: AgentSettings) -> bytes:
-    backoff = Backoff(settings)
+async def _fetched(api: InputSource, job: LeasedJob, file: InputFile, patience: Patience) -> bytes:
     is_altered = False
-    for tries_left in reversed(range(_TRIES)):
+    while True:
         try:
             content = await api.fetch_input(job, file)
         except Refusal as refusal:
@@ -58,10 +81,10 @@ async def _fetched(api: InputSource, job: LeasedJob, file: InputFile, settings: 
                 raise _failed(
                     FailureKind.MISSING_INPUT, file, "it is not there any more. Upload it and submit again"
                 ) from refusal
-            if not tries_left or refusal.code is RefusalCode.LEASE_LOST:
+            if refusal.code is RefusalCode.LEASE_LOST or patience.is_over():
                 raise _failed(FailureKind.TRANSIENT, file, f"the hub refused it: {refusal}") from refusal
         except Exception as error:
-            if not tries_left:
+            if patience.is_over():
                 raise _failed(FailureKind.TRANSIENT, file, f"it did not arrive: {error}") from error
         else:
             differs = _difference(file, content)
@@ -75,8 +98,7 @@ async def _fetched(api: InputSource, job: LeasedJob, file: InputFile, settings: 
                     f"what the hub has is not what was uploaded: {differs}. Upload it and submit again",
                 )
             is_altered = True
-        await asyncio.sleep(backoff.next_s())
-    raise AssertionError("the last try answers or raises")
+        await patience.pause()
 
 
 def _difference(file: InputFile, content: bytes) -> str | None:
