@@ -95,7 +95,8 @@ async def examine_postgres(url: str) -> dict[str, Any]:
 
 async def has_tables(url: str) -> bool:
     async with await Pool(url).connect() as connection:
-        return not await missing_migrations(connection, known_migrations()[:1])
+        known = known_migrations()
+        return known[0] not in await missing_migrations(connection, known)
 
 
 async def _look_at_the_tables(
