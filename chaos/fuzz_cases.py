@@ -6,6 +6,7 @@ the thrower fills in. Nothing here knows what an answer should be.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import random
@@ -142,37 +143,39 @@ def _misspelled(chance: random.Random, number: int) -> Case:
     depth = chance.choice((50, 79, 80, 81, 200, 5_000, 100_000))
     raw = chance.choice(
         (
-            b"[" * depth,
-            b"[" * depth + b"]" * depth,
-            b'{"a":' * depth + b"1" + b"}" * depth,
-            b'{"payload":' + b'{"x":' * depth + b"1" + b"}" * depth + b"}",
-            b'{"payload": {"workflow": {"1": ' + b'{"a":' * depth + b"0" + b"}" * depth + b"}}}",
-            b"NaN",
-            b"Infinity",
-            b'{"priority": -Infinity, "payload": {}}',
-            b'{"payload": {}, "payload": {}}',
-            b'{"priority": ' + b"9" * 5000 + b', "payload": {}}',
-            b'{"priority": 1e999999999, "payload": {}}',
-            b'{"priority": 0.' + b"0" * 50_000 + b"1}",
-            b"\xef\xbb\xbf" + encoded(WORDS["payload"]),
-            json.dumps({"payload": GRAPH}).encode("utf-16"),
-            json.dumps({"payload": GRAPH}).encode("utf-32"),
-            b'{"payload": {"workflow": {"1": {"class_type": "\xff\xfe", "inputs": {}}}}}',
-            b'{"payload": {"workflow": {"1": {"class_type": "\\ud800", "inputs": {}}}}}',
-            b'{"payload": {"workflow": {"\\u0000": {"class_type": "\\u0000", "inputs": {"\\u0000": "\\u0000"}}}}}',
-            b'{"payload": ' + encoded({"workflow": _wide(chance)}) + b"}",
-            b'{"payload": ' + encoded({"workflow": _tangled(chance)}) + b"}",
-            b'"' + b"x" * 500_000 + b'"',
-            b"[" + b"0," * 200_000 + b"0]",
-            b"{" + b",".join(b'"%d":0' % each for each in range(20_000)) + b"}",
-            chance.randbytes(chance.randint(1, 2_000)),
-            b"",
-            b" " * 100_000,
-            b"\x00" * 1000,
-            b"/* x */ {}",
-            b"{'payload': {}}",
+            lambda: b"[" * depth,
+            lambda: b"[" * depth + b"]" * depth,
+            lambda: b'{"a":' * depth + b"1" + b"}" * depth,
+            lambda: b'{"payload":' + b'{"x":' * depth + b"1" + b"}" * depth + b"}",
+            lambda: b'{"payload": {"workflow": {"1": ' + b'{"a":' * depth + b"0" + b"}" * depth + b"}}}",
+            lambda: b"NaN",
+            lambda: b"Infinity",
+            lambda: b'{"priority": -Infinity, "payload": {}}',
+            lambda: b'{"payload": {}, "payload": {}}',
+            lambda: b'{"priority": ' + b"9" * 5000 + b', "payload": {}}',
+            lambda: b'{"priority": 1e999999999, "payload": {}}',
+            lambda: b'{"priority": 0.' + b"0" * 50_000 + b"1}",
+            lambda: b"\xef\xbb\xbf" + encoded(WORDS["payload"]),
+            lambda: json.dumps({"payload": GRAPH}).encode("utf-16"),
+            lambda: json.dumps({"payload": GRAPH}).encode("utf-32"),
+            lambda: b'{"payload": {"workflow": {"1": {"class_type": "\xff\xfe", "inputs": {}}}}}',
+            lambda: b'{"payload": {"workflow": {"1": {"class_type": "\\ud800", "inputs": {}}}}}',
+            lambda: (
+                b'{"payload": {"workflow": {"\\u0000": {"class_type": "\\u0000", "inputs": {"\\u0000": "\\u0000"}}}}}'
+            ),
+            lambda: b'{"payload": ' + encoded({"workflow": _wide(chance)}) + b"}",
+            lambda: b'{"payload": ' + encoded({"workflow": _tangled(chance)}) + b"}",
+            lambda: b'"' + b"x" * 500_000 + b'"',
+            lambda: b"[" + b"0," * 200_000 + b"0]",
+            lambda: b"{" + b",".join(b'"%d":0' % each for each in range(20_000)) + b"}",
+            lambda: chance.randbytes(chance.randint(1, 2_000)),
+            lambda: b"",
+            lambda: b" " * 100_000,
+            lambda: b"\x00" * 1000,
+            lambda: b"/* x */ {}",
+            lambda: b"{'payload': {}}",
         )
-    )
+    )()
     head, body = _request(chance, route, path, raw)
     return Case(number, "json", "http", (head + body,), is_broken=_is_unreadable(head))
 
@@ -201,19 +204,28 @@ def _packed(chance: random.Random, number: int) -> Case:
     """Packed bodies: right, broken, cut, of the wrong name, and bombs."""
     route, path = chance.choice([each for each in _ROUTES if each[0].decodes is not None])
     plain = chance.choice((encoded({"payload": GRAPH}), b"{}", _BOMB_OF_ZEROS, _BOMB_OF_BRACKETS))
-    raw = chance.choice((gzip.compress(plain, 1), zlib.compress(plain, 1), zlib.compress(plain, 1)[2:-4]))
+    raw = _pack(plain, chance.choice(("gzip", "deflate", "bare")))
     match chance.randint(0, 4):
         case 0:
             raw = raw[: chance.randint(0, len(raw))]
         case 1:
             raw = bent(chance, raw)
         case 2:
-            raw = gzip.compress(raw, 1)
+            raw = gzip.compress(raw, 1, mtime=0)
         case _:
             pass
     encoding = chance.choice((b"gzip", b"x-gzip", b"deflate", b"GZIP ", b"br", b"gzip, gzip"))
     head, body = _request(chance, route, path, raw, b"Content-Encoding: " + encoding + b"\r\n")
     return Case(number, "packed", "http", (head + body,), is_broken=_is_unreadable(head))
+
+
+@functools.cache
+def _pack(plain: bytes, how: str) -> bytes:
+    if how == "gzip":
+        # Without the time of day: the same seed makes the same bytes.
+        return gzip.compress(plain, 1, mtime=0)
+    packed = zlib.compress(plain, 1)
+    return packed if how == "deflate" else packed[2:-4]
 
 
 _BOMB_OF_ZEROS = b"0" * 8_000_000
@@ -227,32 +239,40 @@ def _broken(chance: random.Random, number: int) -> Case:
     whole = head + body
     raw = chance.choice(
         (
-            bent(chance, whole),
-            whole[: chance.randint(0, len(whole))],
-            whole.replace(b"\r\n", b"\n"),
-            whole.replace(b"HTTP/1.1", chance.choice((b"HTTP/0.9", b"HTTP/1.0", b"HTTP/9.9", b"HTTP", b""))),
-            whole.replace(b"Host: 127.0.0.1\r\n", b""),
-            whole.replace(b"\r\n", b"\r\nX: " + b"a" * chance.choice((1_000, 70_000, 300_000)) + b"\r\n", 1),
-            whole.replace(b"\r\n", b"\r\n" + b"X: a\r\n" * 5_000, 1),
-            whole.replace(b"Content-Length: ", chance.choice((b"Content-Length: -", b"Content-Length: 9"))),
-            whole.replace(b"Content-Length: ", b"Content-Length: 5\r\nContent-Length: "),
-            head.replace(b"Content-Length: ", b"Transfer-Encoding: chunked\r\nX: ") + _chunks(chance),
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-            b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(200),
-            b"GET " + b"/" * chance.choice((10, 5_000, 100_000)) + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"GET http://evil.example/api/jobs HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"CONNECT evil.example:80 HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"%s /api/jobs HTTP/1.1\r\nHost: x\r\n\r\n"
-            % chance.choice((b"TRACE", b"HEAD", b"FOO", b"get", b"A" * 500, b"\xff", b"PROPFIND")),
-            b"GET /api/jobs\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"GET \xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
-            b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % chance.choice(ODD_TEXTS),
-            chance.randbytes(chance.randint(1, 500)),
-            whole * 3,
-            b"\r\n" * 50 + whole,
+            lambda: bent(chance, whole),
+            lambda: whole[: chance.randint(0, len(whole))],
+            lambda: whole.replace(b"\r\n", b"\n"),
+            lambda: whole.replace(
+                b"HTTP/1.1", chance.choice((b"HTTP/0.9", b"HTTP/1.0", b"HTTP/9.9", b"HTTP", b""))
+            ),
+            lambda: whole.replace(b"Host: 127.0.0.1\r\n", b""),
+            lambda: whole.replace(
+                b"\r\n", b"\r\nX: " + b"a" * chance.choice((1_000, 70_000, 300_000)) + b"\r\n", 1
+            ),
+            lambda: whole.replace(b"\r\n", b"\r\n" + b"X: a\r\n" * 5_000, 1),
+            lambda: whole.replace(
+                b"Content-Length: ", chance.choice((b"Content-Length: -", b"Content-Length: 9"))
+            ),
+            lambda: whole.replace(b"Content-Length: ", b"Content-Length: 5\r\nContent-Length: "),
+            lambda: head.replace(b"Content-Length: ", b"Transfer-Encoding: chunked\r\nX: ") + _chunks(chance),
+            lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            lambda: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(200),
+            lambda: b"GET " + b"/" * chance.choice((10, 5_000, 100_000)) + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+            lambda: b"GET http://evil.example/api/jobs HTTP/1.1\r\nHost: x\r\n\r\n",
+            lambda: b"OPTIONS * HTTP/1.1\r\nHost: x\r\n\r\n",
+            lambda: b"CONNECT evil.example:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+            lambda: (
+                b"%s /api/jobs HTTP/1.1\r\nHost: x\r\n\r\n"
+                % chance.choice((b"TRACE", b"HEAD", b"FOO", b"get", b"A" * 500, b"\xff", b"PROPFIND"))
+            ),
+            lambda: b"GET /api/jobs\x00 HTTP/1.1\r\nHost: x\r\n\r\n",
+            lambda: b"GET \xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
+            lambda: b"GET /%s HTTP/1.1\r\nHost: x\r\n\r\n" % chance.choice(ODD_TEXTS),
+            lambda: chance.randbytes(chance.randint(1, 500)),
+            lambda: whole * 3,
+            lambda: b"\r\n" * 50 + whole,
         )
-    )
+    )()
     at = chance.randint(0, len(raw))
     parts = (raw[:at], raw[at:]) if chance.random() < 0.3 else (raw,)
     return Case(number, "broken", "http", parts, is_broken=True)
