@@ -138,8 +138,9 @@ class Engine:
 
     # the callers' door
 
-    async def submit(self, submission: Submission) -> Submitted:
-        return await self._jobs.submit(submission)
+    async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
+        """`is_own`: the graph was decoded from JSON, and nobody else has it; it need not be copied."""
+        return await self._jobs.submit(submission, is_own=is_own)
 
     async def convert(self, workflow: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """A workflow of the ComfyUI editor as the graph that servers run, where a live worker has its nodes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from comfyfleet.engine.context import Context
 from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies, held
 from comfyfleet.engine.inputs import Inputs
+from comfyfleet.engine.reading import Reader
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
 from comfyfleet.model.conversion import is_editor_workflow
@@ -29,7 +29,7 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.workflow import GraphNeeds, hash_workflow, parse_workflow, read_needs, resolve_seeds
+from comfyfleet.model.workflow import GraphNeeds, check_workflow, read_needs
 from comfyfleet.policy.admission import check_dependencies, check_priority, check_room, check_submission
 from comfyfleet.policy.feasibility import misses, nearest_miss
 from comfyfleet.policy.inputs import as_asked, check_inputs
@@ -77,20 +77,21 @@ class JobDesk:
         self._dependencies = dependencies
         self._inputs = inputs
         self._nodes = nodes
+        self._reader = Reader(context.rules.max_nodes)
 
     # submit
 
-    async def submit(self, submission: Submission) -> Submitted:
+    async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
+        """`is_own`: the graph was decoded from JSON, and nobody else has it."""
         context, rules = self._context, self._context.rules
         check_submission(submission, rules)
         workflow = submission.workflow
         if is_editor_workflow(workflow):
             workflow = await self._nodes.convert(workflow)
-        graph = parse_workflow(workflow, max_nodes=rules.max_nodes)
-        # A copy of our own: the caller may go on changing its graph for the next job.
-        submission = msgspec.structs.replace(submission, workflow=graph.to_graph())
+        reading = self._reader.read(workflow, is_own=is_own)
+        submission = msgspec.structs.replace(submission, workflow=reading.graph)
         if submission.inputs or submission.after:
-            check_inputs(submission, graph, rules)
+            check_inputs(submission, check_workflow(reading.graph, max_nodes=rules.max_nodes), rules)
             submission = await self._inputs.named(submission)
             check_dependencies(submission, rules)
         if submission.reference is not None:
@@ -105,11 +106,10 @@ class JobDesk:
         counts = await context.store.counts()
         size = submission.payload_bytes()
         check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
-        # Thousands of waiting jobs share one workflow: they share its text too.
-        workflow_hash = WorkflowHash(sys.intern(hash_workflow(graph)))
-        _, seeds = resolve_seeds(graph, context.chance.seed)
+        workflow_hash = reading.workflow_hash
+        seeds = {node_id: context.chance.seed() for node_id in reading.drawing}
         now = await context.store.now()
-        cls = await self._class_of(submission, read_needs(graph), workflow_hash)
+        cls = await self._class_of(submission, reading.needs, workflow_hash)
         unworkable = self._unworkable(cls)
         if unworkable and context.store.is_shared:
             # A worker of another engine may be new to this one.

@@ -67,7 +67,7 @@ class JobHandlers:
         self, body: bodies.SubmitBody, caller: Caller, key: str | None
     ) -> answers.SubmittedBody:
         submission = await self._inputs.checked(bodies.submission(body, caller.owner, key))
-        return answers.submitted(await self._engine.submit(submission))
+        return answers.submitted(await self._engine.submit(submission, is_own=True))
 
     async def submit_batch(self, call: Call[bodies.BatchBody]) -> Reply:
         key, jobs = _idempotency_key(call.headers), call.given.jobs

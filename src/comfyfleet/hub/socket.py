@@ -294,7 +294,7 @@ class Session:
             case "submit_job":
                 submission = await self._hub.inputs.checked(bodies.submission(body, self.caller.owner))
                 submitted = await self._noted(
-                    name, lambda: engine.submit(submission), lambda made: made.job_id
+                    name, lambda: engine.submit(submission, is_own=True), lambda made: made.job_id
                 )
                 status = spell(submitted.phase, Face.SOCKET)
                 self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)

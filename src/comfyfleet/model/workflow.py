@@ -18,10 +18,12 @@ from comfyfleet.model.workflow_graph import (
     Link,
     Node,
     Workflow,
+    check_workflow,
     decode_workflow,
     is_wire,
     node_error,
     parse_workflow,
+    read_node,
 )
 from comfyfleet.model.workflow_hash import (
     EXACT_HASH_VERSION,
@@ -31,6 +33,7 @@ from comfyfleet.model.workflow_hash import (
     WORKFLOW_HASH_VERSION,
     exact_hash,
     hash_workflow,
+    label,
     names_model_file,
     texts_within,
 )
@@ -48,12 +51,17 @@ __all__ = [
     "Link",
     "Node",
     "Workflow",
+    "asks_for_seed",
+    "check_workflow",
     "decode_workflow",
     "exact_hash",
+    "files_of",
     "hash_workflow",
     "is_wire",
+    "label",
     "parse_workflow",
     "read_needs",
+    "read_node",
     "resolve_seeds",
     "with_filename_prefix",
     "with_input",
@@ -76,23 +84,36 @@ class GraphNeeds(msgspec.Struct, frozen=True):
 
 def read_needs(workflow: Workflow | Mapping[str, Any]) -> GraphNeeds:
     """The classes, model files and input files that a graph names."""
-    workflow = _parsed(workflow)
-    classes: set[str] = set()
+    nodes = _parsed(workflow).nodes.values()
     models: set[str] = set()
     files: set[str] = set()
-    for node in workflow.nodes.values():
-        classes.add(node.class_type)
-        is_loader = node.class_type.removeprefix("VHS_").startswith("Load")
-        for name, value in node.inputs.items():
-            if name in node.links:
-                continue
-            for text in texts_within(value):
-                if names_model_file(name, text):
-                    models.add(text.replace("\\", "/"))
-                elif is_loader and name in FILE_INPUTS and text.strip():
-                    # The folder is annotated behind the name; the input folder is what is meant without.
-                    files.add(text.removesuffix(" [input]").replace("\\", "/"))
-    return GraphNeeds(frozenset(classes), frozenset(models), frozenset(files))
+    for node in nodes:
+        its_models, its_files = files_of(node)
+        models |= its_models
+        files |= its_files
+    return GraphNeeds(frozenset(node.class_type for node in nodes), frozenset(models), frozenset(files))
+
+
+def files_of(node: Node) -> tuple[set[str], set[str]]:
+    """The model files and the input files that a node names."""
+    models: set[str] = set()
+    files: set[str] = set()
+    is_loader = node.class_type.removeprefix("VHS_").startswith("Load")
+    for name, value in node.inputs.items():
+        if name in node.links:
+            continue
+        for text in texts_within(value):
+            if names_model_file(name, text):
+                models.add(text.replace("\\", "/"))
+            elif is_loader and name in FILE_INPUTS and text.strip():
+                # The folder is annotated behind the name; the input folder is what is meant without.
+                files.add(text.removesuffix(" [input]").replace("\\", "/"))
+    return models, files
+
+
+def asks_for_seed(node: Node) -> bool:
+    """Whether one of its seeds is -1: it shall be drawn."""
+    return any(_asks_for_chance(node.inputs.get(name)) for name in SEED_INPUTS)
 
 
 def with_input(workflow: Workflow | Mapping[str, Any], node: str, input_name: str, value: Any) -> Workflow:

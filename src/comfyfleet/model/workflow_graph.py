@@ -68,7 +68,11 @@ def parse_workflow(
     raw: Mapping[str, Any] | bytes | str, *, max_nodes: int = MAX_NODES, max_chain: int = MAX_CHAIN
 ) -> Workflow:
     """Read a graph and check all that can be checked without a server. Raises `InvalidWorkflow`."""
-    graph = decode_workflow(raw)
+    return check_workflow(decode_workflow(raw), max_nodes=max_nodes, max_chain=max_chain)
+
+
+def check_workflow(graph: Any, *, max_nodes: int = MAX_NODES, max_chain: int = MAX_CHAIN) -> Workflow:
+    """The same for a graph that was just decoded from JSON and that nobody else has: it is not copied."""
     _check_shape(graph, max_nodes)
     problems = _Problems(graph)
     nodes: dict[str, Node] = {}
@@ -78,6 +82,13 @@ def parse_workflow(
             nodes[node_id] = node
     problems.raise_if_any()
     return Workflow(nodes, _topological_order(nodes, problems, max_chain))
+
+
+def read_node(node_id: str, content: Any, graph: Mapping[str, Any]) -> Node | None:
+    """One node of such a graph, if there is nothing wrong with it; what is wrong, the check of the whole says."""
+    problems = _Problems(graph)
+    node = _read_node(node_id, content, graph, problems)
+    return None if problems.found else node
 
 
 def is_wire(value: Any) -> bool:

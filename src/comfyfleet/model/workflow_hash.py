@@ -21,7 +21,7 @@ import msgspec
 
 from comfyfleet.model.canonical import canonical_json
 from comfyfleet.model.ids import WorkflowHash
-from comfyfleet.model.workflow_graph import Link, Workflow, parse_workflow
+from comfyfleet.model.workflow_graph import Node, Workflow, parse_workflow
 
 WORKFLOW_HASH_VERSION = 1
 EXACT_HASH_VERSION = 1
@@ -103,7 +103,7 @@ def hash_workflow(workflow: Workflow | Mapping[str, Any]) -> WorkflowHash:
     position = {node_id: index for index, node_id in enumerate(workflow.order)}
     nodes = [workflow.nodes[node_id] for node_id in workflow.order]
     sources = [[position[link.node] for link in node.links.values()] for node in nodes]
-    colours = [_label(node.inputs, node.links, node.class_type) for node in nodes]
+    colours = [label(node) for node in nodes]
     count = len(nodes)
     distinct = 0
     for number in range(MAX_PASSES):
@@ -160,10 +160,11 @@ def texts_within(value: Any) -> Iterator[str]:
             yield from texts_within(value[key])
 
 
-def _label(inputs: Mapping[str, Any], links: Mapping[str, Link], class_type: str) -> bytes:
+def label(node: Node) -> bytes:
     """A node without its neighbours, as canonical JSON. A plain encoder will do: there are no fractions in it."""
     described: dict[str, Any] = {}
-    for name, value in inputs.items():
+    links = node.links
+    for name, value in node.inputs.items():
         kind = type(value)
         described[name] = None
         if kind is str:
@@ -177,7 +178,7 @@ def _label(inputs: Mapping[str, Any], links: Mapping[str, Link], class_type: str
         elif kind is list or kind is dict:
             texts = [text for text in texts_within(value) if names_resource(name, text)]
             described[name] = [text.replace("\\", "/") for text in texts] or None
-    return _encode([class_type, described])
+    return _encode([node.class_type, described])
 
 
 def _pass_along(colours: list[bytes], sources: list[list[int]]) -> list[bytes]:

@@ -1,0 +1,92 @@
+"""What is recalled of a graph is exactly what the check of the whole would find."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from bench.pooling import twelve_nodes
+
+from comfyfleet.engine.reading import Reader, Reading
+from comfyfleet.model.workflow import InvalidWorkflow, hash_workflow, read_needs
+
+
+def _fresh(graph: dict[str, Any]) -> Reading:
+    return Reader(5_000).read(graph)
+
+
+def _changed(graph: dict[str, Any], chance: random.Random) -> dict[str, Any]:
+    """One of the things that may differ between two graphs: a literal, a seed, a file, a wire, a node, a name."""
+    graph = {node_id: {**node, "inputs": dict(node["inputs"])} for node_id, node in graph.items()}
+    match chance.randrange(7):
+        case 0:
+            graph["5"]["inputs"]["seed"] = chance.randrange(1_000)
+        case 1:
+            graph["5"]["inputs"]["seed"] = chance.choice([-1, -1.0, 1, True])
+        case 2:
+            graph["1"]["inputs"]["ckpt_name"] = chance.choice(["a.safetensors", "b.safetensors", "taesd"])
+        case 3:
+            graph["11"]["inputs"]["image"] = [
+                chance.choice(["8", "99", "12", "11"]),
+                chance.choice([0, 1, 2.5]),
+            ]
+        case 4:
+            graph[chance.choice(["13", "14"])] = {"class_type": "LoadImage", "inputs": {"image": "in.png"}}
+        case 5:
+            graph[chance.choice(["1", "12"])]["class_type"] = chance.choice(["Other", ""])
+        case 6:
+            graph = dict(chance.sample(list(graph.items()), len(graph)))
+    return graph
+
+
+def test_a_graph_of_known_nodes_is_read_as_if_it_were_the_first() -> None:
+    chance, reader = random.Random(7), Reader(5_000)
+    refused = 0
+    for number in range(600):
+        graph = twelve_nodes(number % 3)
+        for _ in range(chance.randrange(4)):
+            graph = _changed(graph, chance)
+        try:
+            wanted = _fresh(graph)
+        except InvalidWorkflow as refusal:
+            refused += 1
+            with pytest.raises(InvalidWorkflow) as told:
+                reader.read(graph, is_own=True)
+            assert (str(told.value), told.value.node_errors) == (str(refusal), refusal.node_errors)
+            continue
+        assert reader.read(graph, is_own=True) == wanted
+        assert (wanted.workflow_hash, wanted.needs) == (hash_workflow(graph), read_needs(graph))
+    assert 100 < refused < 500
+
+
+def test_nodes_that_differ_in_a_seed_alone_share_what_they_are_made_of() -> None:
+    reader = Reader(5_000)
+    first, second = (reader.read(twelve_nodes(seed), is_own=True) for seed in (1, 2))
+    assert second.workflow_hash is first.workflow_hash
+    assert second.graph["1"] is first.graph["1"]
+    assert second.graph["5"] != first.graph["5"]
+
+
+def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing() -> None:
+    reader = Reader(5_000)
+    for seed in range(10_000):
+        graph = twelve_nodes(seed, kind=seed % 3_000)
+        reading = reader.read(graph, is_own=True)
+        if seed % 1_000 == 0:
+            assert reading == _fresh(graph)
+    held = len(reader._nodes) + len(reader._structures) + len(reader._graphs)
+    assert held <= 2 * 4_096 + 1_024
+
+
+def test_a_graph_of_known_nodes_is_still_counted() -> None:
+    reader = Reader(12)
+    graph = twelve_nodes(1)
+    reader.read(graph, is_own=True)
+    with pytest.raises(InvalidWorkflow, match="13 nodes"):
+        reader.read({**graph, "13": graph["4"]}, is_own=True)
+
+
+def test_a_number_too_big_to_remember_is_judged_by_the_check() -> None:
+    graph = twelve_nodes(2**70)
+    assert Reader(12).read(graph, is_own=True) == _fresh(graph)
