@@ -90,9 +90,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
         async with Serving(hub, serving_settings) as serving:
             url = _near_url(serving, settings.host)
             file = write_hub(resolved.data, LocalHub(url, key, _absolute(settings.certificate)))
-            # What is there now stays to the end; the collector need not look at it again and again.
-            gc.collect()
-            gc.freeze()
+            _settle()
             yield House(engine, hub, InsideApi(engine, assets), serving, url, key, is_new, file)
 
 
@@ -106,6 +104,17 @@ def _take_files() -> None:
     wanted = _FILES if most == resource.RLIM_INFINITY else min(_FILES, most)
     if files != resource.RLIM_INFINITY and files < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+
+
+def _settle() -> None:
+    """The process is a server from now on: tuned for many small requests beside a thread that writes."""
+    # What is there now stays to the end; the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
+    # A request makes hundreds of objects, nearly all without cycles: most are gone before so many have come together.
+    gc.set_threshold(20_000, 20, 20)
+    # Between two statements the writer waits for the loop to let go, by default up to five milliseconds each time.
+    sys.setswitchinterval(0.0005)
 
 
 def _absolute(path: str | None) -> str | None:
