@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.overtaking import Overtaking
@@ -214,11 +215,12 @@ class Rounds:
                 return
             chosen = assign(jobs)
             self._note_overtaken(jobs, chosen, waiting, now)
-            was_taken = False
-            # Oldest first: of one lane, the head is always the one that leaves.
-            for poll_id, job_id in sorted(chosen.items(), key=lambda pair: lanes[pair[1]].sequence):
-                was_taken |= not await self._lease(waiting[PollId(poll_id)], job_id)
-            if not was_taken:
+            # Oldest first: of one lane, the head is always the one that leaves. At once: a store writes them as one.
+            leasing = [
+                self._lease(waiting[PollId(poll_id)], job_id)
+                for poll_id, job_id in sorted(chosen.items(), key=lambda pair: lanes[pair[1]].sequence)
+            ]
+            if all(await _all_of(leasing)):
                 return
 
     async def _lease(self, slot: Slot, job_id: JobId) -> bool:
@@ -355,3 +357,14 @@ class Rounds:
             ):
                 worker = self._context.fleet.workers[slots[PollId(poll_id)].worker_id]
                 self._overtaking.note(worker.profile, job.priority, job.rank[-1], now)
+
+
+async def _all_of(work: list[Coroutine[Any, Any, bool]]) -> list[bool]:
+    if len(work) == 1:
+        return [await work[0]]
+    ended = await asyncio.gather(*work, return_exceptions=True)
+    # Only now, when nothing is under way any more.
+    for each in ended:
+        if isinstance(each, BaseException):
+            raise each
+    return [each for each in ended if isinstance(each, bool)]

@@ -27,7 +27,8 @@ from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import spell, understood
 
 _AT_A_TIME = 50
-"""Jobs of a batch that are submitted together: a store writes them in one group, and others get their turn between."""
+"""Jobs of a batch that are begun together; others get their turn between. A store writes in one group what has come
+while it wrote the last."""
 
 _KEY = re.compile(r"[\x21-\x7e]{1,200}")
 _ITEM = msgspec.json.Decoder(bodies.SpelledSubmit)
@@ -73,14 +74,15 @@ class JobHandlers:
         key, jobs = _idempotency_key(call.headers), call.given.jobs
         items: list[answers.BatchItem] = []
         for part in _parts([_decoded(raw) for raw in jobs]):
-            items += await asyncio.gather(
-                *(
+            under_way: list[asyncio.Task[answers.BatchItem]] = []
+            async with asyncio.TaskGroup() as group:
+                for number, body in enumerate(part, len(items)):
                     # Each has a key of its own, so that a batch that was half done is finished by its repeat.
-                    self._submit_one(body, call.caller, None if key is None else f"{key}/{number}")
-                    for number, body in enumerate(part, len(items))
-                )
-            )
-            await asyncio.sleep(0)
+                    one = self._submit_one(body, call.caller, None if key is None else f"{key}/{number}")
+                    under_way.append(group.create_task(one))
+                    if len(under_way) % _AT_A_TIME == 0:
+                        await asyncio.sleep(0)
+            items += [task.result() for task in under_way]
         accepted = sum(item.job is not None for item in items)
         made = ",".join(item.job.id for item in items[:1] if item.job is not None) + f" and {accepted} in all"
         return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted), made=made)
@@ -208,12 +210,12 @@ def _own_reference(body: bodies.SpelledSubmit) -> str | None:
 def _parts(
     every: list[bodies.SpelledSubmit | Refusal],
 ) -> Iterator[list[bodies.SpelledSubmit | Refusal]]:
-    """What is submitted together: in order, and a job that names one before it comes in a later part than that."""
+    """What may be under way together: a job that names one before it comes in a later part than that."""
     part: list[bodies.SpelledSubmit | Refusal] = []
     references: set[str | None] = set()
     for body in every:
         names = set() if isinstance(body, Refusal) else bodies.named_jobs(body)
-        if len(part) == _AT_A_TIME or not references.isdisjoint(names):
+        if not references.isdisjoint(names):
             yield part
             part, references = [], set()
         part.append(body)
