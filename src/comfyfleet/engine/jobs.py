@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import GraphNeeds, check_workflow, read_needs
 from comfyfleet.policy.admission import check_dependencies, check_priority, check_room, check_submission
@@ -45,6 +47,7 @@ from comfyfleet.policy.lifecycle import (
 )
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.timing import wake_at
+from comfyfleet.ports import Counts
 
 _QUEUED = (FactDraft(FactKind.QUEUED),)
 
@@ -59,6 +62,18 @@ class Place(NamedTuple):
     @property
     def classes(self) -> tuple[RequirementClass, ...]:
         return (self.cls,) if self.later is None else (self.cls, self.later)
+
+
+def _class_of(submission: Submission, graph: GraphNeeds, lesson: Lesson | None) -> RequirementClass:
+    """What the caller declares, plus what the graph shows, plus which workers are known to be too slow."""
+    declared = submission.requirements
+    needs = msgspec.structs.replace(
+        declared,
+        models=tuple(sorted(graph.models.union(declared.models))),
+        node_classes=tuple(sorted(graph.node_classes.union(declared.node_classes))),
+        needs_files=declared.needs_files or bool(submission.inputs),
+    )
+    return RequirementClass(without_slow(needs, lesson), submission.preferences, submission.tenant)
 
 
 class JobDesk:
@@ -103,13 +118,12 @@ class JobDesk:
         )
         if submission.inputs and not is_held:
             submission = await self._inputs.filled(submission)
-        counts = await context.store.counts()
+        counts, now, lesson = await self._asked(reading.workflow_hash)
         size = submission.payload_bytes()
         check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
         workflow_hash = reading.workflow_hash
         seeds = {node_id: context.chance.seed() for node_id in reading.drawing}
-        now = await context.store.now()
-        cls = await self._class_of(submission, reading.needs, workflow_hash)
+        cls = _class_of(submission, reading.needs, lesson)
         unworkable = self._unworkable(cls)
         if unworkable and context.store.is_shared:
             # A worker of another engine may be new to this one.
@@ -121,7 +135,7 @@ class JobDesk:
                 "no live worker can run this; the nearest: " + "; ".join(unworkable),
                 missing=unworkable,
             )
-        place = await self._place(cls, workflow_hash, max(now, submission.not_before or now))
+        place = self._place(cls, lesson, max(now, submission.not_before or now))
         dispatch = self._dispatch(submission, size, place, workflow_hash, now, is_held)
         if is_held:
             await self._dependencies.announce(submission.after, dispatch.job_id)
@@ -151,6 +165,14 @@ class JobDesk:
             dispatch.job_id, Phase.QUEUED, workflow_hash, seeds=seeds or None, unworkable=unworkable
         )
 
+    async def _asked(self, workflow_hash: WorkflowHash) -> tuple[Counts, float, Lesson | None]:
+        """What a submit is judged by."""
+        context, store = self._context, self._context.store
+        if store.is_shared:
+            # At once: each is a way to another process and back.
+            return await asyncio.gather(store.counts(), store.now(), context.lesson(workflow_hash))
+        return await store.counts(), await store.now(), await context.lesson(workflow_hash)
+
     @staticmethod
     def _repeat(known: Job, submission: Submission) -> Submitted:
         # What was attached to a completed job is not kept.
@@ -165,24 +187,9 @@ class JobDesk:
             )
         return Submitted(known.job_id, known.phase, known.workflow_hash, seeds=known.seeds, is_repeat=True)
 
-    async def _class_of(
-        self, submission: Submission, graph: GraphNeeds, workflow_hash: WorkflowHash
-    ) -> RequirementClass:
-        """What the caller declares, plus what the graph shows, plus which workers are known to be too slow."""
-        declared = submission.requirements
-        needs = msgspec.structs.replace(
-            declared,
-            models=tuple(sorted(graph.models.union(declared.models))),
-            node_classes=tuple(sorted(graph.node_classes.union(declared.node_classes))),
-            needs_files=declared.needs_files or bool(submission.inputs),
-        )
-        needs = without_slow(needs, await self._context.lesson(workflow_hash))
-        return RequirementClass(needs, submission.preferences, submission.tenant)
-
-    async def _place(self, cls: RequirementClass, workflow_hash: WorkflowHash, start: float) -> Place:
+    def _place(self, cls: RequirementClass, lesson: Lesson | None, start: float) -> Place:
         """Where a job stands first: with the bigger cards it is known to need, with those it prefers, or anywhere."""
         fleet, rules = self._context.fleet, self._context.rules
-        lesson = await self._context.lesson(workflow_hash)
         needs = with_memory(cls.requirements, lesson, fleet.capabilities())
         bigger = msgspec.structs.replace(cls, requirements=needs)
         if bigger != cls and fleet.is_workable(bigger):
@@ -305,8 +312,9 @@ class JobDesk:
         rules, fleet = self._context.rules, self._context.fleet
         view = await self.get(job_id)
         submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
-        cls = await self._class_of(submission, read_needs(submission.workflow), workflow_hash)
-        place = await self._place(cls, workflow_hash, await self._context.store.now())
+        lesson = await self._context.lesson(workflow_hash)
+        cls = _class_of(submission, read_needs(submission.workflow), lesson)
+        place = self._place(cls, lesson, await self._context.store.now())
         is_held = bool(submission.after) and (view.dispatch.phase, Move.RETRY) in MOVES
         if is_held:
             await self._dependencies.announce(submission.after, job_id)
