@@ -1,15 +1,21 @@
-"""What is recalled of a graph is exactly what the check of the whole would find."""
+"""What is recalled of a graph is exactly what the check of the whole would find; what many jobs need is made once."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bench.pooling import twelve_nodes
 
+from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.reading import Reader, Reading
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.model.job import Submission
 from comfyfleet.model.workflow import InvalidWorkflow, hash_workflow, read_needs
+from comfyfleet.stores.sqlite.store import SqliteStore
 
 
 def _fresh(graph: dict[str, Any]) -> Reading:
@@ -90,3 +96,20 @@ def test_a_graph_of_known_nodes_is_still_counted() -> None:
 def test_a_number_too_big_to_remember_is_judged_by_the_check() -> None:
     graph = twelve_nodes(2**70)
     assert Reader(12).read(graph, is_own=True) == _fresh(graph)
+
+
+async def test_many_jobs_of_a_new_class_bring_it_into_the_store_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(tmp_path / "fleet.db", SystemClock())
+    put_class, calls = store.put_class, 0
+
+    async def counted(*arguments: Any, **options: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        return await put_class(*arguments, **options)
+
+    monkeypatch.setattr(store, "put_class", counted)
+    async with Engine(store) as engine:
+        await asyncio.gather(*(engine.submit(Submission(twelve_nodes(seed))) for seed in range(50)))
+    assert calls == 1

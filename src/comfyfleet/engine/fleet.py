@@ -120,9 +120,14 @@ class Fleet:
             key = self._keys[cls] = cls.key
         return key
 
-    async def ensure_class(self, cls: RequirementClass) -> ClassKey:
-        """The class is in the store's table, with a verdict for every profile there is."""
+    async def ensure_class(self, cls: RequirementClass, *, unless_known: bool = False) -> ClassKey:
+        """The class is in the store's table, with a verdict for every profile there is. `unless_known`: that it was
+        put there once will do, the store tells whoever uses it if it has dropped it since."""
         async with self._changing:
+            key = self.key_of(cls)
+            if unless_known and key in self.classes:
+                # A batch of a new class: the first of its jobs has brought it in while the others waited.
+                return key
             return await self._ensure_class(cls)
 
     async def _ensure_class(self, cls: RequirementClass) -> ClassKey:

@@ -191,9 +191,10 @@ class JobDesk:
         """Where a job stands first: with the bigger cards it is known to need, with those it prefers, or anywhere."""
         fleet, rules = self._context.fleet, self._context.rules
         needs = with_memory(cls.requirements, lesson, fleet.capabilities())
-        bigger = msgspec.structs.replace(cls, requirements=needs)
-        if bigger != cls and fleet.is_workable(bigger):
-            return Place(bigger, cls, start + rules.bigger_card_wait_s)
+        if needs is not cls.requirements:
+            bigger = msgspec.structs.replace(cls, requirements=needs)
+            if fleet.is_workable(bigger):
+                return Place(bigger, cls, start + rules.bigger_card_wait_s)
         wanted, allowed = cls.preferences.workers, cls.requirements.workers
         if wanted and rules.affinity_wait_s > 0:
             only = tuple(worker for worker in wanted if allowed is None or worker in allowed)
@@ -241,7 +242,7 @@ class JobDesk:
         fleet = self._context.fleet
         for cls in place.classes:
             if fleet.key_of(cls) not in fleet.classes:
-                await fleet.ensure_class(cls)
+                await fleet.ensure_class(cls, unless_known=True)
         while True:
             written = await self._context.store.enqueue(dispatch, job, _QUEUED)
             if written is not None:
