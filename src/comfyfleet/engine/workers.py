@@ -39,7 +39,6 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
-from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.worker import WorkerRecord
@@ -187,11 +186,7 @@ class WorkerDesk:
             ),
             include_outputs=payload.include_outputs,
             attachments=payload.attachments,
-            inputs=tuple(
-                InputFile(each.node, each.input, each.file, kind=each.kind)
-                for each in payload.inputs
-                if each.file is not None
-            ),
+            inputs=payload.input_files,
             attempt=dispatch.attempts,
             metadata=payload.metadata,
         )

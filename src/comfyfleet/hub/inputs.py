@@ -83,12 +83,7 @@ class InputDesk:
         found = []
         for ref in refs:
             job = await self._engine.store.records.get(ref.job_id)
-            if job is not None and job.payload.inputs:
-                files = [
-                    InputFile(each.node, each.input, each.file, kind=each.kind)
-                    for each in job.payload.inputs
-                    if each.file is not None
-                ]
+            if job is not None and (files := job.payload.input_files):
                 found.append(LeaseInputs(lease_body(ref), await self._links(job, files)))
         return tuple(found)
 

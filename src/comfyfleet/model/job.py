@@ -8,6 +8,7 @@ import msgspec
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.failure import Failure
+from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import Preferences, Requirements
 
@@ -78,6 +79,17 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     after: tuple[JobId, ...] = ()
     """Jobs of the same tenant that must complete first."""
     inputs: tuple[JobInput, ...] = ()
+
+    @property
+    def input_files(self) -> tuple[InputFile, ...]:
+        """Those that are known; all of them, once the job may be leased."""
+        if not self.inputs:
+            return ()
+        return tuple(
+            InputFile(each.node, each.input, each.file, kind=each.kind)
+            for each in self.inputs
+            if each.file is not None
+        )
 
     def payload_bytes(self) -> int:
         """What it takes to keep: as JSON, and attachments as they are."""
