@@ -1,0 +1,1 @@
+"""Calls that the hub makes to addresses others have named."""
