@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from comfyfleet.client.fleet import FleetClient as FleetClient
     from comfyfleet.client.options import JobUpdate as JobUpdate
+    from comfyfleet.client.receiving import WebhookEvent as WebhookEvent
+    from comfyfleet.client.receiving import verify_webhook as verify_webhook
     from comfyfleet.client.sync import SyncFleetClient as SyncFleetClient
     from comfyfleet.model.errors import ComfyFleetError as ComfyFleetError
     from comfyfleet.model.errors import Fault as Fault
@@ -80,11 +82,13 @@ _HOMES = {
     "SmartFailover": "comfyfleet.policy.failover",
     "SyncFleetClient": "comfyfleet.client.sync",
     "SyncWorkflowPool": "comfyfleet.pool.sync",
+    "WebhookEvent": "comfyfleet.client.receiving",
     "Weights": "comfyfleet.policy.rules",
     "WorkflowPool": "comfyfleet.pool.pool",
     "attach": "comfyfleet.pool.options",
     "exact_hash": "comfyfleet.model.workflow",
     "hash_workflow": "comfyfleet.model.workflow",
+    "verify_webhook": "comfyfleet.client.receiving",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604

@@ -173,6 +173,29 @@ def test_keys_are_made_listed_rotated_and_revoked(run: Run, hub: Address) -> Non
     assert hub.keys[Role.ADMIN] not in listing
 
 
+def test_webhooks_are_added_listed_and_removed(run: Run) -> None:
+    made = run("webhook", "add", "https://example.com/hook?token=x", "--event", "queued", "--name", "billing")
+    assert made.code == 0
+    webhook_id = made.output.strip()
+    (listed,) = run("webhook", "list", "--json").json
+    assert (listed["id"], listed["url"], listed["events"]) == (
+        webhook_id,
+        "https://example.com/hook?…",
+        ["queued"],
+    )
+    assert "billing" in run("webhook", "list").output
+    assert run("webhook", "secret").output.startswith("whsec_")
+    assert run("webhook", "secret", "--every-tenant", "--json").json["tenant"] is None
+    assert run("webhook", "remove", webhook_id).output == f"{webhook_id} removed\n"
+    assert run("webhook", "remove", webhook_id).code == 3
+    assert run("webhook", "list").output == "there are no standing webhooks\n"
+    assert run("webhook", "deliveries", "--status", "given_up").output == "there are no deliveries\n"
+    assert run("webhook", "resend", "x").code == 3
+    assert run("webhook", "add", "http://10.0.0.1/").code == 3
+    wrong = run("webhook", "add", "https://example.com/", "--event", "progress")
+    assert wrong.code == 2 and "'progress' is not one of queued" in wrong.errors
+
+
 def test_the_dead_letter_is_listed_and_purged(run: Run) -> None:
     assert run("dead", "list", "--json").json["jobs"] == []
     assert run("dead", "purge", "--yes").output == "0 forgotten\n"

@@ -47,6 +47,7 @@ def test_a_flag_wins_over_the_environment_and_that_over_the_file(file: Path) -> 
 def test_every_setting_has_its_variable_and_tables_too(file: Path) -> None:
     environment = {
         "COMFYFLEET_SERVERS": "http://a:1, http://b:2",
+        "COMFYFLEET_WEBHOOK_ALLOW": "10.0.0.0/8 hooks.internal",
         "COMFYFLEET_OPEN": "true",
         "COMFYFLEET_FAKE": "2",
         "COMFYFLEET_GRACE_S": "1.5",
@@ -55,6 +56,7 @@ def test_every_setting_has_its_variable_and_tables_too(file: Path) -> None:
     }
     found = read_settings(config=said(file, "[rules]\nmax_attempts = 7\n"), environment=environment)
     assert found.values.servers == ("http://a:1", "http://b:2")
+    assert found.values.webhook_allow == ("10.0.0.0/8", "hooks.internal")
     assert (found.values.open, found.values.fake, found.values.grace_s) == (True, 2, 1.5)
     assert found.limits().max_depth == 9
     assert (found.rules().lease_ttl_s, found.rules().max_attempts) == (30.0, 7)
@@ -100,6 +102,8 @@ def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str
         ("limits = 5", ["'limits'", "[limits]"]),
         ("[hub]\nport = 1", ["'hub'"]),
         ("port =", ["is not TOML"]),
+        ('webhook_allow = ["10.0.0.0/33"]', ["'webhook_allow'", "10.0.0.0/33"]),
+        ('webhook_allow = ["http://hooks.internal/"]', ["'webhook_allow'", "nor a host name"]),
     ],
 )
 def test_what_the_file_says_wrong_is_told_with_its_name_and_place(

@@ -14,7 +14,9 @@ from tests.hub._hub import HubRig, graph, running_hub
 
 from comfyfleet import Fault, FleetClient, Refusal, RefusalCode, SyncFleetClient
 from comfyfleet.model.access import Role
+from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import WorkerId
+from comfyfleet.wire.bodies import WebhookBody
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 
@@ -46,6 +48,23 @@ async def test_a_job_is_submitted_changed_looked_at_and_cancelled(client: FleetC
     assert (await client.cancel(made.id)).status == "cancelled"
     assert (await client.wait(made.id, timeout=5)).status == "cancelled"
     assert (await client.retry(made.id)).status == "queued"
+
+
+async def test_webhooks_are_set_up_refused_and_looked_after(client: FleetClient) -> None:
+    made = await client.create_webhook("https://example.com/hook", events=["queued"], name="billing")
+    assert [each.id for each in (await client.webhooks()).webhooks] == [made.id]
+    assert (await client.rotate_webhook_secret()).secret.startswith("whsec_")
+    await client.delete_webhook(made.id)
+    for webhook in ("http://127.0.0.1/", WebhookBody("http://[::1]/")):
+        with pytest.raises(Refusal) as refused:
+            await client.submit(graph(), webhook=webhook)
+        assert code_of(refused) is RefusalCode.INVALID_REQUEST
+    job = await client.submit(graph(), webhook=WebhookBody("https://example.com/", (FactKind.LATE,)))
+    assert (await client.deliveries(job.id)).deliveries == ()
+    assert (await client.deliveries(status="given_up")).deliveries == ()
+    with pytest.raises(Refusal) as refused:
+        await client.resend_delivery(f"{job.id}_1_job")
+    assert code_of(refused) is RefusalCode.NOT_FOUND
 
 
 async def test_a_job_is_watched_to_its_end(rig: HubRig, client: FleetClient) -> None:

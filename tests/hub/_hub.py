@@ -22,6 +22,7 @@ from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.hub.socket import LegacyWebsocket
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import TenantId
+from comfyfleet.outbound.guard import Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Cabinet
 from comfyfleet.stores.opening import open_store
@@ -167,6 +168,7 @@ async def hub_in_process(
     legacy_websocket: LegacyWebsocket = "on",
     folder: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    guard: Guard | None = None,
 ) -> AsyncIterator[HubRig]:
     clock = SystemClock()
     store = open_store(store_url, clock)
@@ -181,6 +183,7 @@ async def hub_in_process(
             is_open=is_open,
             legacy_websocket=legacy_websocket,
             assets=assets,
+            guard=guard,
         )
         keys = {}
         for role in Role:

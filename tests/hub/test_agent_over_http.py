@@ -58,8 +58,14 @@ class Switchboard:
         self.url = ""
         self.door: Door | None = None
 
+    def start(self) -> None:
+        """Nothing goes out by itself."""
+
     def stop(self) -> None:
         """Nothing of its own is parked."""
+
+    async def finish(self) -> None:
+        """Nothing of its own runs."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.door is not None

@@ -151,6 +151,8 @@ async def test_times_are_seconds_or_dates(rig: HubRig) -> None:
         ({"require_workable": True}, "unworkable"),
         ({"reference": "idempotency-key:x"}, "invalid_request"),
         ({"webhook": "http://127.0.0.1/"}, "invalid_request"),
+        ({"webhook": {"url": "http://169.254.169.254/"}}, "invalid_request"),
+        ({"webhook": {"url": "https://example.com/", "events": ["progress"]}}, "invalid_request"),
     ],
 )
 async def test_what_cannot_be_taken_is_refused_by_its_name(

@@ -11,11 +11,14 @@ import msgspec
 import pytest
 import pytest_asyncio
 from tests.hub._hub import HubRig, running_hub
+from tests.hub._receiver import receiving
 from tests.hub._watching import GPU, complete, lease, register, report, watching
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.fact import NewsKind
+from comfyfleet.outbound.guard import Allowed, Guard
+from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.store import RedisStore
 
 
@@ -247,3 +250,29 @@ async def _connections(store: RedisStore) -> int:
     listed = await store.diagnose("CLIENT", "LIST")
     assert isinstance(listed, bytes)
     return listed.count(b"\n")
+
+
+async def test_a_webhook_is_told_once_whichever_hub_knows_what(server: str) -> None:
+    url = with_prefix(server)
+    rules = Rules(round_s=0.05)
+    allowed = Allowed(["127.0.0.1"])
+    async with (
+        receiving() as receiver,
+        running_hub(store_url=url, rules=rules, guard=Guard(allowed)) as a,
+        running_hub(store_url=url, rules=rules, guard=Guard(allowed)) as b,
+    ):
+        await register(b)
+        jobs = []
+        for _ in range(10):
+            jobs.append(await a.submit(webhook={"url": receiver.url, "events": ["queued", "completed"]}))
+            await complete(b, await lease(b, poll_id=jobs[-1]))
+        await receiver.until(20)
+        async with asyncio.timeout(5):
+            while set(await a.cabinet.drawers()) & {"webhook_notes", "deliveries_due"}:
+                await asyncio.sleep(0.01)
+        told = [(each.said["data"]["id"], each.said["type"]) for each in receiver.came]
+        wanted = [(job_id, kind) for job_id in jobs for kind in ("job.completed", "job.queued")]
+        assert sorted(told) == sorted(wanted)
+        # Both know of it, and either sends it again.
+        found = (await b.get(f"/api/jobs/{jobs[0]}/deliveries")).body["deliveries"]
+        assert (await a.get(f"/api/jobs/{jobs[0]}/deliveries")).body["deliveries"] == found

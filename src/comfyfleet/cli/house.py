@@ -32,6 +32,7 @@ from comfyfleet.hub.credentials import is_loopback
 from comfyfleet.hub.inside import InsideApi
 from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.model.access import Role
+from comfyfleet.outbound.guard import Guard
 from comfyfleet.stores.opening import open_store
 
 T = TypeVar("T")
@@ -85,6 +86,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             is_open=settings.open,
             legacy_websocket=settings.legacy_websocket,
             assets=assets,
+            guard=Guard(resolved.allowed()),
         )
         key, is_new = await _owners_key(hub, known)
         async with Serving(hub, serving_settings) as serving:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     "certificate_key",
     "data",
     "legacy_websocket",
+    "webhook_allow",
     "log_level",
     "log_format",
     "config",

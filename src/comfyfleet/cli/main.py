@@ -33,6 +33,7 @@ _COMMANDS = {
     "submit": "comfyfleet.cli.submit",
     "top": "comfyfleet.cli.top",
     "up": "comfyfleet.cli.up",
+    "webhook": "comfyfleet.cli.webhook",
     "worker": "comfyfleet.cli.worker",
     "workers": "comfyfleet.cli.workers",
 }

@@ -93,6 +93,14 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         type=click.Choice(["on", "warn", "off"]),
         help="Whether callers and monitors are served over the WebSocket: on unless given; warn logs who still comes.",
     ),
+    "webhook_allow": click.option(
+        "--webhook-allow",
+        "webhook_allow",
+        type=Address(),
+        multiple=True,
+        metavar="NETWORK|NAME",
+        help="What webhooks may call beside public addresses, such as 10.0.0.0/8 or hooks.internal. Repeatable.",
+    ),
     "log_level": _option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),

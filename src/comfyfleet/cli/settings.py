@@ -12,7 +12,7 @@ import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -22,11 +22,16 @@ from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.hub.limits import Limits
 from comfyfleet.policy.rules import Rules
 
+if TYPE_CHECKING:
+    from comfyfleet.outbound.guard import Allowed
+
 PREFIX = "COMFYFLEET_"
 FILE_NAME = "comfyfleet.toml"
 
 OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 """What others called them in the environment."""
+LISTS = frozenset({"servers", "webhook_allow"})
+"""In the environment with commas or spaces between."""
 SECRET = frozenset({"key", "enrol"})
 TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules}
 CAPS = frozenset({"max_waiting", "max_open_bytes"})
@@ -63,6 +68,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A file with the certificates to trust at the hub, beside those that the system trusts."""
     legacy_websocket: Literal["on", "warn", "off"] = "on"
     """Whether callers and monitors are still served over the WebSocket; workers always are."""
+    webhook_allow: tuple[str, ...] = ()
+    """Networks, addresses and names that webhooks may call beside public addresses."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     log_format: Literal["text", "json"] = "text"
     limits: dict[str, Any] = {}
@@ -98,6 +105,14 @@ class Resolved(msgspec.Struct, frozen=True):
         usual = {"start_timeout_s": 600.0, "stall_timeout_s": 600.0}
         caps = {name: value for name, value in self.values.limits.items() if name in CAPS}
         return msgspec.convert(usual | self.values.rules | caps, Rules)
+
+    def allowed(self) -> Allowed:
+        from comfyfleet.outbound.guard import Allowed
+
+        try:
+            return Allowed(self.values.webhook_allow)
+        except ValueError as error:
+            raise self.wrong("webhook_allow", str(error)) from error
 
     @property
     def data(self) -> Path:
@@ -159,7 +174,10 @@ def read_settings(
             _put(values, origins, name, value, Origin(3, f"flag {flag_of(name)}"))
     if not values.get("data"):
         values["data"] = str(_usual_data(environment))
-    return Resolved(msgspec.convert(values, Settings), origins, unheard)
+    resolved = Resolved(msgspec.convert(values, Settings), origins, unheard)
+    if resolved.values.webhook_allow:
+        resolved.allowed()
+    return resolved
 
 
 def _file(config: str | Path | None, environment: Mapping[str, str]) -> Path | None:
@@ -220,7 +238,7 @@ def _take_environment(
             unheard.append(variable)
             continue
         name = by_variable[variable]
-        value: Any = text.replace(",", " ").split() if name == "servers" else text
+        value: Any = text.replace(",", " ").split() if name in LISTS else text
         _put(values, origins, name, value, Origin(2, f"environment {variable}"))
     return tuple(unheard)
 

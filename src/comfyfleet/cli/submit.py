@@ -63,6 +63,9 @@ if TYPE_CHECKING:
     metavar="SECONDS",
     help="Give up after so long, waiting included.",
 )
+@click.option(
+    "--webhook", metavar="URL", help="Deliver the end of each job there, signed; see `comfyfleet webhook`."
+)
 @click.option("--workable", is_flag=True, help="Refuse a job that no worker can run now.")
 @click.option("-w", "--watch", is_flag=True, help="Show progress to the end, and download the outputs.")
 @click.option(
@@ -90,6 +93,7 @@ def command(
     reference: str | None,
     max_attempts: int | None,
     timeout: float | None,
+    webhook: str | None,
     workable: bool,
     watch: bool,
     out: Path,
@@ -115,6 +119,7 @@ def command(
         "max_attempts": max_attempts,
         "timeouts": None if timeout is None else TimeoutsBody(total_s=timeout),
         "require_workable": workable,
+        "webhook": webhook,
     }
     for draft in drafts:
         if not draft.is_of_editor:

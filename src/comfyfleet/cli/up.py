@@ -38,6 +38,7 @@ _LOOK_S = 10.0
     "name",
     "grace_s",
     "legacy_websocket",
+    "webhook_allow",
     "log_level",
     "log_format",
     "config",

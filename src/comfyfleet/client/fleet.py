@@ -33,9 +33,11 @@ from comfyfleet.client.uploading import FileLike, upload
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.fact import FactKind
 from comfyfleet.model.job import OutputFile
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire import keys as key_bodies
+from comfyfleet.wire import webhooks as webhook_bodies
 from comfyfleet.wire import worker as worker_bodies
 from comfyfleet.wire.files import FileView
 from comfyfleet.wire.problems import refusal_in
@@ -392,6 +394,47 @@ class FleetClient:
         """One use of the token for a key that is good for this worker alone."""
         body = worker_bodies.EnrolBody(token, worker_id)
         return await self._link.ask("worker_enrol", key_bodies.KeyMade, body=body)
+
+    # webhooks
+
+    async def create_webhook(
+        self, url: str, *, events: Sequence[str] | None = None, name: str = "", every_tenant: bool = False
+    ) -> webhook_bodies.WebhookView:
+        """Facts of every job that is submitted from now on are delivered there."""
+        wanted = None if events is None else tuple(FactKind(event) for event in events)
+        body = webhook_bodies.StandingBody(url, wanted, name, every_tenant)
+        return await self._link.ask("create_webhook", webhook_bodies.WebhookView, body=body)
+
+    async def webhooks(self, cursor: str | None = None, limit: int = 100) -> webhook_bodies.WebhookList:
+        query = {"cursor": cursor, "limit": limit}
+        return await self._link.ask("list_webhooks", webhook_bodies.WebhookList, query=query)
+
+    async def delete_webhook(self, webhook_id: str) -> None:
+        await self._link.ask("delete_webhook", type(None), webhook_id=webhook_id)
+
+    async def rotate_webhook_secret(
+        self, overlap_s: float = 86400.0, *, every_tenant: bool = False
+    ) -> webhook_bodies.SecretMade:
+        """The only time that the secret is told. For so long the one before it signs too."""
+        body = webhook_bodies.SecretBody(overlap_s, every_tenant)
+        return await self._link.ask("rotate_webhook_secret", webhook_bodies.SecretMade, body=body)
+
+    async def deliveries(
+        self,
+        job_id: str | None = None,
+        *,
+        status: str | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> webhook_bodies.DeliveryList:
+        """Those of one job, or one page of all that there are."""
+        if job_id is not None:
+            return await self._link.ask("job_deliveries", webhook_bodies.DeliveryList, job_id=job_id)
+        query = {"status": status, "cursor": cursor, "limit": limit}
+        return await self._link.ask("list_deliveries", webhook_bodies.DeliveryList, query=query)
+
+    async def resend_delivery(self, delivery_id: str) -> webhook_bodies.DeliveryView:
+        return await self._link.ask("resend_delivery", webhook_bodies.DeliveryView, delivery_id=delivery_id)
 
     async def health(self) -> answers.HealthBody:
         return await self._link.ask("health", answers.HealthBody)

@@ -12,7 +12,14 @@ import msgspec
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult, Urgency
-from comfyfleet.wire.bodies import InputBody, PreferencesBody, RequirementsBody, SubmitBody, TimeoutsBody
+from comfyfleet.wire.bodies import (
+    InputBody,
+    PreferencesBody,
+    RequirementsBody,
+    SubmitBody,
+    TimeoutsBody,
+    WebhookBody,
+)
 
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
@@ -40,7 +47,7 @@ class SubmitOptions(TypedDict, total=False):
     retry_delay_s: float | None
     timeouts: TimeoutsBody | None
     include_outputs: tuple[str, ...]
-    webhook: str | None
+    webhook: WebhookBody | str | None
     require_workable: bool
 
 

@@ -8,7 +8,8 @@ from comfyfleet.engine.fleet import Fleet
 from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Written
 from comfyfleet.model.fact import FleetEvent
-from comfyfleet.model.ids import LeaseToken, PollId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import JobId, LeaseToken, PollId, WorkerId, WorkflowHash
+from comfyfleet.model.job import Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy
@@ -20,6 +21,10 @@ _MAX_LESSONS = 10_000
 
 async def _nobody(_: Dispatch) -> None:
     raise AssertionError("an engine wires its parts before it serves")
+
+
+async def _to_nobody(_: Submission, __: JobId, ___: int) -> None:
+    """Nobody is told of facts but those who listen."""
 
 
 class Context:
@@ -41,6 +46,8 @@ class Context:
         """Set by the dependencies: a job that others wait for, or that waited itself, is over."""
         self.wrote: Callable[[Written], None] = lambda _: None
         """Set by whoever measures: a write of this engine stands."""
+        self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = _to_nobody
+        """Set by whoever tells others of facts: a round of this job is about to be written. It may refuse."""
         self._lessons: dict[WorkflowHash, Lesson] = {}
         self._ahead_s = 0.0
         """How far the store's clock is ahead of this machine's."""

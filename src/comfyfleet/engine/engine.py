@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -220,6 +220,11 @@ class Engine:
         worker = self._context.fleet.workers.get(worker_id)
         lesson = await self._context.lesson(workflow_hash)
         return expected_s(lesson, "" if worker is None else worker.capabilities.worker_class)
+
+    def announce_to(self, hear: Callable[[Submission, JobId, int], Awaitable[None]]) -> None:
+        """`hear` is told of each round of a job before it is written, and may refuse it: what it notes beside the queue
+        is there before the first fact. A round that was announced may still not come."""
+        self._context.announce = hear
 
     def now(self) -> float:
         """As the store would say, without asking it."""

@@ -137,6 +137,7 @@ class JobDesk:
             )
         place = self._place(cls, lesson, max(now, submission.not_before or now))
         dispatch = self._dispatch(submission, size, place, workflow_hash, now, is_held)
+        await context.announce(submission, dispatch.job_id, dispatch.round)
         if is_held:
             await self._dependencies.announce(submission.after, dispatch.job_id)
         await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
@@ -316,7 +317,10 @@ class JobDesk:
         lesson = await self._context.lesson(workflow_hash)
         cls = _class_of(submission, read_needs(submission.workflow), lesson)
         place = self._place(cls, lesson, await self._context.store.now())
-        is_held = bool(submission.after) and (view.dispatch.phase, Move.RETRY) in MOVES
+        is_legal = (view.dispatch.phase, Move.RETRY) in MOVES
+        is_held = bool(submission.after) and is_legal
+        if is_legal:
+            await self._context.announce(submission, job_id, view.dispatch.round + 1)
         if is_held:
             await self._dependencies.announce(submission.after, job_id)
         await self._inputs.use((each.file for each in submission.inputs), job_id)

@@ -12,6 +12,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
+from comfyfleet.hub.delivering import Delivering
 from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.events import FleetFeed
 from comfyfleet.hub.files import FileHandlers
@@ -25,17 +26,23 @@ from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.page import PageHandlers
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Rooms
+from comfyfleet.hub.sending import Sender
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
+from comfyfleet.hub.webhooks import WebhookHandlers
 from comfyfleet.hub.workers import WorkerHandlers
+from comfyfleet.outbound.guard import Guard
 from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.keys import Keys
+from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.routes import ROUTES
 
 
 class Hub:
     """`is_open`: whoever asks from this machine without a key is an administrator. `legacy_websocket`: whether callers
-    and monitors are still served over the WebSocket; workers always are."""
+    and monitors are still served over the WebSocket; workers always are. `guard` stands before every URL that is called
+    for somebody."""
 
     def __init__(
         self,
@@ -47,6 +54,7 @@ class Hub:
         is_open: bool = False,
         legacy_websocket: LegacyWebsocket = "on",
         assets: LocalAssets | None = None,
+        guard: Guard | None = None,
     ) -> None:
         self.engine = engine
         self.is_open = is_open
@@ -59,11 +67,15 @@ class Hub:
         metrics = Metrics(places, version_here())
         engine.measured_by(metrics.wrote)
         self._streams = StreamHandlers(engine, self._rooms, self._fleet, places, self.limits.beat_s)
+        guard, book, webhooks = guard or Guard(), Deliveries(cabinet), Webhooks(cabinet, clock)
+        sender = Sender(engine, book, webhooks, guard, SystemChance())
+        self._delivering = Delivering(engine, book, webhooks, guard, sender)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
         inputs = InputDesk(engine, assets)
         handlers: dict[str, Handler] = {
             **JobHandlers(engine, assets, inputs).bound(),
             **FileHandlers(engine, assets).bound(),
+            **WebhookHandlers(engine, webhooks, book, guard, self._delivering.wake).bound(),
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
             **WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs).bound(),
@@ -105,6 +117,14 @@ class Hub:
         """Jobs that somebody watches now."""
         return len(self._rooms)
 
+    def start(self) -> None:
+        """Facts go out to their receivers from now on. Can be called twice."""
+        self._delivering.start()
+
+    async def finish(self) -> None:
+        """After `stop`: nothing of the hub runs any more. Can be called twice."""
+        await self._delivering.close()
+
     def stop(self) -> None:
         """Answers whoever is parked and ends every stream, so that nobody keeps the server from ending. Can be called
         twice."""
@@ -128,8 +148,10 @@ class Hub:
         while True:
             message = await receive()
             if message["type"] == "lifespan.startup":
+                self.start()
                 await send({"type": "lifespan.startup.complete"})
             else:
                 self.stop()
+                await self.finish()
                 await send({"type": "lifespan.shutdown.complete"})
                 return

@@ -72,6 +72,7 @@ class Serving:
                 raise Fault("the hub's server ended before it began; its log says why")
             await asyncio.sleep(0.005)
         self._connections.start()
+        self._hub.start()
         return self
 
     async def __aexit__(
@@ -87,6 +88,7 @@ class Serving:
             self._server.should_exit = True
         if self._task is not None:
             await asyncio.wait({self._task})
+        await self._hub.finish()
         if self._socket is not None:
             self._socket.close()
 

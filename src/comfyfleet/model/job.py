@@ -11,6 +11,7 @@ from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import Preferences, Requirements
+from comfyfleet.model.webhook import Webhook
 
 Urgency = Literal["low", "normal", "high", "critical"]
 
@@ -79,6 +80,7 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     after: tuple[JobId, ...] = ()
     """Jobs of the same tenant that must complete first."""
     inputs: tuple[JobInput, ...] = ()
+    webhook: Webhook | None = None
 
     @property
     def input_files(self) -> tuple[InputFile, ...]:

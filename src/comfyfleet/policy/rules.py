@@ -79,6 +79,14 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_look_cap_s: float = 900.0
     """… and then ever more seldom, down to this."""
 
+    # webhooks
+    delivery_base_s: float = 5.0
+    """A delivery that failed is tried again after about this long, then three times as long each time …"""
+    delivery_cap_s: float = 4 * 3600.0
+    """… but never longer than this …"""
+    delivery_tries: int = 12
+    """… and so often: about 15 hours, for which the job is kept."""
+
     # bounds
     max_nodes: int = 10_000
     max_attachment_bytes: int = 256 * 1024 * 1024

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
 from comfyfleet.model.job import JobInput, Submission, Timeouts, Urgency
 from comfyfleet.model.requirement import (
@@ -24,6 +25,7 @@ from comfyfleet.model.requirement import (
     Preferences,
     Requirements,
 )
+from comfyfleet.model.webhook import ENDINGS, Webhook
 from comfyfleet.wire.spelling import KNOWN_STATUSES, OLD_SERVICE_NAMES
 
 MAX_BATCH = 1_000
@@ -37,6 +39,8 @@ Amount = Annotated[float, Meta(ge=0, le=1e6)]
 Count = Annotated[int, Meta(ge=0, le=100_000)]
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 Status = Annotated[str, Meta(extra_json_schema={"enum": list(KNOWN_STATUSES)})]
+Url = Annotated[str, Meta(min_length=1, max_length=2_048)]
+Events = Annotated[tuple[FactKind, ...], Meta(min_length=1, max_length=len(FactKind))]
 Time = Annotated[float, Meta(ge=0, le=1e11, description="Seconds since 1970")] | datetime
 """Seconds since 1970, or a date in ISO 8601; without a zone it is UTC."""
 
@@ -113,6 +117,13 @@ class ConvertBody(_Sent, frozen=True):
     workflow: dict[str, Any]
 
 
+class WebhookBody(_Sent, frozen=True):
+    """Where facts of the job are delivered, and which; the last ones unless said."""
+
+    url: Url
+    events: Events | None = None
+
+
 class SubmitBody(_Sent, frozen=True):
     """Only `payload` is needed: `{"workflow": …}`, or the graph itself."""
 
@@ -137,7 +148,7 @@ class SubmitBody(_Sent, frozen=True):
     retry_delay_s: Seconds | None = None
     timeouts: TimeoutsBody | None = None
     include_outputs: Names = ()
-    webhook: Name | None = None
+    webhook: WebhookBody | Url | None = None
     require_workable: bool = False
 
 
@@ -198,7 +209,6 @@ def seconds_of(time: float | datetime | None) -> float | None:
 
 def submission(body: SubmitBody, tenant: TenantId, idempotency_key: str | None = None) -> Submission:
     """The model's value. The tenant is the credential's, whatever the body says."""
-    _check_served(body)
     return Submission(
         workflow=_workflow(body.payload),
         reference=_reference(body, idempotency_key),
@@ -229,6 +239,7 @@ def submission(body: SubmitBody, tenant: TenantId, idempotency_key: str | None =
             )
             for each in body.inputs
         ),
+        webhook=_webhook(body.webhook),
     )
 
 
@@ -237,11 +248,12 @@ def named_jobs(body: SubmitBody) -> set[str]:
     return {*body.after, *(each.job for each in body.inputs if each.job is not None)}
 
 
-def _check_served(body: SubmitBody) -> None:
-    if body.webhook:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST, "this hub does not serve 'webhook': leave it out", field="webhook"
-        )
+def _webhook(given: WebhookBody | str | None) -> Webhook | None:
+    if given is None:
+        return None
+    if isinstance(given, str):
+        return Webhook(given)
+    return Webhook(given.url, tuple(dict.fromkeys(given.events or ENDINGS)))
 
 
 def _workflow(payload: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,190 @@
+"""`comfyfleet webhook`: who is told of jobs over HTTP, the secret that signs it, and what was delivered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from comfyfleet.cli.options import TO_REACH, as_json, settings
+
+if TYPE_CHECKING:
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.wire.webhooks import DeliveryView, WebhookView
+
+_every_tenant = click.option(
+    "--every-tenant", is_flag=True, help="Of the hub itself, for all tenants' jobs; operators may."
+)
+
+
+@click.group("webhook")
+def command() -> None:
+    """Deliver facts of jobs to a URL, and see what was delivered."""
+
+
+@command.command("add")
+@click.argument("url")
+@click.option(
+    "--event",
+    "events",
+    multiple=True,
+    metavar="NAME",
+    help="Such as queued, leased or retrying; completed, failed and cancelled unless given. Repeatable.",
+)
+@click.option("--name", "label", default="", metavar="TEXT", help="What it is for.")
+@_every_tenant
+@as_json
+@settings(*TO_REACH)
+def add(
+    url: str, events: tuple[str, ...], label: str, every_tenant: bool, as_json: bool, **flags: Any
+) -> None:
+    """Deliver facts of every job that is submitted from now on to URL."""
+    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.model.fact import FactKind
+
+    unknown = [event for event in events if event not in {kind.value for kind in FactKind}]
+    if unknown:
+        known = ", ".join(kind.value for kind in FactKind)
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {known}", param_hint="--event")
+    made = ask(
+        flags,
+        lambda client: client.create_webhook(
+            url, events=events or None, name=label, every_tenant=every_tenant
+        ),
+    )
+    if as_json:
+        print_json(made)
+    else:
+        click.echo(made.id)
+        whose = " --every-tenant" if every_tenant else ""
+        click.echo(
+            f"Deliveries are signed: `comfyfleet webhook secret{whose}` makes a secret to verify them with",
+            err=True,
+        )
+
+
+@command.command("list")
+@as_json
+@settings(*TO_REACH)
+def list_(as_json: bool, **flags: Any) -> None:
+    """Every standing webhook."""
+    from comfyfleet.cli.reach import ask, print_json, print_table
+
+    async def every(client: FleetClient) -> list[WebhookView]:
+        page = await client.webhooks()
+        found = list(page.webhooks)
+        while page.cursor is not None:
+            page = await client.webhooks(page.cursor)
+            found += page.webhooks
+        return found
+
+    found = ask(flags, every)
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [each.id, each.url, ", ".join(each.events), each.tenant or "every tenant", each.name]
+        for each in found
+    ]
+    print_table(["webhook", "url", "events", "of", "name"], rows, empty="there are no standing webhooks")
+
+
+@command.command("remove")
+@click.argument("webhook_id")
+@as_json
+@settings(*TO_REACH)
+def remove(webhook_id: str, as_json: bool, **flags: Any) -> None:
+    """Deliver nothing new to it."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    ask(flags, lambda client: client.delete_webhook(webhook_id))
+    if as_json:
+        print_json({"removed": webhook_id})
+    else:
+        click.echo(f"{webhook_id} removed")
+
+
+@command.command("secret")
+@click.option(
+    "--overlap",
+    type=click.FloatRange(0),
+    default=86400.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="So long the one before it signs too.",
+)
+@_every_tenant
+@as_json
+@settings(*TO_REACH)
+def secret(overlap: float, every_tenant: bool, as_json: bool, **flags: Any) -> None:
+    """Make a new secret that signs deliveries and print it, this once."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    made = ask(flags, lambda client: client.rotate_webhook_secret(overlap, every_tenant=every_tenant))
+    if as_json:
+        print_json(made)
+    else:
+        click.echo(made.secret)
+
+
+@command.command("deliveries")
+@click.argument("job_id", required=False)
+@click.option("--status", type=click.Choice(["pending", "delivered", "given_up"]))
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="At most so many."
+)
+@as_json
+@settings(*TO_REACH)
+def deliveries(job_id: str | None, status: str | None, limit: int, as_json: bool, **flags: Any) -> None:
+    """What was delivered, is tried again, or was given up: of JOB_ID, or of all jobs."""
+    import time
+
+    from comfyfleet.cli.reach import ago, ask, print_json, print_table
+
+    async def some(client: FleetClient) -> list[DeliveryView]:
+        found: list[DeliveryView] = []
+        page = await client.deliveries(job_id, status=status, limit=limit)
+        while True:
+            found += [each for each in page.deliveries if status in (None, each.status)]
+            if page.cursor is None or len(found) >= limit:
+                return found[:limit]
+            page = await client.deliveries(status=status, cursor=page.cursor, limit=limit)
+
+    found = ask(flags, some)
+    if as_json:
+        print_json(found)
+        return
+    now = time.time()
+    rows = [
+        [
+            each.id,
+            each.event,
+            each.status.value,
+            str(each.attempts),
+            "–" if each.last_at is None else f"{ago(each.last_at, now)} ago",
+            each.url,
+            each.last_error or "",
+        ]
+        for each in found
+    ]
+    heads = ["delivery", "event", "status", "attempts", "last", "url", "error"]
+    print_table(heads, rows, empty="there are no deliveries")
+
+
+@command.command("resend")
+@click.argument("delivery_ids", nargs=-1, required=True, metavar="DELIVERY...")
+@as_json
+@settings(*TO_REACH)
+def resend(delivery_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Deliver once more, at once, whatever became of it."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    async def each(client: FleetClient) -> list[DeliveryView]:
+        return [await client.resend_delivery(delivery_id) for delivery_id in delivery_ids]
+
+    found = ask(flags, each)
+    if as_json:
+        print_json(found)
+    else:
+        for delivery in found:
+            click.echo(f"{delivery.id} is sent again")

@@ -1,0 +1,78 @@
+"""What follows from an attempt to deliver: done, tried again later, or given up. Time and chance are arguments."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from comfyfleet.model.webhook import Delivery, DeliveryStatus
+from comfyfleet.policy.rules import Rules
+
+_GONE = 410
+_GROWTH = 3
+
+
+class Attempted(msgspec.Struct, frozen=True):
+    """What came of one attempt: the status of an answer, or why there was none."""
+
+    status: int | None = None
+    error: str | None = None
+    retry_after_s: float | None = None
+    """When the receiver asks to be asked again."""
+
+
+def after_attempt(
+    delivery: Delivery, attempted: Attempted, *, now: float, fraction: float, rules: Rules
+) -> Delivery:
+    status, tries = attempted.status, delivery.tries + 1
+    is_done = status is not None and 200 <= status < 300
+    is_over = is_done or status == _GONE or tries >= rules.delivery_tries
+    ended = DeliveryStatus.DELIVERED if is_done else DeliveryStatus.GIVEN_UP
+    return msgspec.structs.replace(
+        delivery,
+        status=ended if is_over else DeliveryStatus.PENDING,
+        attempts=delivery.attempts + 1,
+        tries=tries,
+        next_at=now + wait_s(tries, fraction, rules, attempted.retry_after_s),
+        claimed_until=None,
+        last_at=now,
+        last_status=status,
+        last_error=None if is_done else attempted.error or _said(status),
+        ended_at=now if is_over else None,
+    )
+
+
+def wait_s(tries: int, fraction: float, rules: Rules, retry_after_s: float | None = None) -> float:
+    """Three times as long each time, up to the cap; of that, half is left to chance, so that those who failed together
+    do not come back together. A receiver may ask for more time, within the cap."""
+    longest = min(rules.delivery_cap_s, rules.delivery_base_s * math.pow(_GROWTH, min(tries - 1, 30)))
+    asked = retry_after_s if retry_after_s is not None and math.isfinite(retry_after_s) else 0.0
+    return max(longest * (1 + fraction) / 2, min(asked, rules.delivery_cap_s))
+
+
+def given_up(delivery: Delivery, why: str, now: float) -> Delivery:
+    return msgspec.structs.replace(
+        delivery,
+        status=DeliveryStatus.GIVEN_UP,
+        claimed_until=None,
+        last_at=now,
+        last_status=None,
+        last_error=why,
+        ended_at=now,
+    )
+
+
+def asked_again(delivery: Delivery, now: float) -> Delivery:
+    """By hand, whatever became of it: at once, and with all its tries."""
+    return msgspec.structs.replace(
+        delivery, status=DeliveryStatus.PENDING, tries=0, next_at=now, claimed_until=None, ended_at=None
+    )
+
+
+def _said(status: int | None) -> str:
+    if status is not None and 300 <= status < 400:
+        return f"the receiver answered {status}: redirects are not followed, name the right URL"
+    if status == _GONE:
+        return "the receiver answered 410: it wants no more of these"
+    return f"the receiver answered {status}; 2xx was expected"

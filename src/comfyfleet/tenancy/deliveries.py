@@ -1,0 +1,232 @@
+"""The book of deliveries, in the store's cabinet: whose facts are to be told, what was told, and what is due when.
+
+Three drawers. A *note* is written before a round of a job is, and stays until the end of the round is in the book: it
+says where to look for facts. A *delivery* has a name that follows from fact and webhook, so that two hubs that enter
+the same one enter it once. A *due* entry stands in the order of time and leads to its delivery; one that leads nowhere
+is put right by whoever finds it. So every step may be taken twice, and a hub may die between any two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import msgspec
+
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.webhook import Delivery, DeliveryStatus
+from comfyfleet.ports import Cabinet, Document
+
+NOTES = "webhook_notes"
+DELIVERIES = "deliveries"
+DUE = "deliveries_due"
+
+_TRIES = 20
+_PAGE = 200
+MAX_OF_A_JOB = 1_000
+
+
+class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Somebody is to hear of this round of a job."""
+
+    at: float
+    told: int = 0
+    """The number of the last fact that is in the book."""
+
+
+class Noted(msgspec.Struct, frozen=True):
+    """A note as it was read."""
+
+    job_id: JobId
+    round: int
+    note: Note
+    version: int
+
+
+class DueEntry(msgspec.Struct, frozen=True):
+    """What has to be known to line it up: where it goes, and whose it is."""
+
+    name: str
+    at: float
+    host: str
+    owner: str
+
+
+_lining_up = msgspec.json.Decoder(tuple[str, str])
+
+
+class Deliveries:
+    def __init__(self, cabinet: Cabinet) -> None:
+        self._cabinet = cabinet
+
+    # notes
+
+    async def note(self, job_id: JobId, round_: int, now: float) -> None:
+        await self._cabinet.put(NOTES, _note_name(job_id, round_), msgspec.json.encode(Note(now)), version=0)
+
+    async def noted(self, job_id: JobId, round_: int) -> Noted | None:
+        document = await self._cabinet.get(NOTES, _note_name(job_id, round_))
+        return None if document is None else Noted(job_id, round_, _note(document), document.version)
+
+    async def told(self, noted: Noted, number: int) -> None:
+        """Everything up to that fact is in the book. Whoever was quicker has said the same."""
+        body = msgspec.json.encode(msgspec.structs.replace(noted.note, told=number))
+        await self._cabinet.put(NOTES, _note_name(noted.job_id, noted.round), body, version=noted.version)
+
+    async def forget_note(self, noted: Noted) -> None:
+        await self._cabinet.remove(NOTES, _note_name(noted.job_id, noted.round))
+
+    async def notes(self, after: str, limit: int) -> tuple[list[Noted], str]:
+        """Some of them in the order of submission, and where to go on: nowhere (empty) behind the last."""
+        page = await self._cabinet.listing(NOTES, after, limit)
+        found = []
+        for document in page:
+            job_id, _, round_ = document.name.rpartition("/")
+            found.append(Noted(JobId(job_id), int(round_), _note(document), document.version))
+        return found, page[-1].name if len(page) == limit else ""
+
+    # deliveries
+
+    async def add(self, delivery: Delivery) -> DueEntry | None:
+        """Enters it once. What is answered is still to be sent."""
+        name = name_of(delivery)
+        if not await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(delivery), version=0):
+            known = await self.get(name)
+            if known is None or known[0].status is not DeliveryStatus.PENDING:
+                return None
+            delivery = known[0]
+        return await self._put_due(delivery)
+
+    async def get(self, name: str) -> tuple[Delivery, int] | None:
+        """With its version."""
+        document = await self._cabinet.get(DELIVERIES, name)
+        return None if document is None else (_delivery(document), document.version)
+
+    async def claim(self, name: str, now: float, until: float) -> tuple[Delivery, int] | None:
+        """For whoever is going to send it, if nobody else is. None: there is nothing to do here now."""
+        known = await self.get(name)
+        if known is None:
+            return None
+        delivery, version = known
+        is_claimed = delivery.claimed_until is not None and now < delivery.claimed_until
+        if delivery.status is not DeliveryStatus.PENDING or delivery.next_at > now or is_claimed:
+            return None
+        claimed = msgspec.structs.replace(delivery, claimed_until=until)
+        if not await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(claimed), version=version):
+            return None
+        return claimed, version + 1
+
+    async def settle(self, before: Delivery, after: Delivery, version: int) -> bool:
+        """What came of a claimed one. False: it was changed in between, by hand or because the claim was over."""
+        name = name_of(after)
+        if not await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(after), version=version):
+            return False
+        if after.status is DeliveryStatus.PENDING:
+            await self._put_due(after)
+        if due_name(after) != due_name(before) or after.status is not DeliveryStatus.PENDING:
+            await self._cabinet.remove(DUE, due_name(before))
+        return True
+
+    async def change(self, name: str, change: Callable[[Delivery], Delivery]) -> Delivery:
+        """By hand: it is due from then on."""
+        for _ in range(_TRIES):
+            known = await self.get(name)
+            if known is None:
+                raise Refusal(RefusalCode.NOT_FOUND, "there is no such delivery (any more)")
+            changed = change(known[0])
+            # Before and after: a hub that dies in between leaves an entry that leads to it, at the worst one too many.
+            await self._put_due(changed)
+            if await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(changed), version=known[1]):
+                await self._put_due(changed)
+                return changed
+        raise Fault("the delivery is being changed by others all the time; try again")
+
+    async def of_job(self, job_id: JobId) -> list[Delivery]:
+        beginning = after = f"{job_id}/"
+        found: list[Delivery] = []
+        while len(found) < MAX_OF_A_JOB:
+            page = await self._cabinet.listing(DELIVERIES, after, _PAGE)
+            found += [_delivery(each) for each in page if each.name.startswith(beginning)]
+            if len(page) < _PAGE or not page[-1].name.startswith(beginning):
+                break
+            after = page[-1].name
+        return found
+
+    async def page(self, after: str, limit: int) -> list[tuple[str, Delivery]]:
+        """Everybody's, in the order of submission of their jobs, with their names."""
+        return [
+            (each.name, _delivery(each)) for each in await self._cabinet.listing(DELIVERIES, after, limit)
+        ]
+
+    async def forget(self, name: str) -> None:
+        await self._cabinet.remove(DELIVERIES, name)
+
+    # what is due
+
+    async def due(self, after: str, limit: int) -> list[DueEntry]:
+        """In the order of time."""
+        return [
+            DueEntry(document.name, int(document.name[:13]) / 1000, *_lining_up.decode(document.body))
+            for document in await self._cabinet.listing(DUE, after, limit)
+        ]
+
+    async def mend(self, entry: str) -> None:
+        """An entry may lead to a delivery that is over, or is due at another time."""
+        known = await self.get(delivery_in(entry))
+        if known is not None and known[0].status is DeliveryStatus.PENDING:
+            if due_name(known[0]) == entry:
+                return
+            await self._put_due(known[0])
+        await self._cabinet.remove(DUE, entry)
+
+    async def _put_due(self, delivery: Delivery) -> DueEntry:
+        owner = "" if delivery.owner is None else str(delivery.owner)
+        entry = DueEntry(due_name(delivery), delivery.next_at, host_of(delivery.url), owner)
+        body = msgspec.json.encode((entry.host, entry.owner))
+        await self._cabinet.put(DUE, entry.name, body, version=None)
+        return entry
+
+
+def name_of(delivery: Delivery) -> str:
+    return f"{delivery.job_id}/{delivery.number:08d}/{delivery.webhook_id}"
+
+
+def submitted_at(name: str) -> float:
+    """When the job of the delivery with this name was submitted: its id begins with the time."""
+    return int(name.replace("-", "")[:12], 16) / 1000
+
+
+def named(delivery_id: str) -> str | None:
+    """The name of the delivery with this id, if it can be one's."""
+    job_id, _, rest = delivery_id.partition("_")
+    number, _, webhook_id = rest.partition("_")
+    is_plain = delivery_id.isascii() and delivery_id.isprintable() and len(delivery_id) < 200
+    if not (is_plain and job_id and webhook_id and number.isdigit() and len(number) < 9):
+        return None
+    return f"{job_id}/{int(number):08d}/{webhook_id}"
+
+
+def due_name(delivery: Delivery) -> str:
+    return f"{int(delivery.next_at * 1000):013d}/{name_of(delivery)}"
+
+
+def delivery_in(entry: str) -> str:
+    """The name of the delivery that an entry leads to."""
+    return entry.partition("/")[2]
+
+
+def host_of(url: str) -> str:
+    return urlsplit(url).netloc.lower()
+
+
+def _note_name(job_id: JobId, round_: int) -> str:
+    return f"{job_id}/{round_:06d}"
+
+
+def _note(document: Document) -> Note:
+    return msgspec.json.decode(document.body, type=Note)
+
+
+def _delivery(document: Document) -> Delivery:
+    return msgspec.json.decode(document.body, type=Delivery)

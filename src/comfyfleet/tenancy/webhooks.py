@@ -1,0 +1,139 @@
+"""Standing webhooks and the secrets that sign deliveries, in the store's cabinet: every hub on a store has the same.
+
+Both belong to a tenant, or to the hub itself (no owner). Which URLs may be called is `outbound/guard.py`'s, what is
+delivered the book's in `deliveries.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+import msgspec
+
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.fact import FactKind
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.webhook import ENDINGS, SigningSecret, StandingWebhook
+from comfyfleet.ports import Cabinet, Clock
+
+_WEBHOOKS = "webhooks"
+_SECRETS = "webhook_secrets"
+_PREFIX = "wh_"
+_TRIES = 20
+
+MAX_STANDING = 20
+"""Of one owner: each fact of each of its jobs may be a delivery to each of them."""
+_REMEMBER_S = 2.0
+_MAX_REMEMBERED = 10_000
+
+
+class Webhooks:
+    def __init__(self, cabinet: Cabinet, clock: Clock) -> None:
+        self._cabinet = cabinet
+        self._clock = clock
+        self._known: dict[TenantId | None, tuple[tuple[StandingWebhook, ...], float]] = {}
+
+    async def create(
+        self,
+        owner: TenantId | None,
+        url: str,
+        *,
+        events: tuple[FactKind, ...] = ENDINGS,
+        name: str = "",
+    ) -> StandingWebhook:
+        if len(await self.of(owner)) >= MAX_STANDING:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"there are {MAX_STANDING} webhooks already, and no more are kept: delete one first",
+            )
+        now = self._clock.now()
+        webhook_id = f"{_beginning(owner)}{int(now * 1000):012x}{secrets.token_hex(6)}"
+        made = StandingWebhook(webhook_id, url, now, owner, events, name)
+        if not await self._cabinet.put(_WEBHOOKS, webhook_id, msgspec.json.encode(made), version=0):
+            raise Fault("a new webhook's id is taken already; try again")
+        self._known.pop(owner, None)
+        return made
+
+    async def get(self, webhook_id: str) -> StandingWebhook | None:
+        if not webhook_id.isascii() or not webhook_id.isprintable() or not 0 < len(webhook_id) < 100:
+            return None
+        document = await self._cabinet.get(_WEBHOOKS, webhook_id)
+        return None if document is None else msgspec.json.decode(document.body, type=StandingWebhook)
+
+    async def remove(self, webhook: StandingWebhook) -> None:
+        await self._cabinet.remove(_WEBHOOKS, webhook.webhook_id)
+        self._known.pop(webhook.owner, None)
+
+    async def of(self, owner: TenantId | None) -> tuple[StandingWebhook, ...]:
+        """In the order they were made."""
+        beginning = _beginning(owner)
+        # One more than are kept: two hubs may have made the last one at once.
+        page = await self._cabinet.listing(_WEBHOOKS, beginning, MAX_STANDING + 10)
+        found = (
+            msgspec.json.decode(document.body, type=StandingWebhook)
+            for document in page
+            if document.name.startswith(beginning)
+        )
+        return tuple(each for each in found if each.owner == owner)
+
+    async def listing(self, after: str = "", limit: int = 100) -> list[StandingWebhook]:
+        """Everybody's."""
+        page = await self._cabinet.listing(_WEBHOOKS, after, limit)
+        return [msgspec.json.decode(document.body, type=StandingWebhook) for document in page]
+
+    async def hearing(self, tenant: TenantId) -> tuple[StandingWebhook, ...]:
+        """Those that hear of a tenant's jobs: its own and the hub's. What another hub changed is known in seconds."""
+        return (*await self._remembered(tenant), *await self._remembered(None))
+
+    async def _remembered(self, owner: TenantId | None) -> tuple[StandingWebhook, ...]:
+        now = self._clock.now()
+        known = self._known.get(owner)
+        if known is not None and now < known[1]:
+            return known[0]
+        found = await self.of(owner)
+        self._known.pop(owner, None)
+        self._known[owner] = (found, now + _REMEMBER_S)
+        if len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return found
+
+    # secrets
+
+    async def rotate(self, owner: TenantId | None, overlap_s: float, made: str) -> SigningSecret:
+        """A new secret; for so long deliveries are signed with the one before it too."""
+        now = self._clock.now()
+        for _ in range(_TRIES):
+            document = await self._cabinet.get(_SECRETS, _beginning(owner))
+            before = None if document is None else msgspec.json.decode(document.body, type=SigningSecret)
+            has_overlap = before is not None and overlap_s > 0
+            secret = SigningSecret(
+                made,
+                now,
+                before.secret if before is not None and has_overlap else None,
+                now + overlap_s if has_overlap else None,
+            )
+            version = 0 if document is None else document.version
+            body = msgspec.json.encode(secret)
+            if await self._cabinet.put(_SECRETS, _beginning(owner), body, version=version):
+                return secret
+        raise Fault("the secret is being changed by others all the time; try again")
+
+    async def signing(self, owner: TenantId | None, made: str) -> tuple[str, ...]:
+        """The secrets that sign now, the newest first. Where there is none yet, `made` becomes it: nothing goes out
+        unsigned."""
+        first = msgspec.json.encode(SigningSecret(made, self._clock.now()))
+        document = await self._cabinet.get(_SECRETS, _beginning(owner))
+        if document is None:
+            await self._cabinet.put(_SECRETS, _beginning(owner), first, version=0)
+            document = await self._cabinet.get(_SECRETS, _beginning(owner))
+        assert document is not None, "it was there or has just been written"
+        kept = msgspec.json.decode(document.body, type=SigningSecret)
+        is_old_good = kept.old_until is not None and self._clock.now() < kept.old_until
+        return (kept.secret, kept.old_secret) if is_old_good and kept.old_secret else (kept.secret,)
+
+
+def _beginning(owner: TenantId | None) -> str:
+    """What the names of an owner's documents begin with: any text can be a tenant, not any text a name."""
+    told = "hub" if owner is None else hashlib.sha256(f"tenant {owner}".encode()).hexdigest()[:24]
+    return f"{_PREFIX}{told}_"

@@ -1,0 +1,186 @@
+"""Webhooks as callers set them up and see them, and what a receiver is sent.
+
+The form of what is sent is that of Standard Webhooks: `type`, `timestamp`, `data`; how it is signed is `signing.py`'s.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.model.fact import Fact, FactKind
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.job import Job, JobResult
+from comfyfleet.model.webhook import Delivery, DeliveryStatus, StandingWebhook
+from comfyfleet.wire.bodies import Events, Name, Seconds, Url
+from comfyfleet.wire.progress import FINAL, fact_body
+
+MAX_EVENT_BYTES = 256 * 1024
+"""A result that makes it larger is left out: it can be asked for."""
+
+
+class StandingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    url: Url
+    events: Events | None = None
+    name: Annotated[str, Meta(max_length=256)] = ""
+    every_tenant: bool = False
+    """It hears of everybody's jobs, and is signed with the hub's own secret: for operators."""
+
+
+class SecretBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    overlap_s: Seconds = 86400.0
+    """So long deliveries are signed with the secret before it too."""
+    every_tenant: bool = False
+    """The secret of the hub's own webhooks: for operators."""
+
+
+class DeliveriesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    status: DeliveryStatus | None = None
+    cursor: Name | None = None
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+
+
+class WebhookView(msgspec.Struct, frozen=True):
+    id: str
+    url: str
+    """Without its query, which may hold a secret."""
+    events: tuple[FactKind, ...]
+    created_at: float
+    tenant: str | None
+    """Null: it hears of everybody's jobs."""
+    name: str = ""
+
+
+class WebhookList(msgspec.Struct, frozen=True):
+    webhooks: tuple[WebhookView, ...]
+    cursor: str | None = None
+
+
+class SecretMade(msgspec.Struct, frozen=True):
+    secret: str
+    """It is not shown again."""
+    created_at: float
+    tenant: str | None = None
+    old_until: float | None = None
+
+
+class DeliveryView(msgspec.Struct, frozen=True):
+    id: str
+    job_id: str
+    event: str
+    url: str
+    webhook: str
+    """The id of a standing webhook, or `job` for the one that came with the job."""
+    status: DeliveryStatus
+    attempts: int
+    created_at: float
+    next_at: float | None = None
+    """Of one that is pending."""
+    last_at: float | None = None
+    last_status: int | None = None
+    last_error: str | None = None
+    ended_at: float | None = None
+
+
+class DeliveryList(msgspec.Struct, frozen=True):
+    deliveries: tuple[DeliveryView, ...]
+    cursor: str | None = None
+
+
+class EventData(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The fact, and of the job what tells a receiver which one it is. An ending carries what came of it."""
+
+    id: str
+    number: int
+    kind: str
+    at: float
+    round: int
+    tenant: str
+    workflow_hash: str
+    submitted_at: float
+    status: str | None = None
+    reference: str | None = None
+    metadata: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    result: JobResult | None = None
+    error: Failure | None = None
+    is_cut: bool = False
+    """The result was too large to send: `GET /api/jobs/{id}/result` has it."""
+
+
+class EventBody(msgspec.Struct, frozen=True):
+    type: str
+    timestamp: str
+    data: EventData
+
+
+def event_name(kind: FactKind) -> str:
+    return f"job.{kind.value}"
+
+
+def event(fact: Fact, job: Job) -> bytes:
+    """What a receiver is sent. A job that was taken up again since then tells nothing of its new round here."""
+    told = fact_body(fact)
+    is_last_word = fact.kind in FINAL and job.round == fact.round
+    data = EventData(
+        fact.job_id,
+        fact.number,
+        fact.kind.value,
+        fact.at,
+        fact.round,
+        job.tenant,
+        job.workflow_hash,
+        job.submitted_at,
+        told.status,
+        job.reference,
+        job.payload.metadata,
+        fact.data,
+        job.result if is_last_word else None,
+        job.failure if is_last_word else None,
+    )
+    timestamp = datetime.fromtimestamp(fact.at, UTC).isoformat(timespec="milliseconds")
+    body = EventBody(event_name(fact.kind), timestamp.replace("+00:00", "Z"), data)
+    content = msgspec.json.encode(body)
+    if len(content) > MAX_EVENT_BYTES and data.result is not None:
+        cut = msgspec.structs.replace(data, result=None, is_cut=True)
+        content = msgspec.json.encode(msgspec.structs.replace(body, data=cut))
+    return content
+
+
+def view(webhook: StandingWebhook) -> WebhookView:
+    return WebhookView(
+        webhook.webhook_id,
+        shown(webhook.url),
+        webhook.events,
+        webhook.created_at,
+        webhook.owner,
+        webhook.name,
+    )
+
+
+def delivery_view(delivery: Delivery) -> DeliveryView:
+    return DeliveryView(
+        delivery.delivery_id,
+        JobId(delivery.job_id),
+        event_name(delivery.kind),
+        shown(delivery.url),
+        delivery.webhook_id,
+        delivery.status,
+        delivery.attempts,
+        delivery.created_at,
+        delivery.next_at if delivery.status is DeliveryStatus.PENDING else None,
+        delivery.last_at,
+        delivery.last_status,
+        delivery.last_error,
+        delivery.ended_at,
+    )
+
+
+def shown(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(query="…" if parts.query else ""))

@@ -1,0 +1,430 @@
+"""Webhooks over real connections: what is told to whom, signed how, tried again when, and never lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from tests.hub._hub import Answer, HubRig, running_hub, submission
+from tests.hub._receiver import Receiver, receiving
+from tests.hub._watching import complete, lease, register
+
+from comfyfleet.model.access import Role
+from comfyfleet.model.calls import Completion, FailureReport
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.job import JobResult
+from comfyfleet.model.webhook import Delivery
+from comfyfleet.outbound.guard import Allowed, Guard
+from comfyfleet.policy.rules import Rules
+from comfyfleet.wire.webhooks import MAX_EVENT_BYTES
+
+QUICK = Rules(round_s=0.05, delivery_base_s=0.02, delivery_tries=3, max_attempts=1)
+
+
+def guard(limit_s: float = 5.0) -> Guard:
+    return Guard(Allowed(["127.0.0.0/8"]), limit_s=limit_s)
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[HubRig]:
+    async with running_hub(rules=QUICK, guard=guard()) as rig:
+        await register(rig)
+        yield rig
+
+
+@pytest_asyncio.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with receiving() as receiver:
+        yield receiver
+
+
+async def run_one(rig: HubRig, **fields: Any) -> str:
+    job_id = await rig.submit(**fields)
+    await complete(rig, await lease(rig, poll_id=job_id))
+    return job_id
+
+
+async def secret_of(rig: HubRig, role: Role = Role.ADMIN, **body: Any) -> str:
+    answer = await rig.post("/api/webhook-secret", body, role=role)
+    assert answer.status == 200, answer.content
+    return str(answer.body["secret"])
+
+
+async def deliveries(rig: HubRig, job_id: str, role: Role = Role.ADMIN) -> list[dict[str, Any]]:
+    answer = await rig.get(f"/api/jobs/{job_id}/deliveries", role=role)
+    assert answer.status == 200, answer.content
+    found: list[dict[str, Any]] = answer.body["deliveries"]
+    return found
+
+
+async def settled(rig: HubRig, job_id: str, status: str) -> dict[str, Any]:
+    """The only delivery of a job, once it has that status."""
+    async with asyncio.timeout(10):
+        while True:
+            found = await deliveries(rig, job_id)
+            if [each["status"] for each in found] == [status]:
+                return found[0]
+            await asyncio.sleep(0.01)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+# what is told
+
+
+async def test_the_end_of_a_job_is_delivered_signed_and_with_its_result(
+    rig: HubRig, receiver: Receiver
+) -> None:
+    secret = await secret_of(rig)
+    job_id = await run_one(rig, webhook=receiver.url, metadata={"user": "42"}, reference="mine")
+    (came,) = await receiver.until(1)
+    event = came.verified(secret)
+    assert (event.type, event.id) == ("job.completed", f"{job_id}_3_job")
+    assert event.data["id"] == job_id
+    assert (event.data["status"], event.data["number"]) == ("completed", 3)
+    assert (event.data["metadata"], event.data["reference"]) == ({"user": "42"}, "mine")
+    assert event.data["result"] == {"outputs": {"2": {"images": []}}}
+    assert came.headers["content-type"] == "application/json"
+    found = await settled(rig, job_id, "delivered")
+    assert (found["event"], found["attempts"], found["last_status"]) == ("job.completed", 1, 204)
+    assert found["ended_at"] and found["next_at"] is None
+
+
+async def test_more_is_told_where_more_is_asked_for(rig: HubRig, receiver: Receiver) -> None:
+    await run_one(rig, webhook={"url": receiver.url, "events": ["completed", "queued", "leased"]})
+    await receiver.until(3)
+    assert sorted(receiver.events) == ["job.completed", "job.leased", "job.queued"]
+
+
+async def test_a_failure_and_a_cancel_are_told_and_a_retry_by_hand_tells_again(
+    rig: HubRig, receiver: Receiver
+) -> None:
+    job_id = await rig.submit(webhook=receiver.url)
+    leased = await lease(rig)
+    failure = Failure(FailureKind.NODE_ERROR, "a node failed")
+    await rig.engine.fail(FailureReport(leased.ref, failure))
+    await receiver.until(1)
+    assert receiver.came[0].said["data"]["error"]["message"] == "a node failed"
+    await rig.post(f"/api/jobs/{job_id}/retry")
+    await rig.post(f"/api/jobs/{job_id}/cancel")
+    await receiver.until(2)
+    assert receiver.events == ["job.failed", "job.cancelled"]
+    assert receiver.came[1].said["data"]["round"] == 2
+    assert receiver.came[0].id != receiver.came[1].id
+
+
+async def test_a_result_that_is_too_large_is_left_out_and_said_so(rig: HubRig, receiver: Receiver) -> None:
+    await rig.submit(webhook=receiver.url)
+    leased = await lease(rig)
+    large = JobResult(outputs={"2": {"text": ["x" * MAX_EVENT_BYTES]}})
+    await rig.engine.complete(Completion(leased.ref, large, 0.0))
+    (came,) = await receiver.until(1)
+    assert came.said["data"]["is_cut"] is True
+    assert "result" not in came.said["data"]
+    assert len(came.body) < 10_000
+
+
+async def test_a_job_without_a_webhook_leaves_nothing_behind(rig: HubRig) -> None:
+    job_id = await run_one(rig)
+    assert await deliveries(rig, job_id) == []
+    assert not {"webhook_notes", "deliveries", "deliveries_due"} & set(await rig.cabinet.drawers())
+
+
+async def test_what_was_delivered_leaves_the_log_and_nothing_else(rig: HubRig, receiver: Receiver) -> None:
+    for _ in range(5):
+        await run_one(rig, webhook={"url": receiver.url, "events": ["queued", "completed"]})
+    await receiver.until(10)
+
+    async def is_tidy() -> bool:
+        return not {"webhook_notes", "deliveries_due"} & set(await rig.cabinet.drawers())
+
+    await until(is_tidy)
+    assert len(await rig.cabinet.listing("deliveries")) == 10
+
+
+# twice, later, never
+
+
+async def test_a_receiver_that_fails_is_asked_again_under_the_same_id(
+    rig: HubRig, receiver: Receiver
+) -> None:
+    secret = await secret_of(rig)
+    receiver.answer = lambda number: web.Response(status=500 if number == 0 else 200)
+    job_id = await run_one(rig, webhook=receiver.url)
+    first, second = await receiver.until(2)
+    assert first.id == second.id
+    assert first.body == second.body
+    second.verified(secret)
+    assert (await settled(rig, job_id, "delivered"))["attempts"] == 2
+
+
+async def test_after_so_many_tries_it_is_given_up_and_can_be_sent_again(
+    rig: HubRig, receiver: Receiver
+) -> None:
+    receiver.answer = lambda _: web.Response(status=503)
+    job_id = await run_one(rig, webhook=f"{receiver.url}?token=hidden")
+    given_up = await settled(rig, job_id, "given_up")
+    assert (given_up["attempts"], given_up["last_status"]) == (3, 503)
+    assert "answered 503" in given_up["last_error"]
+    assert "hidden" not in str(given_up)
+    listed = (await rig.get("/api/deliveries?status=given_up")).body["deliveries"]
+    assert listed == [given_up]
+
+    receiver.answer = lambda _: web.Response(status=200)
+    again = await rig.post(f"/api/deliveries/{given_up['id']}/resend")
+    assert (again.status, again.body["status"]) == (200, "pending")
+    assert (await settled(rig, job_id, "delivered"))["attempts"] == 4
+    assert len({each.id for each in receiver.came}) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "attempts", "why"), [(410, 1, "wants no more"), (307, 3, "redirects are not followed")]
+)
+async def test_an_answer_has_its_meaning(
+    rig: HubRig, receiver: Receiver, status: int, attempts: int, why: str
+) -> None:
+    target = {"location": "http://169.254.169.254/latest/meta-data/"}
+    receiver.answer = lambda _: web.Response(status=status, headers=target)
+    found = await settled(rig, await run_one(rig, webhook=receiver.url), "given_up")
+    assert (found["attempts"], found["last_status"]) == (attempts, status)
+    assert why in found["last_error"]
+
+
+async def test_a_name_that_leads_home_is_taken_and_never_called(receiver: Receiver) -> None:
+    async def lookup(host: str, port: int) -> list[str]:
+        return ["127.0.0.1"]
+
+    async with running_hub(rules=QUICK, guard=Guard(lookup=lookup)) as rig:
+        await register(rig)
+        port = receiver.url.rpartition(":")[2]
+        job_id = await run_one(rig, webhook=f"http://rebound.example:{port}")
+        found = await settled(rig, job_id, "given_up")
+        assert "leads to an address that is not public" in found["last_error"]
+        assert receiver.came == []
+
+
+async def test_a_dead_receiver_keeps_nobody_waiting() -> None:
+    patient = msgspec.structs.replace(QUICK, delivery_base_s=60.0)
+    async with (
+        receiving() as dead,
+        receiving() as live,
+        running_hub(rules=patient, guard=guard(30.0)) as rig,
+    ):
+        await register(rig)
+        dead.is_open.clear()
+        for _ in range(10):
+            await run_one(rig, webhook=dead.url)
+        await dead.until(4)
+        for _ in range(10):
+            await run_one(rig, webhook=live.url)
+        await live.until(10)
+        assert len(dead.came) == 4, "no host has more than its share of what goes out at a time"
+        # As soon as one is answered the next has its turn.
+        dead.is_open.set()
+        await dead.until(10)
+
+
+async def test_what_was_not_heard_is_found(rig: HubRig, receiver: Receiver) -> None:
+    """As when a worker has no engine, or the hub that heard it died."""
+    job_id = await rig.submit(webhook=receiver.url)
+    rig.hub._delivering._leave_bus()
+    await complete(rig, await lease(rig))
+    await settled(rig, job_id, "delivered")
+
+
+async def test_a_note_whose_job_never_came_is_forgotten(rig: HubRig) -> None:
+    await rig.cabinet.put(
+        "webhook_notes", "01900000-0000-7000-8000-000000000000/000001", b'{"at":1}', version=0
+    )
+
+    async def is_gone() -> bool:
+        return not await rig.cabinet.listing("webhook_notes")
+
+    await until(is_gone)
+
+
+async def test_an_attempt_whose_hub_died_is_made_again_when_its_claim_is_over(
+    rig: HubRig, receiver: Receiver
+) -> None:
+    receiver.answer = lambda _: web.Response(status=410)
+    job_id = await run_one(rig, webhook=receiver.url)
+    await settled(rig, job_id, "given_up")
+    (document,) = await rig.cabinet.listing("deliveries")
+    delivery = msgspec.json.decode(document.body, type=Delivery)
+    now = rig.engine.now()
+    # As a hub that was killed while it sent has left it: claimed for a while, and its entry in its place.
+    left = msgspec.structs.replace(
+        delivery, status="pending", ended_at=None, tries=0, next_at=now, claimed_until=now + 0.3
+    )
+    receiver.answer = lambda _: web.Response()
+    await rig.cabinet.put("deliveries", document.name, msgspec.json.encode(left), version=None)
+    entry = f"{int(now * 1000):013d}/{document.name}"
+    await rig.cabinet.put("deliveries_due", entry, b'["127.0.0.1","default"]', version=None)
+    assert (await settled(rig, job_id, "delivered"))["attempts"] == 2
+    assert rig.engine.now() >= now + 0.3
+
+
+async def test_old_deliveries_are_forgotten(receiver: Receiver) -> None:
+    async with running_hub(rules=QUICK, guard=guard()) as rig:
+        await register(rig)
+        job_id = await run_one(rig, webhook=receiver.url)
+        await settled(rig, job_id, "delivered")
+        (document,) = await rig.cabinet.listing("deliveries")
+        # The same in other states and ages, of jobs that were submitted long ago.
+        delivery, now = msgspec.json.decode(document.body, type=Delivery), rig.engine.now()
+        for number, (status, ended_at) in enumerate(
+            [
+                ("delivered", now - 25 * 3600),
+                ("delivered", now - 3600),
+                ("given_up", now - 25 * 3600),
+                ("given_up", now - 8 * 86400),
+                ("pending", None),
+            ]
+        ):
+            old = msgspec.structs.replace(delivery, status=status, ended_at=ended_at)
+            name = f"01800000-0000-7000-8000-{number:012d}/00000003/job"
+            await rig.cabinet.put("deliveries", name, msgspec.json.encode(old), version=0)
+        rig.hub._delivering._pruned_at = 0.0
+
+        async def is_pruned() -> bool:
+            return len(await rig.cabinet.listing("deliveries")) == 4
+
+        await until(is_pruned)
+        kept = [each.name[:36] for each in await rig.cabinet.listing("deliveries")]
+        assert kept == [f"01800000-0000-7000-8000-{number:012d}" for number in (1, 2, 4)] + [job_id]
+
+
+# standing webhooks and secrets
+
+
+async def stand(rig: HubRig, receiver: Receiver, role: Role = Role.ADMIN, **more: Any) -> Answer:
+    return await rig.post("/api/webhooks", {"url": receiver.url, **more}, role=role)
+
+
+async def test_a_standing_webhook_hears_of_its_tenants_jobs_alone(rig: HubRig, receiver: Receiver) -> None:
+    made = await stand(rig, receiver, Role.TENANT, name="billing")
+    assert (made.status, made.body["tenant"], made.body["events"]) == (
+        201,
+        "acme",
+        ["completed", "failed", "cancelled"],
+    )
+    job_id = await run_one(rig, role=Role.TENANT)
+    await run_one(rig)
+    other = await run_one(rig, role=Role.TENANT)
+    await receiver.until(2)
+    assert [each.said["data"]["id"] for each in receiver.came] == [job_id, other]
+    (found,) = await deliveries(rig, job_id, Role.TENANT)
+    assert found["webhook"] == made.body["id"]
+
+    assert (await rig.ask("DELETE", f"/api/webhooks/{made.body['id']}", role=Role.TENANT)).status == 204
+    assert (await rig.get("/api/webhooks")).body["webhooks"] == []
+    job_id = await run_one(rig, role=Role.TENANT)
+    assert await deliveries(rig, job_id) == []
+
+
+async def test_the_hubs_own_webhook_hears_of_everybody_and_is_the_operators(
+    rig: HubRig, receiver: Receiver
+) -> None:
+    assert (await stand(rig, receiver, Role.TENANT, every_tenant=True)).code == "not_allowed"
+    made = await stand(rig, receiver, Role.OPERATOR, every_tenant=True)
+    assert made.body["tenant"] is None
+    secret = await secret_of(rig, Role.OPERATOR, every_tenant=True)
+    assert (await rig.post("/api/webhook-secret", {"every_tenant": True}, role=Role.TENANT)).status == 403
+    job_id = await run_one(rig, role=Role.TENANT)
+    (came,) = await receiver.until(1)
+    assert came.verified(secret).data["tenant"] == "acme"
+    found = await settled(rig, job_id, "delivered")
+    # Whom it was told to is not the tenant's to know.
+    assert await deliveries(rig, job_id, Role.TENANT) == []
+    assert (await rig.get("/api/deliveries", role=Role.TENANT)).body["deliveries"] == []
+    assert (await rig.get("/api/webhooks", role=Role.TENANT)).body["webhooks"] == []
+    for path in (f"/api/deliveries/{found['id']}/resend", f"/api/webhooks/{made.body['id']}"):
+        method = "POST" if "resend" in path else "DELETE"
+        assert (await rig.ask(method, path, role=Role.TENANT)).code == "not_found"
+
+
+async def test_tenants_do_not_see_each_others(rig: HubRig, receiver: Receiver) -> None:
+    _, other = await rig.hub.keys.create(Role.TENANT, tenant=TenantId("other"))
+    made = await stand(rig, receiver, Role.TENANT)
+    job_id = await run_one(rig, role=Role.TENANT, webhook=receiver.url)
+    await receiver.until(2)
+    assert (await rig.get("/api/webhooks", key=other)).body["webhooks"] == []
+    assert (await rig.get("/api/deliveries", key=other)).body["deliveries"] == []
+    assert (await rig.get(f"/api/jobs/{job_id}/deliveries", key=other)).code == "not_found"
+    assert (await rig.ask("DELETE", f"/api/webhooks/{made.body['id']}", key=other)).code == "not_found"
+    for found in await deliveries(rig, job_id):
+        assert (await rig.post(f"/api/deliveries/{found['id']}/resend", key=other)).code == "not_found"
+
+
+@pytest.mark.parametrize("delivery_id", ["x", "a_b_c", "a_1_", "_1_job", "a_1_job", "a%00_1_job", "ä_1_job"])
+async def test_a_delivery_that_is_none_is_not_found(rig: HubRig, delivery_id: str) -> None:
+    assert (await rig.post(f"/api/deliveries/{delivery_id}/resend")).code == "not_found"
+
+
+async def test_an_old_secret_signs_too_while_it_overlaps(rig: HubRig, receiver: Receiver) -> None:
+    first = await secret_of(rig)
+    second = await secret_of(rig, overlap_s=60)
+    await run_one(rig, webhook=receiver.url)
+    (came,) = await receiver.until(1)
+    assert came.verified(first).id == came.verified(second).id
+    third = await secret_of(rig, overlap_s=0)
+    await run_one(rig, webhook=receiver.url)
+    _, came = await receiver.until(2)
+    came.verified(third)
+    assert len(came.headers["webhook-signature"].split()) == 1
+
+
+async def test_there_are_only_so_many_standing_webhooks(rig: HubRig, receiver: Receiver) -> None:
+    for _ in range(20):
+        assert (await stand(rig, receiver)).status == 201
+    assert (await stand(rig, receiver)).code == "invalid_request"
+    assert (await stand(rig, receiver, Role.TENANT)).status == 201
+
+
+async def test_what_must_not_be_called_is_refused_before_anything_is_kept(rig: HubRig) -> None:
+    for url in ("http://10.0.0.1/", "http://[::1]/", "https://user@example.com/", "ftp://example.com/"):
+        assert (await rig.post("/api/webhooks", {"url": url})).code == "invalid_request"
+        answer = await rig.post("/api/jobs", submission(webhook=url))
+        assert (answer.status, answer.code) == (400, "invalid_request")
+    assert (await rig.get("/api/stats")).body["waiting"] == 0
+    assert "webhook_notes" not in await rig.cabinet.drawers()
+
+
+async def test_who_changed_a_webhook_is_in_the_audit_log_and_no_secret_is(
+    rig: HubRig, receiver: Receiver
+) -> None:
+    made = await stand(rig, receiver)
+    secret = await secret_of(rig)
+    await rig.ask("DELETE", f"/api/webhooks/{made.body['id']}")
+    log = (await rig.get("/api/audit")).body["entries"]
+    assert [(each["action"], each["target"]) for each in log] == [
+        ("create_webhook", made.body["id"]),
+        ("rotate_webhook_secret", "tenant default"),
+        ("delete_webhook", made.body["id"]),
+    ]
+    assert secret not in str(log)
+
+
+async def test_pages_of_deliveries_lead_through_all_of_them(rig: HubRig, receiver: Receiver) -> None:
+    for _ in range(5):
+        await run_one(rig, webhook=receiver.url)
+    await receiver.until(5)
+    found: list[str] = []
+    query = "?limit=2"
+    while True:
+        page = (await rig.get(f"/api/deliveries{query}")).body
+        found += [each["id"] for each in page["deliveries"]]
+        if page["cursor"] is None:
+            break
+        query = f"?limit=2&cursor={page['cursor'].replace('/', '%2F')}"
+    assert len(found) == len(set(found)) == 5
