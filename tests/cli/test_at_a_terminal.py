@@ -147,6 +147,20 @@ def test_a_job_keeps_its_whole_id_in_a_narrow_window(
         assert job_id in screen.seen
 
 
+@pytest.mark.parametrize(("key", "code"), [(b"n\n", 1), (b"y\n", 0)])
+def test_a_question_takes_no_for_an_answer(env: Mapping[str, str], key: bytes, code: int) -> None:
+    with terminal("dead", "purge", env=env) as screen:
+        screen.until(lambda seen: "for good?" in seen)
+        screen.press(key)
+        assert screen.code() == code
+        assert ("nothing was forgotten" in screen.seen) == (code == 1)
+
+
+def test_where_nobody_can_be_asked_nothing_is_forgotten(run: Run) -> None:
+    ended = run("dead", "purge")
+    assert (ended.code, "--yes" in ended.errors) == (1, True)
+
+
 def test_without_a_terminal_top_looks_once(run: Run) -> None:
     ended = run("top")
     assert ended.code == 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
 
+from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 
 
@@ -72,7 +74,10 @@ def purge(older_than: float | None, yes: bool, as_json: bool, **flags: Any) -> N
     from comfyfleet.client.fleet import FleetClient
 
     if not yes:
-        click.confirm("Forget dead jobs for good?", abort=True, err=True)
+        # Where nobody can be asked the answer is no, not an interruption.
+        is_asked = sys.stdin is not None and sys.stdin.isatty()
+        if not (is_asked and click.confirm("Forget dead jobs for good?", err=True)):
+            raise CommandFailed("nothing was forgotten; --yes does it without a question")
     before = None if older_than is None else time.time() - older_than * 3600
 
     async def all_of_them(client: FleetClient) -> int:

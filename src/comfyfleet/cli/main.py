@@ -101,9 +101,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         else:
             error.show()
         sys.exit(error.exit_code)
-    except click.Abort:
-        # It came in the middle of a question.
-        click.echo(err=True)
+    except click.Abort as error:
+        if error.__cause__ is None:
+            # In the middle of a question; after any other Ctrl-C click has ended the line.
+            click.echo(err=True)
         sys.exit(ExitCode.INTERRUPTED)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
