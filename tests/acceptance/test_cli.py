@@ -179,7 +179,7 @@ def test_inputs_can_be_set_and_text_stays_text(server: str, workflow: Path, tmp_
     )
     assert ended.returncode == 0, ended.stderr
     prompts = [entry["prompt"][2] for entry in ask(f"{server}/history").values()]
-    wanted = [prompt for prompt in prompts if prompt["6"]["inputs"]["text"] == "1984"]
+    wanted = [prompt for prompt in prompts if "6" in prompt and prompt["6"]["inputs"]["text"] == "1984"]
     assert [(prompt["3"]["inputs"]["steps"], prompt["3"]["inputs"]["seed"]) for prompt in wanted] == [(7, 5)]
 
 

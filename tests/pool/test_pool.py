@@ -22,7 +22,6 @@ from tests.pool._fleet import (
 
 from comfyfleet import (
     Affinity,
-    InvalidWorkflow,
     JobCancelled,
     JobFailed,
     PoolEvent,
@@ -240,10 +239,10 @@ async def test_the_events_of_one_job_can_be_iterated_from_its_start_to_its_end()
         assert names.count("job:completed") == 1
 
 
-async def test_a_workflow_in_the_ui_format_is_refused_with_advice() -> None:
+async def test_a_workflow_of_the_editor_with_nodes_that_no_server_has_is_refused_with_advice() -> None:
     async with fleet() as it:
-        with pytest.raises(InvalidWorkflow, match="API"):
-            await it.pool.enqueue({"nodes": [], "links": [], "version": 0.4})
+        with pytest.raises(Refusal, match=r"none has Nobodys.*Export \(API\)"):
+            await it.pool.enqueue({"nodes": [{"id": 1, "type": "Nobodys"}], "links": []})
 
 
 async def test_a_job_nobody_can_run_waits_and_says_why() -> None:
