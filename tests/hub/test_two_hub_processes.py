@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,16 @@ class HubProcess:
 
 
 class Two:
-    def __init__(self, proxy: CuttingProxy, folder: Path, stack: AsyncExitStack) -> None:
+    def __init__(self, proxy: CuttingProxy, folder: Path, programs: ExitStack) -> None:
         self.proxy = proxy
         self._folder = folder
-        self._stack = stack
+        self._programs = programs
         self.a: HubProcess
         self.b: HubProcess
 
     async def start(self, *arguments: str, until: str) -> tuple[subprocess.Popen[str], str]:
         env = {"COMFYFLEET_DATA": str(self._folder / str(id(arguments))), "REDIS_URL": "", "HUB_PORT": ""}
-        process = self._stack.enter_context(started(*CLI, *arguments, env=env))
+        process = self._programs.enter_context(started(*CLI, *arguments, env=env))
         lines = await asyncio.to_thread(read_until, process, lambda line: until in line)
         return process, lines[-1]
 
@@ -77,7 +77,10 @@ async def two(server: RedisServer, tmp_path: Path) -> AsyncIterator[Two]:
     async with AsyncExitStack() as stack:
         proxy = await stack.enter_async_context(CuttingProxy(server.port))
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        two = Two(proxy, tmp_path, stack)
+        programs = ExitStack()
+        # In a thread: whoever leaves says so to Redis, and the proxy must be there to pass it on.
+        stack.push_async_callback(asyncio.to_thread, programs.close)
+        two = Two(proxy, tmp_path, programs)
         two.a, two.b = await asyncio.gather(two.hub(session), two.hub(session))
         yield two
 
