@@ -16,12 +16,14 @@ from rich.table import Table
 
 from bench._measure import STORES, Entry, Plan
 from bench._report import draw, write
+from bench.answering import submit_and_poll
 from bench.beside_redis import idle_to_start, redis_throughput
 from bench.client_calls import share_of_the_server
 from bench.embedded import durable_cycles
 from bench.filling import filling_an_empty_lane
 from bench.leasing import behind_misfits, flat_leases
 from bench.pooling import pool_throughput
+from bench.streaming import watching
 from bench.waiting_memory import memory_of_waiting
 
 # Each goal, on which stores, by what.
@@ -33,6 +35,8 @@ GOALS: dict[str, tuple[tuple[str, ...], Callable[[Plan, str], Awaitable[list[Ent
     "5": (("sqlite",), durable_cycles),
     "6": (("memory",), pool_throughput),
     "7": (("redis",), idle_to_start),
+    "8": (("sqlite",), submit_and_poll),
+    "9": (("sqlite",), watching),
     "10": (STORES, memory_of_waiting),
     "11": (STORES, filling_an_empty_lane),
 }

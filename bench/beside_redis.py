@@ -16,6 +16,7 @@ from redis import Redis
 from bench._measure import Case, Entry, Plan, entry, in_turn, rate, ratio, ratio_range, rounded
 from bench._peers import FURTHER, NAMES, check, run, that_run
 from bench._places import Place
+from bench.through_hub import through_hub
 
 _SLOTS = 100
 # So that each works for seconds, and not for minutes.
@@ -103,6 +104,10 @@ async def _rates(
 
 
 async def idle_to_start(plan: Plan, kind: str) -> list[Entry]:
+    return [*await _beside_peers(plan, kind), *await through_hub(plan, kind)]
+
+
+async def _beside_peers(plan: Plan, kind: str) -> list[Entry]:
     check(_names(plan))
     # In all of the rounds together well above 300.
     samples = plan.repeats(100)
