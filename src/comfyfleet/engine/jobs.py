@@ -46,6 +46,7 @@ from comfyfleet.policy.lifecycle import (
     target,
 )
 from comfyfleet.policy.priority import effective_priority
+from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.timing import wake_at
 from comfyfleet.ports import Counts
 
@@ -74,6 +75,10 @@ def _class_of(submission: Submission, graph: GraphNeeds, lesson: Lesson | None) 
         needs_files=declared.needs_files or bool(submission.inputs),
     )
     return RequirementClass(without_slow(needs, lesson), submission.preferences, submission.tenant)
+
+
+def _check_room(counts: Counts, size: int, rules: Rules) -> None:
+    check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
 
 
 class JobDesk:
@@ -120,7 +125,7 @@ class JobDesk:
             submission = await self._inputs.filled(submission)
         counts, now, lesson = await self._asked(reading.workflow_hash)
         size = submission.payload_bytes()
-        check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
+        _check_room(counts, size, rules)
         workflow_hash = reading.workflow_hash
         seeds = {node_id: context.chance.seed() for node_id in reading.drawing}
         cls = _class_of(submission, reading.needs, lesson)
@@ -244,8 +249,12 @@ class JobDesk:
         for cls in place.classes:
             if fleet.key_of(cls) not in fleet.classes:
                 await fleet.ensure_class(cls, unless_known=True)
+        store, rules = self._context.store, self._context.rules
         while True:
-            written = await self._context.store.enqueue(dispatch, job, _QUEUED)
+            if not store.is_shared:
+                # Once more: others may have come while this one waited on its way. From here to the write none does.
+                _check_room(await store.counts(), dispatch.payload_bytes, rules)
+            written = await store.enqueue(dispatch, job, _QUEUED)
             if written is not None:
                 return written
             # The store has dropped a class that was idle for long.

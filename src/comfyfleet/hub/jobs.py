@@ -73,7 +73,9 @@ class JobHandlers:
     async def submit_batch(self, call: Call[bodies.BatchBody]) -> Reply:
         key, jobs = _idempotency_key(call.headers), call.given.jobs
         items: list[answers.BatchItem] = []
-        for part in _parts([_decoded(raw) for raw in jobs]):
+        # Where other processes fill the same queue, whatever is under way together may go beyond its brim.
+        most = _AT_A_TIME if self._engine.store.is_shared else len(jobs)
+        for part in _parts([_decoded(raw) for raw in jobs], most):
             under_way: list[asyncio.Task[answers.BatchItem]] = []
             async with asyncio.TaskGroup() as group:
                 for number, body in enumerate(part, len(items)):
@@ -208,14 +210,14 @@ def _own_reference(body: bodies.SpelledSubmit) -> str | None:
 
 
 def _parts(
-    every: list[bodies.SpelledSubmit | Refusal],
+    every: list[bodies.SpelledSubmit | Refusal], most: int
 ) -> Iterator[list[bodies.SpelledSubmit | Refusal]]:
-    """What may be under way together: a job that names one before it comes in a later part than that."""
+    """What is under way together: at most so many; a job that names one before it comes in a later part than that."""
     part: list[bodies.SpelledSubmit | Refusal] = []
     references: set[str | None] = set()
     for body in every:
         names = set() if isinstance(body, Refusal) else bodies.named_jobs(body)
-        if not references.isdisjoint(names):
+        if len(part) == most or not references.isdisjoint(names):
             yield part
             part, references = [], set()
         part.append(body)
