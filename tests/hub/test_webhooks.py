@@ -179,6 +179,8 @@ async def test_after_so_many_tries_it_is_given_up_and_can_be_sent_again(
     assert "hidden" not in str(given_up)
     listed = (await rig.get("/api/deliveries?status=given_up")).body["deliveries"]
     assert listed == [given_up]
+    assert (await rig.get("/api/deliveries?status=pending")).body["deliveries"] == []
+    assert (await rig.get("/api/deliveries?status=null")).code == "invalid_request"
 
     receiver.answer = lambda _: web.Response(status=200)
     again = await rig.post(f"/api/deliveries/{given_up['id']}/resend")

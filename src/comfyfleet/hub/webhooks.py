@@ -101,7 +101,7 @@ class WebhookHandlers:
                 if len(found) == asked.limit:
                     return Reply(200, wire.DeliveryList(tuple(found), after))
                 after = name
-                if _sees(call.caller, delivery.owner) and asked.status in (None, delivery.status):
+                if _sees(call.caller, delivery.owner) and asked.status in ("any", delivery.status):
                     found.append(wire.delivery_view(delivery))
             looked_at += len(page)
             if len(page) < _PAGE:

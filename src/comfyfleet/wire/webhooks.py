@@ -6,7 +6,7 @@ The form of what is sent is that of Standard Webhooks: `type`, `timestamp`, `dat
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
@@ -40,7 +40,7 @@ class SecretBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 class DeliveriesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    status: DeliveryStatus | None = None
+    status: Literal["any", "pending", "delivered", "given_up"] = "any"
     cursor: Name | None = None
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
 
