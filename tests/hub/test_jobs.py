@@ -465,7 +465,16 @@ async def test_a_list_is_filtered_by_metadata_hash_and_time(rig: HubRig) -> None
 
 
 @pytest.mark.parametrize(
-    "query", ["limit=0", "limit=1001", "limit=x", "stauts=failed", "limit=1&limit=2", "submitted_after=soon"]
+    "query",
+    [
+        "limit=0",
+        "limit=1001",
+        "limit=x",
+        "stauts=failed",
+        "limit=1&limit=2",
+        "submitted_after=soon",
+        "submitted_after=null",
+    ],
 )
 async def test_a_query_that_means_nothing_is_refused(rig: HubRig, query: str) -> None:
     assert (await rig.get(f"/api/jobs?{query}")).code == "invalid_request"

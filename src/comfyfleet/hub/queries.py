@@ -38,9 +38,14 @@ def read_query(raw: bytes, kind: type[Any]) -> Any:
             raise Refusal(RefusalCode.INVALID_REQUEST, f"{name!r} stands in the query twice")
         found[name] = value
     try:
-        return msgspec.convert(found, kind, strict=False)
+        made = msgspec.convert(found, kind, strict=False)
     except msgspec.ValidationError as error:
         raise Refusal(RefusalCode.INVALID_REQUEST, f"the query is not what is expected: {error}") from error
+    for name in found:
+        # Whoever reads text as something else also reads `null` as nothing: the filter would not be applied.
+        if getattr(made, name) is None:
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"{name!r} has no value in the query: leave it out")
+    return made
 
 
 def _key(name: str) -> tuple[str, str | None]:
