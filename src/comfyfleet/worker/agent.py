@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self, assert_never
@@ -21,7 +21,7 @@ from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import Capabilities
-from comfyfleet.ports import Connector, InputSource, NodeKeeper, WorkerApi
+from comfyfleet.ports import Connector, InputSource, Inventory, NodeKeeper, WorkerApi
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.commands import CommandListener
 from comfyfleet.worker.heart import Heart
@@ -343,7 +343,7 @@ class Agent:
             }
             if found and found.keys() != offered:
                 try:
-                    await self._register(join(self._declared, found))
+                    await self._register(self._joined(found))
                 except Exception as error:
                     _log.info("worker %s could not take an offer back: %r", self.worker_id, error)
                     self._tend_now.set()
@@ -365,12 +365,15 @@ class Agent:
             found = {server.name: server.inventory for server in usable if server.is_up and server.inventory}
             if not found or self._is_draining:
                 return
-            offer = join(self._declared, found, moves_files=isinstance(self._api, InputSource))
+            offer = self._joined(found)
             if is_asked or offer.differs_from(self._offer):
                 await self._register(offer)
             else:
                 await self._describe(offer)
                 self._update()
+
+    def _joined(self, found: Mapping[str, Inventory]) -> Offer:
+        return join(self._declared, found, moves_files=isinstance(self._api, InputSource))
 
     async def _register(self, offer: Offer) -> None:
         await self._api.register(
