@@ -226,18 +226,17 @@ async def running(
     declared: Capabilities | None = None,
     on_state: Callable[[AgentState], None] | None = None,
 ) -> AsyncIterator[Agent]:
+    before = asyncio.all_tasks()
     async with reach(api) as door:
-        before = asyncio.all_tasks()
         async with Agent(door, WORKER, connectors, settings, declared, on_state) as agent:
             await agent.first_verdict()
             yield agent
         if door is api:
             assert asyncio.all_tasks() <= before, "the agent left tasks behind"
-        else:
-            # Beyond the wire nobody notices that the agent does not wait for what is held back.
-            for hold in api.holds.values():
-                hold.set()
-            await until(lambda: asyncio.all_tasks() <= before)
+        # Beyond the wire nobody notices that the agent does not wait for what is held back.
+        for hold in api.holds.values():
+            hold.set()
+    await until(lambda: asyncio.all_tasks() <= before)
 
 
 def cancel(job: LeasedJob) -> Command:

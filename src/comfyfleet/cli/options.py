@@ -87,6 +87,11 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         "--key", metavar="KEY", help="The key for it. Better in COMFYFLEET_KEY, or found by itself."
     ),
     "enrol": _option("--enrol", metavar="TOKEN", help="Fetch a key of its own with this token, once."),
+    "transport": _option(
+        "--transport",
+        type=click.Choice(["http", "websocket"]),
+        help="How to speak to the hub: requests that wait (http, unless given), or one WebSocket for all slots.",
+    ),
     "trust": _option("--trust", metavar="FILE", help="Certificates to trust at the hub (PEM)."),
     "legacy_websocket": _option(
         "--legacy-websocket",

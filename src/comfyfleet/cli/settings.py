@@ -64,6 +64,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hub: str | None = None
     key: str | None = None
     enrol: str | None = None
+    transport: Literal["http", "websocket"] = "http"
+    """How a worker speaks to its hub: a request for each call, or one connection for all."""
     trust: str | None = None
     """A file with the certificates to trust at the hub, beside those that the system trusts."""
     legacy_websocket: Literal["on", "warn", "off"] = "on"

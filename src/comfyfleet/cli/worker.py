@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @click.group("worker", invoke_without_command=True)
-@settings("hub", "store", "servers", "fake", "key", "enrol", "trust", "name", "slots", "grace_s")
+@settings("hub", "store", "servers", "fake", "transport", "key", "enrol", "trust", "name", "slots", "grace_s")
 @click.option(
     "--rules",
     "changes",
@@ -149,8 +149,12 @@ async def _work_for_hub(
     from comfyfleet.pool.agents import Agents
     from comfyfleet.worker.settings import AgentSettings
     from comfyfleet.worker.transports.http import HttpWorkerApi
+    from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
 
     reach = find_hub(resolved)
+    if reach.url.startswith(("ws://", "wss://")):
+        raise resolved.wrong("hub", f"name it as http{reach.url[2:]} and say --transport websocket")
+    transport = WebSocketWorkerApi if resolved.values.transport == "websocket" else HttpWorkerApi
     agents = Agents(tell_state, AgentSettings(drain_grace_s=resolved.values.grace_s))
     stack.push_async_callback(agents.close)
     click.echo(f"works for {reach.url}")
@@ -158,7 +162,7 @@ async def _work_for_hub(
         keyed = await signals.before(_key(resolved, reach, str(server.id)), 1)
         if keyed is None:
             return
-        api = HttpWorkerApi(reach.url, keyed[0], trust=reach.trust)
+        api = transport(reach.url, keyed[0], trust=reach.trust)
         stack.push_async_callback(api.close)
         await agents.add(api, server)
         # Entered after the door that they report through, the agents leave before it closes.

@@ -72,13 +72,14 @@ class Hub:
         self._delivering = Delivering(engine, book, webhooks, guard, sender)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
         inputs = InputDesk(engine, assets)
+        workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
         handlers: dict[str, Handler] = {
             **JobHandlers(engine, assets, inputs).bound(),
             **FileHandlers(engine, assets).bound(),
             **WebhookHandlers(engine, webhooks, book, guard, self._delivering.wake).bound(),
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
-            **WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs).bound(),
+            **workers.bound(),
             **KeyHandlers(self.keys, credentials, self.audit).bound(),
             **PageHandlers(engine, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
@@ -94,6 +95,7 @@ class Hub:
             self.audit,
             places,
             inputs,
+            workers,
             legacy_websocket,
         )
 

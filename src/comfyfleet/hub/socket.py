@@ -1,6 +1,7 @@
 """The WebSocket at `/hub`: who connects, what each message asks for, and one writer for everything that is answered.
 
-What callers and monitors may ask is here, what workers do in `socket_workers.py`. A frame that cannot be understood is
+What callers and monitors may ask is here, what workers do in `socket_workers.py`; agents that speak the subprotocol of
+`socket_agents.py` are handed over to it. A frame that cannot be understood is
 answered with `error`; whoever reads slowly loses progress, and whoever reads nothing is not read from either.
 """
 
@@ -29,7 +30,9 @@ from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.limits import Limits, Rate, check_json
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Room, Rooms
+from comfyfleet.hub.socket_agents import AgentSession
 from comfyfleet.hub.socket_workers import SocketWorkers
+from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import AuditEntry, Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
@@ -62,9 +65,11 @@ class Sockets:
         audit: Audit,
         places: Places,
         inputs: InputDesk,
+        workers: WorkerHandlers,
         legacy: LegacyWebsocket = "on",
     ) -> None:
         self.engine = engine
+        self.workers = workers
         self.audit = audit
         self.inputs = inputs
         self.rooms = rooms
@@ -74,7 +79,8 @@ class Sockets:
         self.rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
         self._credentials = credentials
         self._places = places
-        self._sessions: dict[Session, None] = {}
+        self._agent_handlers = workers.bound()
+        self._sessions: dict[Session | AgentSession, None] = {}
         self._warned: dict[str, None] = {}
         self._is_closed = False
 
@@ -108,9 +114,16 @@ class Sockets:
         except (Refusal, Fault) as error:
             await _refuse(scope, error, send)
             return
+        session: Session | AgentSession
         with place:
-            await send({"type": "websocket.accept"})
-            session = Session(self, caller, address, send)
+            if socket.AGENT_PROTOCOL in scope.get("subprotocols", ()):
+                await send({"type": "websocket.accept", "subprotocol": socket.AGENT_PROTOCOL})
+                session = AgentSession(
+                    self._agent_handlers, caller, address, self.limits, self.rate, self._places, scope, send
+                )
+            else:
+                await send({"type": "websocket.accept"})
+                session = Session(self, caller, address, send)
             self._sessions[session] = None
             try:
                 await session.run(receive)
@@ -131,7 +144,9 @@ class Session:
         self._room_for_more = asyncio.Event()
         self._subscribed: dict[JobId, tuple[Room, int]] = {}
         self._monitor: tuple[Wanted, int] | None = None
-        self._workers = SocketWorkers(hub.engine, hub.inputs, caller, hub.limits.max_wait_s, self.tell)
+        self._workers = SocketWorkers(
+            hub.engine, hub.inputs, caller, hub.limits.max_wait_s, self.tell, hub.workers.check_files
+        )
         self._is_closed = False
 
     async def run(self, receive: Receive) -> None:

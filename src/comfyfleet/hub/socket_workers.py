@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from comfyfleet.engine.engine import Engine
@@ -20,6 +20,7 @@ from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId
+from comfyfleet.model.job import JobResult
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import Face, spell
@@ -40,7 +41,9 @@ class SocketWorkers:
         caller: Caller,
         max_wait_s: float,
         tell: Callable[[Message], None],
+        check_files: Callable[[JobResult, str], Awaitable[None]],
     ) -> None:
+        self._check_files = check_files
         self._engine = engine
         self._inputs = inputs
         self._caller = caller
@@ -73,8 +76,9 @@ class SocketWorkers:
             case "heartbeat":
                 return await self._beat(body)
             case "complete_job":
-                result = socket.result_of(body.result)
-                settled = await self._engine.complete(Completion(self._ref(body), result, body.seconds))
+                result, ref = socket.result_of(body.result), self._ref(body)
+                await self._check_files(result, ref.attempt_id)
+                settled = await self._engine.complete(Completion(ref, result, body.seconds))
                 return self._settled("job_completed", body, settled)
             case "fail_job":
                 failure = socket.failure_of(body.error)

@@ -127,7 +127,7 @@ class WorkerHandlers:
     async def complete(self, call: Call[wire.CompleteBody]) -> Reply:
         body = call.given
         ref = wire.lease_ref(body.lease)
-        await self._check_files(body.result, ref.attempt_id)
+        await self.check_files(body.result, ref.attempt_id)
         holder = await self._holder(body)
         settled = await self._engine.complete(Completion(ref, body.result, body.seconds))
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
@@ -143,7 +143,7 @@ class WorkerHandlers:
         settled = await self._engine.release(Release(wire.lease_ref(call.given.lease), call.given.reason))
         return Reply(200, wire.settled_answer(settled))
 
-    async def _check_files(self, result: JobResult, attempt_id: str) -> None:
+    async def check_files(self, result: JobResult, attempt_id: str) -> None:
         """What a completion names as uploaded is there, whole, and of this very attempt."""
         for file in result.files:
             if file.file_id is None:

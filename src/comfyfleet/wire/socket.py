@@ -119,6 +119,50 @@ KINDS: dict[str, Kind] = {
     "ping": Kind(READERS | WORKERS, Nothing),
 }
 
+AGENT_PROTOCOL = "comfyfleet.worker.v1"
+"""The subprotocol of agents: each message is a call of the workers' door with its body, each answer names its call."""
+
+
+class AgentKind(NamedTuple):
+    route: str
+    """Of the workers' door over HTTP: body, answer and meaning are the same."""
+    answered: str
+
+
+AGENT_KINDS: dict[str, AgentKind] = {
+    "register_worker": AgentKind("worker_register", "worker_registered"),
+    "request_job": AgentKind("worker_poll", "job_assigned"),
+    "heartbeat": AgentKind("worker_heartbeat", "heartbeat_ack"),
+    "update_progress": AgentKind("worker_progress", "progress_ack"),
+    "complete_job": AgentKind("worker_complete", "job_completed"),
+    "fail_job": AgentKind("worker_fail", "job_failed"),
+    "release_job": AgentKind("worker_release", "job_released"),
+    "await_commands": AgentKind("worker_commands", "worker_commands"),
+    "unregister_worker": AgentKind("worker_unregister", "worker_unregistered"),
+}
+WITHDRAW = "withdraw"
+"""Ends a call that is parked; nobody waits for its answer any more."""
+NO_JOB = "no_job"
+ERROR = "error"
+
+_NO_BODY = msgspec.Raw(b"{}")
+
+
+class AgentCall(msgspec.Struct, frozen=True):
+    type: str
+    request_id: Annotated[int, Meta(ge=0, le=2**53)]
+    body: msgspec.Raw = _NO_BODY
+
+
+class AgentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`status` and `body` are those of the answer over HTTP: with an `error`, a problem."""
+
+    type: str
+    request_id: int
+    status: int
+    body: msgspec.Raw = _NO_BODY
+
+
 ALIASES = {"cancel": "cancel_job", "retry": "retry_job", "pause": "pause_job", "resume": "resume_job"}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ from comfyfleet.wire.problems import refusal_in
 
 T = TypeVar("T")
 
-_ANSWER_S = 15.0
+ANSWER_S = 15.0
 """What a call may take beyond what it waits for."""
 _PACK_FROM_BYTES = 16 * 1024
 _UPLOAD_S = 120.0
@@ -60,7 +61,7 @@ class HttpWorkerApi:
         url: str,
         key: str | None = None,
         *,
-        answer_s: float = _ANSWER_S,
+        answer_s: float = ANSWER_S,
         trust: ssl.SSLContext | None = None,
     ) -> None:
         self._url = url.rstrip("/")
@@ -241,18 +242,14 @@ class HttpWorkerApi:
 
     async def _send(self, name: str, body: msgspec.Struct, wait_s: float = 0.0) -> bytes | None:
         """The answer's content; None for an answer without."""
-        if self._session is None:
-            # One connection for each parked poll, so their number must not be bounded here.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, ssl=True if self._trust is None else self._trust),
-                headers=self._headers,
-            )
         content = msgspec.json.encode(body)
+        is_large = len(content) >= _PACK_FROM_BYTES
         try:
-            async with self._session.post(
+            async with self._opened().post(
                 f"{self._url}/api/worker/{name}",
-                data=content,
-                compress="deflate" if len(content) >= _PACK_FROM_BYTES else None,
+                # As a file, what is large goes out piece by piece and lets others run in between.
+                data=io.BytesIO(content) if is_large else content,
+                compress="deflate" if is_large else None,
                 timeout=aiohttp.ClientTimeout(total=wait_s + self._answer_s),
                 allow_redirects=False,
             ) as response:
@@ -264,6 +261,15 @@ class HttpWorkerApi:
                 raise refusal_in(response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Fault(f"the hub at {self._url} did not answer {name}: {error!r}") from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # One connection for each parked poll, so their number must not be bounded here.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=True if self._trust is None else self._trust),
+                headers=self._headers,
+            )
+        return self._session
 
 
 def _measure(path: Path) -> tuple[int, str]:

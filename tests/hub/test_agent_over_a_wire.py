@@ -1,9 +1,10 @@
-"""An agent that reaches its hub over HTTP: it behaves as in process, and brings real jobs to their end."""
+"""An agent that reaches its hub over a wire: it behaves as in process, and brings real jobs to their end."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
@@ -23,13 +24,14 @@ from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
-from comfyfleet.hub.door import Door
+from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.hub.socket_agents import AgentSession
 from comfyfleet.hub.workers import WorkerHandlers
-from comfyfleet.model.access import Role
+from comfyfleet.model.access import Caller, Role
 from comfyfleet.model.calls import Poll, RegisterWorker
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
@@ -40,12 +42,22 @@ from comfyfleet.sim.fake_comfyui import FakeComfyUI
 from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.wire.routes import WORKER as WORKER_ROUTES
+from comfyfleet.wire.socket import AGENT_PROTOCOL
 from comfyfleet.worker.agent import Agent, AgentStatus
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 from comfyfleet.worker.transports.http import HttpWorkerApi
+from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
 
 GPU = WorkerId("gpu-a")
+
+
+TRANSPORTS: dict[str, type[HttpWorkerApi]] = {"http": HttpWorkerApi, "websocket": WebSocketWorkerApi}
+
+
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> type[HttpWorkerApi]:
+    return TRANSPORTS[request.param]
 
 
 class Switchboard:
@@ -56,7 +68,9 @@ class Switchboard:
 
     def __init__(self) -> None:
         self.url = ""
+        self.transport: type[HttpWorkerApi] = HttpWorkerApi
         self.door: Door | None = None
+        self.handlers: dict[str, Handler] = {}
 
     def start(self) -> None:
         """Nothing goes out by itself."""
@@ -69,7 +83,16 @@ class Switchboard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self.door is not None
-        await self.door(scope, receive, send)
+        if scope["type"] == "http":
+            await self.door(scope, receive, send)
+            return
+        await receive()
+        await send({"type": "websocket.accept", "subprotocol": AGENT_PROTOCOL})
+        rate = Rate(self.limits.requests_per_s, self.limits.burst, time.monotonic)
+        caller = Caller(Role.WORKER, "somebody")
+        await AgentSession(
+            self.handlers, caller, "", self.limits, rate, Places(self.limits), scope, send
+        ).run(receive)
 
     @asynccontextmanager
     async def reach(self, api: ScriptedApi) -> AsyncIterator[WorkerApi]:
@@ -90,19 +113,20 @@ class Switchboard:
         )
         limits = Limits()
         credentials = Credentials(Keys(MemoryCabinet(), clock), clock, limits, is_open=True)
+        self.handlers = WorkerHandlers(
+            cast(Engine, engine), limits.max_wait_s, None, InputDesk(cast(Engine, engine), None)
+        ).bound()
         routes = tuple(route for route in WORKER_ROUTES if route.roles)
         self.door = Door(
             routes,
-            WorkerHandlers(
-                cast(Engine, engine), limits.max_wait_s, None, InputDesk(cast(Engine, engine), None)
-            ).bound(),
+            self.handlers,
             credentials,
             limits,
             Audit(MemoryCabinet(), clock, SystemChance()),
             Places(limits),
             lambda *_: None,
         )
-        async with HttpWorkerApi(self.url) as far:
+        async with self.transport(self.url) as far:
             yield far
 
 
@@ -136,9 +160,13 @@ def behaviours() -> list[Any]:
 
 
 @pytest.mark.parametrize("behaviour", behaviours())
-async def test_an_agent_behaves_over_http_as_it_does_in_process(
-    switchboard: Switchboard, behaviour: Callable[[], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+async def test_an_agent_behaves_over_a_wire_as_it_does_in_process(
+    switchboard: Switchboard,
+    transport: type[HttpWorkerApi],
+    behaviour: Callable[[], Awaitable[None]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    switchboard.transport = transport
     reach: Callable[[ScriptedApi], AbstractAsyncContextManager[WorkerApi]] = switchboard.reach
     monkeypatch.setattr(_scripted, "reach", reach)
     await behaviour()
@@ -158,10 +186,12 @@ async def final(rig: HubRig, job_id: str) -> dict[str, Any]:
     return found
 
 
-async def test_a_job_of_a_caller_is_run_by_a_worker_that_knows_only_the_hubs_address(rig: HubRig) -> None:
+async def test_a_job_of_a_caller_is_run_by_a_worker_that_knows_only_the_hubs_address(
+    rig: HubRig, transport: type[HttpWorkerApi]
+) -> None:
     async with (
         FakeComfyUI() as fake,
-        HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api,
+        transport(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], quick()),
     ):
         await until(lambda: rig.engine._rounds.idle_slots == 1)
@@ -175,9 +205,9 @@ async def test_a_job_of_a_caller_is_run_by_a_worker_that_knows_only_the_hubs_add
     assert (await rig.get("/api/workers/gpu-a")).body["status"] == "offline"
 
 
-async def test_an_agent_is_drained_from_the_hub(rig: HubRig) -> None:
+async def test_an_agent_is_drained_from_the_hub(rig: HubRig, transport: type[HttpWorkerApi]) -> None:
     async with (
-        HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api,
+        transport(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [SimulatedConnector()], quick(heartbeat_s=1000.0)) as agent,
     ):
         await until(lambda: rig.engine._rounds.idle_slots == 1)
@@ -186,9 +216,11 @@ async def test_an_agent_is_drained_from_the_hub(rig: HubRig) -> None:
         await until(lambda: rig.engine._rounds.idle_slots == 0)
 
 
-async def test_an_agent_registers_again_with_a_hub_that_forgot_it(rig: HubRig) -> None:
+async def test_an_agent_registers_again_with_a_hub_that_forgot_it(
+    rig: HubRig, transport: type[HttpWorkerApi]
+) -> None:
     async with (
-        HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api,
+        transport(rig.url, rig.keys[Role.WORKER]) as api,
         Agent(api, GPU, [SimulatedConnector()], quick()),
     ):
         await until(lambda: rig.engine._rounds.idle_slots == 1)
@@ -198,27 +230,27 @@ async def test_an_agent_registers_again_with_a_hub_that_forgot_it(rig: HubRig) -
         assert (await final(rig, job_id))["status"] == "completed"
 
 
-async def test_a_refusal_arrives_as_the_refusal_it_was(rig: HubRig) -> None:
-    async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
+async def test_a_refusal_arrives_as_the_refusal_it_was(rig: HubRig, transport: type[HttpWorkerApi]) -> None:
+    async with transport(rig.url, rig.keys[Role.WORKER]) as api:
         with pytest.raises(Refusal) as refused:
             await api.poll(Poll(GPU, PollId("1"), 0))
         assert refused.value.code is RefusalCode.NOT_FOUND
-    async with HttpWorkerApi(rig.url, "cfk_0_0") as api:
+    async with transport(rig.url, "cfk_0_0") as api:
         with pytest.raises(Refusal) as refused:
             await api.poll(Poll(GPU, PollId("1"), 0))
         assert refused.value.code is RefusalCode.UNAUTHENTICATED
 
 
-async def test_a_hub_that_is_away_is_a_fault() -> None:
-    async with HttpWorkerApi("http://127.0.0.1:9") as api:
-        with pytest.raises(Fault, match="did not answer poll"):
+async def test_a_hub_that_is_away_is_a_fault(transport: type[HttpWorkerApi]) -> None:
+    async with transport("http://127.0.0.1:9") as api:
+        with pytest.raises(Fault, match="did not answer"):
             await api.poll(Poll(GPU, PollId("1"), 0))
 
 
-async def test_many_capabilities_travel_once_and_packed(rig: HubRig) -> None:
+async def test_many_capabilities_travel_once_and_packed(rig: HubRig, transport: type[HttpWorkerApi]) -> None:
     names = frozenset(f"models/some-quite-long-name-{number}.safetensors" for number in range(5_000))
     capabilities = Capabilities((Service("comfyui", models=names),))
-    async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
+    async with transport(rig.url, rig.keys[Role.WORKER]) as api:
         record = await api.register(RegisterWorker(GPU, capabilities))
         assert record.capabilities == capabilities
         assert await api.poll(Poll(GPU, PollId("1"), 0)) is None

@@ -1,0 +1,194 @@
+"""Agents over one WebSocket: the workers' door as over HTTP, each message a call, each answer with its call's number.
+
+What a call means is `workers.py`'s. Here is how many there may be at a time: a parked poll waits beside the others, and
+whoever sends faster than is answered, or does not read, is not read from. Leases outlive the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from comfyfleet.hub.door import Call, Handler, Reply, decode
+from comfyfleet.hub.limits import Limits, Rate
+from comfyfleet.hub.places import Places
+from comfyfleet.model.access import Caller
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.wire import socket
+from comfyfleet.wire.problems import answer_to
+from comfyfleet.wire.route import Route
+from comfyfleet.wire.routes import WORKER as WORKER_ROUTES
+
+_LOG = logging.getLogger(__name__)
+
+_MAX_PARKED = 2_048
+_MAX_AT_WORK = 64
+_MAX_UNREAD = 256
+_ENCODER = msgspec.json.Encoder()
+_CALL = msgspec.json.Decoder(socket.AgentCall)
+_ROUTES: dict[str, Route] = {route.name: route for route in WORKER_ROUTES}
+_BODIES: dict[str, msgspec.json.Decoder[Any]] = {
+    kind.route: msgspec.json.Decoder(_ROUTES[kind.route].decodes) for kind in socket.AGENT_KINDS.values()
+}
+
+
+class AgentSession:
+    """One connection, which may serve any number of slots and workers."""
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        caller: Caller,
+        address: str,
+        limits: Limits,
+        rate: Rate,
+        places: Places,
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        self._handlers = handlers
+        self._caller = caller
+        self._address = address
+        self._places = places
+        self._limits = limits
+        self._rate = rate
+        self._scope = scope
+        self._send = send
+        self._answers: deque[bytes] = deque()
+        self._news = asyncio.Event()
+        self._room_for_more = asyncio.Event()
+        self._parked: dict[int, asyncio.Task[None]] = {}
+        self._at_work: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._news.set()
+
+    async def run(self, receive: Receive) -> None:
+        reading, writing = asyncio.ensure_future(self._read(receive)), asyncio.ensure_future(self._write())
+        try:
+            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # A parked poll is an idle slot, and ends with its connection. What is being written down is: a report
+            # whose answer nobody reads is a report all the same.
+            ending = {reading, writing, *self._parked.values()}
+            for task in ending:
+                task.cancel()
+            await asyncio.wait(ending | self._at_work)
+            for task in (reading, writing):
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    _LOG.debug("an agent's connection ended: %r", error)
+
+    # writing
+
+    async def _write(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._answers:
+                await self._send({"type": "websocket.send", "text": self._answers.popleft().decode()})
+            self._room_for_more.set()
+            if self._is_closed:
+                # 1012: the service restarts; come again.
+                await self._send({"type": "websocket.close", "code": 1012, "reason": "the hub is stopping"})
+                return
+
+    def _tell(self, type_: str, request_id: int, status: int, body: Any) -> None:
+        told = {"type": type_, "request_id": request_id, "status": status}
+        self._answers.append(_ENCODER.encode(told if body is None else told | {"body": body}))
+        self._news.set()
+
+    # reading
+
+    async def _read(self, receive: Receive) -> None:
+        while True:
+            event = await receive()
+            if event["type"] == "websocket.disconnect":
+                return
+            text = event.get("text")
+            await self._hear(event.get("bytes") or b"" if text is None else text.encode())
+            while len(self._answers) > _MAX_UNREAD:
+                self._room_for_more.clear()
+                await self._room_for_more.wait()
+            while len(self._at_work) >= _MAX_AT_WORK:
+                await asyncio.wait(self._at_work, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _hear(self, frame: bytes) -> None:
+        try:
+            if len(frame) > self._limits.max_frame_bytes:
+                raise Refusal(
+                    RefusalCode.TOO_LARGE, f"a message has at most {self._limits.max_frame_bytes} bytes"
+                )
+            said: socket.AgentCall = decode(_CALL, frame, self._limits.max_depth)
+        except Refusal as refusal:
+            # Nobody can be told which call it was.
+            self._tell(socket.ERROR, 0, answer_to(refusal).status, answer_to(refusal).body)
+            return
+        if said.type == socket.WITHDRAW:
+            if (parked := self._parked.get(said.request_id)) is not None:
+                parked.cancel()
+            return
+        task = asyncio.ensure_future(self._answer(said))
+        kind = socket.AGENT_KINDS.get(said.type)
+        if kind is not None and _ROUTES[kind.route].parks and said.request_id not in self._parked:
+            self._parked[said.request_id] = task
+            task.add_done_callback(lambda _: self._parked.pop(said.request_id, None))
+        else:
+            self._at_work.add(task)
+            task.add_done_callback(self._at_work.discard)
+
+    async def _answer(self, said: socket.AgentCall) -> None:
+        try:
+            reply = await self._handled(said)
+        except (Refusal, Fault) as error:
+            answered = answer_to(error)
+        except Exception as error:
+            incident = secrets.token_hex(8)
+            _LOG.exception("incident %s: a message of kind %r failed", incident, said.type)
+            answered = answer_to(error, incident=incident)
+        else:
+            type_ = socket.AGENT_KINDS[said.type].answered
+            if type_ == "job_assigned" and reply.status == 204:
+                type_ = socket.NO_JOB
+            self._tell(type_, said.request_id, reply.status, reply.body)
+            return
+        self._tell(socket.ERROR, said.request_id, answered.status, answered.body)
+
+    async def _handled(self, said: socket.AgentCall) -> Reply:
+        self._rate.take(self._caller.key_id)
+        kind = socket.AGENT_KINDS.get(said.type)
+        if kind is None:
+            known = ", ".join(socket.AGENT_KINDS)
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"a message has a 'type', one of {known}")
+        route = _ROUTES[kind.route]
+        if self._caller.role not in route.roles:
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED,
+                f"a key of role {self._caller.role.value!r} may not send {said.type!r}",
+            )
+        if route.parks and len(self._parked) > _MAX_PARKED:
+            raise Refusal(
+                RefusalCode.UNAVAILABLE, f"a connection waits for at most {_MAX_PARKED} answers at a time"
+            )
+        call: Call[Any] = Call(route, self._scope, _nothing, {})
+        call.caller = self._caller
+        call.given = decode(_BODIES[kind.route], bytes(said.body), self._limits.max_depth)
+        # A poll that is parked here takes a place as one over HTTP does.
+        key = self._caller.key_id
+        with self._places.held("poll", key, self._address) if route.parks else nullcontext():
+            reply = await self._handlers[kind.route](call)
+        assert isinstance(reply, Reply), "the workers' door answers with values"
+        return reply
+
+
+async def _nothing() -> dict[str, Any]:
+    raise AssertionError("what a call over a socket brings came with it")

@@ -1,0 +1,189 @@
+"""The workers' door over one WebSocket: the calls of `http.py`, for any number of slots on a single connection.
+
+Every call carries a number and its answer brings it back. A connection that is lost fails what waits on it with a
+`Fault`, as HTTP does; whoever calls next connects anew. Leases live at the hub and outlive the connection. Files, and
+what is too large for a message, go over HTTP as before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.wire import socket
+from comfyfleet.wire.problems import KINDS, refusal_in
+from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi
+
+_TYPES = {kind.route.removeprefix("worker_"): type_ for type_, kind in socket.AGENT_KINDS.items()}
+_PARKING = frozenset({"poll", "commands"})
+_LARGEST_BYTES = 1024 * 1024
+"""A message that is larger goes over HTTP: packed, and not in the way of heartbeats."""
+_LARGEST_ANSWER_BYTES = 256 * 1024 * 1024
+_PING_S = 15.0
+"""A hub that answers no ping for half of it is gone, whatever the network says."""
+_CLOSE_S = 2.0
+_LOST = "the connection to the hub was lost"
+_ENCODER = msgspec.json.Encoder()
+_ANSWER = msgspec.json.Decoder(socket.AgentAnswer)
+
+
+class WebSocketWorkerApi(HttpWorkerApi):
+    """An async context manager; closing twice is harmless. One serves any number of agents."""
+
+    def __init__(
+        self,
+        url: str,
+        key: str | None = None,
+        *,
+        answer_s: float = ANSWER_S,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__(url, key, answer_s=answer_s, trust=trust)
+        self._line: _Line | None = None
+        self._connecting: asyncio.Task[_Line] | None = None
+        self._calls = 0
+
+    async def close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.wait({self._connecting})
+        line, self._line = self._line, None
+        if line is not None:
+            await line.close()
+        await super().close()
+
+    async def _send(self, name: str, body: msgspec.Struct, wait_s: float = 0.0) -> bytes | None:
+        type_, content = _TYPES.get(name), _ENCODER.encode(body)
+        if type_ is None or len(content) > _LARGEST_BYTES:
+            return await super()._send(name, body, wait_s)
+        self._calls += 1
+        call = socket.AgentCall(type_, self._calls, msgspec.Raw(content))
+        line = await self._connected()
+        try:
+            answer = await line.ask(call, wait_s + self._answer_s, is_parking=name in _PARKING)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"the hub at {self._url} did not answer {name}: {error!r}") from error
+        if answer.type == socket.ERROR:
+            raise refusal_in(answer.status, bytes(answer.body))
+        return None if answer.status == 204 else bytes(answer.body)
+
+    async def _connected(self) -> _Line:
+        if self._line is not None and self._line.is_open:
+            return self._line
+        if self._connecting is None or self._connecting.done():
+            # One attempt for all who wait, owned by none of them: the first to give up must not fail the rest.
+            self._connecting = asyncio.create_task(self._connect())
+            self._connecting.add_done_callback(_look_at)
+        await asyncio.wait({connecting := self._connecting})
+        if connecting.cancelled():
+            raise Fault(f"the connection to the hub at {self._url} was closed while it was opened")
+        return connecting.result()
+
+    async def _connect(self) -> _Line:
+        if self._line is not None:
+            await self._line.close()
+            self._line = None
+        try:
+            async with asyncio.timeout(self._answer_s):
+                connection = await self._opened().ws_connect(
+                    f"{self._url}/hub",
+                    protocols=(socket.AGENT_PROTOCOL,),
+                    heartbeat=_PING_S,
+                    max_msg_size=_LARGEST_ANSWER_BYTES,
+                    timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
+                )
+        except aiohttp.WSServerHandshakeError as error:
+            raise self._unwelcome(error) from error
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"the hub at {self._url} did not answer: {error!r}") from error
+        if connection.protocol != socket.AGENT_PROTOCOL:
+            await connection.close()
+            raise Fault(f"what answers at {self._url}/hub knows no agents: use HTTP, or a newer hub")
+        self._line = _Line(connection)
+        return self._line
+
+    def _unwelcome(self, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
+        told = f"the hub at {self._url} opens no WebSocket for us ({error.status})"
+        for code in (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED):
+            if KINDS[code].status == error.status:
+                return Refusal(code, f"{told}: {KINDS[code].title}")
+        return Fault(told)
+
+
+class _Line:
+    """One connection and who waits on it."""
+
+    def __init__(self, connection: aiohttp.ClientWebSocketResponse) -> None:
+        self._connection = connection
+        self._waiting: dict[int, asyncio.Future[socket.AgentAnswer]] = {}
+        self._chores: set[asyncio.Task[None]] = set()
+        self._is_over = False
+        self._reading = asyncio.create_task(self._read())
+
+    @property
+    def is_open(self) -> bool:
+        return not self._is_over and not self._connection.closed
+
+    async def ask(self, call: socket.AgentCall, within_s: float, *, is_parking: bool) -> socket.AgentAnswer:
+        if not self.is_open:
+            raise Fault(_LOST)
+        answer: asyncio.Future[socket.AgentAnswer] = asyncio.get_running_loop().create_future()
+        self._waiting[call.request_id] = answer
+        try:
+            # Returns once there is room on the way: whoever has much to say waits here.
+            await self._connection.send_str(_ENCODER.encode(call).decode())
+            await asyncio.wait({answer}, timeout=within_s)
+        finally:
+            del self._waiting[call.request_id]
+            if is_parking and not answer.done() and self.is_open:
+                self._withdraw(call.request_id)
+        if not answer.done():
+            raise TimeoutError(f"no answer within {within_s:g} s")
+        return answer.result()
+
+    def _withdraw(self, request_id: int) -> None:
+        """Says that a slot is not idle any more; whoever asked for it has no time to wait until that is said."""
+        call = socket.AgentCall(socket.WITHDRAW, request_id)
+        task = asyncio.create_task(self._connection.send_str(_ENCODER.encode(call).decode()))
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        task.add_done_callback(_look_at)
+
+    async def close(self) -> None:
+        for task in self._chores:
+            task.cancel()
+        with contextlib.suppress(aiohttp.ClientError, OSError):
+            await self._connection.close()
+        await asyncio.wait({self._reading, *self._chores})
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._connection:
+                if message.type is aiohttp.WSMsgType.TEXT:
+                    self._hear(message.data.encode())
+        finally:
+            self._is_over = True
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(Fault(_LOST))
+
+    def _hear(self, frame: bytes) -> None:
+        try:
+            said = _ANSWER.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return
+        answer = self._waiting.get(said.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(said)
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """What became of it is told to whoever waits, if anybody does."""
+    if not task.cancelled():
+        task.exception()
