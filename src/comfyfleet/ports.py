@@ -358,10 +358,15 @@ class Connector(Protocol):
     async def inventory(self) -> Inventory: ...
     async def check_health(self) -> bool: ...
     async def process_job(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
-        """Runs the attempt to its end. Raises `ServiceFailed` with a classified failure."""
+        """Runs the attempt to its end. Raises `ServiceFailed` with a classified failure.
+
+        Called again for an attempt that the service has, it goes on with that one: an agent may have been killed.
+        """
 
     async def cancel_job(self, job: LeasedJob) -> None:
-        """Stops the attempt, waiting or running, and returns once it is over; never touches another's prompt."""
+        """Stops the attempt, waiting or running, and returns once it is over; never touches another's prompt.
+
+        Of the job nothing but its attempt need be known."""
 
     async def reconcile(self, job: LeasedJob) -> RunningAttempt:
         """Did it finish while we were away?"""

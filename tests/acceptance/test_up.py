@@ -115,20 +115,29 @@ def test_a_worker_enrols_is_drained_and_keeps_its_key(place: Place, tmp_path: Pa
         assert stop(hub, signal.SIGTERM)[0] == 0
 
 
-def test_a_worker_waits_for_its_hub_and_comes_back_to_it(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["http", "websocket"])
+def test_a_worker_waits_for_its_hub_and_comes_back_to_it(
+    place: Place, tmp_path: Path, transport: str
+) -> None:
     far = Place(tmp_path)
     workflow = written(place.folder / "workflow.json", picture_workflow())
     with ExitStack() as stack:
         hub = place.start(stack, "hub", "--port", "0", "--open")
         url = url_in(read_until(hub, lambda line: line.startswith("The hub answers at")))
-        worker = far.start(stack, "worker", "--hub", url, "--simulated", "0.1", "--name", "gpu")
+        options = ("--simulated", "2", "--name", "gpu", "--transport", transport)
+        worker = far.start(stack, "worker", "--hub", url, *options)
         online(worker)
+        assert place.run("submit", workflow, "--reference", "under-way").returncode == 0
+        read_until(worker, lambda line: line.startswith("run "))
         hub.kill()
         hub.wait()
         hub = place.start(stack, "hub", "--port", url.rpartition(":")[2], "--open")
         read_until(hub, lambda line: line.startswith("The hub answers at"))
-        ended = place.run("submit", workflow, "--watch")
+        ended = place.run("submit", workflow, "--reference", "under-way", "--watch")
         assert ended.returncode == 0, ended.stderr
+        listed = place.json("jobs")
+        assert isinstance(listed, dict) and [job["status"] for job in listed["jobs"]] == ["completed"]
+        assert read_until(worker, lambda line: line.startswith("ran ")), "it was run once, and reported"
         worker.send_signal(signal.SIGTERM)
         worker.communicate(timeout=20)
         assert worker.returncode == 0

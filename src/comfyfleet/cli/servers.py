@@ -7,12 +7,14 @@ import os
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import aiohttp
 import click
 import msgspec
 
 from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.settings import Resolved
 from comfyfleet.pool.options import Server
 from comfyfleet.worker.connectors.comfyui.settings import parse_address
 from comfyfleet.worker.settings import AgentState
@@ -72,6 +74,11 @@ async def _is_comfyui(session: aiohttp.ClientSession, url: str) -> bool:
     except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return False
     return isinstance(body, dict) and "system" in body and "devices" in body
+
+
+def journals(resolved: Resolved) -> Path | None:
+    """Where workers write what they run. Fake servers end with their process: nothing is left to go on with."""
+    return None if resolved.values.fake else resolved.data / "journal"
 
 
 def this_process() -> str:

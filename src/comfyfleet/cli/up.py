@@ -75,7 +75,7 @@ async def _live(resolved: Resolved) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
     from comfyfleet.cli.house import greet, open_house
-    from comfyfleet.cli.servers import fakes, named, tell_state
+    from comfyfleet.cli.servers import fakes, journals, named, tell_state
     from comfyfleet.cli.signals import Signals
     from comfyfleet.pool.agents import Agents
     from comfyfleet.worker.settings import AgentSettings
@@ -89,7 +89,9 @@ async def _live(resolved: Resolved) -> Sequence[int]:
             if entered is None:
                 return signals.came
             (house,) = entered
-            agents = Agents(tell_state, AgentSettings(drain_grace_s=chosen.grace_s))
+            agents = Agents(
+                tell_state, AgentSettings(drain_grace_s=chosen.grace_s), journals=journals(resolved)
+            )
             stack.push_async_callback(agents.close)
             greet(house, resolved)
             for server in servers:

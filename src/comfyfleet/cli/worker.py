@@ -123,7 +123,7 @@ async def _work(resolved: Resolved, servers: list[Server], simulated: Sequence[f
 async def _work_on_store(
     resolved: Resolved, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
-    from comfyfleet.cli.servers import tell_state
+    from comfyfleet.cli.servers import journals, tell_state
     from comfyfleet.pool.direct import DirectWorkers
     from comfyfleet.worker.settings import AgentSettings
 
@@ -131,7 +131,12 @@ async def _work_on_store(
     assert chosen.store is not None, "whoever works on a store has one"
     agent = AgentSettings(drain_grace_s=chosen.grace_s)
     workers = DirectWorkers(
-        servers, store=chosen.store, on_state=tell_state, rules=resolved.rules(), agent=agent
+        servers,
+        store=chosen.store,
+        on_state=tell_state,
+        rules=resolved.rules(),
+        agent=agent,
+        journals=journals(resolved),
     )
     # A signal must be heard while a store or a server is still waited for.
     if await signals.before(stack.enter_async_context(workers), 1) is None:
@@ -145,7 +150,7 @@ async def _work_for_hub(
     resolved: Resolved, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
     from comfyfleet.cli.reach import find_hub
-    from comfyfleet.cli.servers import tell_state
+    from comfyfleet.cli.servers import journals, tell_state
     from comfyfleet.pool.agents import Agents
     from comfyfleet.worker.settings import AgentSettings
     from comfyfleet.worker.transports.http import HttpWorkerApi
@@ -155,16 +160,19 @@ async def _work_for_hub(
     if reach.url.startswith(("ws://", "wss://")):
         raise resolved.wrong("hub", f"name it as http{reach.url[2:]} and say --transport websocket")
     transport = WebSocketWorkerApi if resolved.values.transport == "websocket" else HttpWorkerApi
-    agents = Agents(tell_state, AgentSettings(drain_grace_s=resolved.values.grace_s))
+    settings_ = AgentSettings(drain_grace_s=resolved.values.grace_s)
+    agents = Agents(tell_state, settings_, journals=journals(resolved))
     stack.push_async_callback(agents.close)
     click.echo(f"works for {reach.url}")
     for server in servers:
         keyed = await signals.before(_key(resolved, reach, str(server.id)), 1)
         if keyed is None:
             return
-        api = transport(reach.url, keyed[0], trust=reach.trust)
+        journal = agents.journal_of(server)
+        spool = None if journal is None else journal.spool
+        api = transport(reach.url, keyed[0], trust=reach.trust, spool=spool)
         stack.push_async_callback(api.close)
-        await agents.add(api, server)
+        await agents.add(api, server, journal)
         # Entered after the door that they report through, the agents leave before it closes.
         stack.push_async_callback(agents.close)
     if await signals.before(agents.drained(), 1) is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import msgspec
 
@@ -17,6 +18,7 @@ from comfyfleet.pool.options import Server
 from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings
+from comfyfleet.worker.journal import Journal
 from comfyfleet.worker.settings import AgentSettings, AgentState
 
 
@@ -33,14 +35,16 @@ class Member:
 
 
 class Agents:
-    """Added one by one, while others run; ended together."""
+    """Added one by one, while others run; ended together. `journals` is the folder for what must outlive a crash."""
 
     def __init__(
         self,
         on_state: Callable[[str, AgentState], None],
         agent: AgentSettings | None = None,
         comfyui: ComfyUISettings | None = None,
+        journals: Path | None = None,
     ) -> None:
+        self._journals = journals
         self._on_state = on_state
         self._agent_settings = agent or AgentSettings()
         self._comfyui_settings = comfyui or ComfyUISettings()
@@ -61,7 +65,13 @@ class Agents:
     def members(self) -> Iterable[Member]:
         return self._members.values()
 
-    async def add(self, api: WorkerApi, server: Server) -> None:
+    def journal_of(self, server: Server) -> Journal | None:
+        """None for what ends with this process: there is nothing to go on with."""
+        if self._journals is None or server.connector is not None:
+            return None
+        return Journal(self._journals, WorkerId(str(server.id)))
+
+    async def add(self, api: WorkerApi, server: Server, journal: Journal | None = None) -> None:
         """Returns at once; a server, or a hub, that is down is waited for in the background."""
         name = server.id
         assert name is not None, "whoever adds a server has named it"
@@ -77,6 +87,7 @@ class Agents:
             msgspec.structs.replace(self._agent_settings, slots=server.slots),
             declared=server.capabilities,
             on_state=lambda state: self._on_state(name, state),
+            journal=journal or self.journal_of(server),
         )
         self._members[name] = Member(server, connector, agent)
         await agent.start()

@@ -7,6 +7,7 @@ there. Where the store belongs to one process there is nobody else to submit any
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -33,6 +34,7 @@ class DirectWorkers:
         rules: Rules | None = None,
         agent: AgentSettings | None = None,
         comfyui: ComfyUISettings | None = None,
+        journals: Path | None = None,
     ) -> None:
         clock = SystemClock()
         opened = open_store(store, clock)
@@ -45,7 +47,13 @@ class DirectWorkers:
             )
         self._engine = Engine(opened, rules=rules, clock=clock)
         self._servers = Servers(
-            self._engine, agent or AgentSettings(), comfyui or ComfyUISettings(), 1, clock, on_state
+            self._engine,
+            agent or AgentSettings(),
+            comfyui or ComfyUISettings(),
+            1,
+            clock,
+            on_state,
+            journals,
         )
         self._first_servers = tuple(servers)
 

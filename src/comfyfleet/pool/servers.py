@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -41,12 +42,13 @@ class Servers:
         slots: int,
         clock: Clock,
         on_state: Callable[[str, AgentState], None],
+        journals: Path | None = None,
     ) -> None:
         self._engine = engine
         self._comfyui_settings = comfyui_settings
         self._slots = slots
         self._clock = clock
-        self._agents = Agents(on_state, agent_settings, comfyui_settings)
+        self._agents = Agents(on_state, agent_settings, comfyui_settings, journals)
         self._added_at: dict[str, float] = {}
 
     def __len__(self) -> int:

@@ -18,13 +18,14 @@ from comfyfleet.model.calls import Beat, Command, LeasedJob, RegisterWorker, Rel
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import Connector, InputSource, Inventory, NodeKeeper, WorkerApi
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.commands import CommandListener
 from comfyfleet.worker.heart import Heart
+from comfyfleet.worker.journal import Begun, Journal, stop_orphan
 from comfyfleet.worker.news import NewsSender
 from comfyfleet.worker.offer import Offer, join
 from comfyfleet.worker.presence import Server, TellsConnection, check_all
@@ -57,8 +58,10 @@ class Agent:
         settings: AgentSettings | None = None,
         declared: Capabilities | None = None,
         on_state: Callable[[AgentState], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.worker_id = worker_id
+        self._journal = journal
         self.state = AgentState(AgentStatus.STARTING)
         self._api = api
         self._settings = settings or AgentSettings()
@@ -75,7 +78,13 @@ class Agent:
         self._heart = Heart(api, worker_id, self._settings, self._obey, self._heartbeat_refused)
         self._commands = CommandListener(api, worker_id, self._settings, self._do)
         self._slots = Slots(
-            api, worker_id, self._settings, self._run, lambda: self._registration, self._register_again
+            api,
+            worker_id,
+            self._settings,
+            self._run,
+            lambda: self._registration,
+            self._register_again,
+            self._clear_away,
         )
         self._runs: dict[LeaseRef, AttemptRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,6 +121,8 @@ class Agent:
         for server in self._servers:
             if isinstance(server.connector, TellsConnection):
                 server.connector.on_connection = partial(self._connection_hint, server)
+        if self._journal is not None:
+            self._slots.begun.extend(self._journal.open())
         self._own(self._keep_going(self._tend))
         self._own(self._keep_going(self._heart.run))
         self._own(self._keep_going(self._news.run))
@@ -178,6 +189,8 @@ class Agent:
             if isinstance(server.connector, TellsConnection):
                 server.connector.on_connection = None
             await server.close()
+        if self._journal is not None:
+            self._journal.close()
         self._drained.set()
         self._tell(AgentStatus.STOPPED, "stop")
         self._first_verdict.set()
@@ -200,7 +213,7 @@ class Agent:
 
     # leases
 
-    async def _run(self, job: LeasedJob) -> None:
+    async def _run(self, job: LeasedJob, poll_id: PollId) -> None:
         server = self._by_service.get(job.service)
         if server is None or not server.is_up or self._is_draining:
             await self._decline(job)
@@ -208,11 +221,16 @@ class Agent:
         run = AttemptRun(job, server.connector, self._api, self._news, self._settings)
         self._runs[job.ref] = run
         self._heart.add(run)
+        if self._journal is not None:
+            self._journal.begin(job.ref, job.service, poll_id)
         try:
             failure = await run.run()
         finally:
             self._heart.remove(run)
             del self._runs[job.ref]
+        # Not of a run that was torn off: the next start looks what became of it.
+        if self._journal is not None:
+            self._journal.end(job.ref)
         if failure is None or self._is_draining:
             return
         if failure.kind in _SOMETHING_IS_MISSING:
@@ -224,6 +242,12 @@ class Agent:
             server.defect = failure.message
         if failure.kind in _SERVER_MAY_BE_GONE:
             await self._make_sure(server)
+
+    async def _clear_away(self, begun: Begun) -> None:
+        if (server := self._by_service.get(begun.service)) is not None:
+            await stop_orphan(begun, self.worker_id, server.connector, self._settings.cancel_timeout_s)
+        if self._journal is not None:
+            self._journal.end(begun.ref)
 
     async def _make_sure(self, server: Server) -> None:
         """Ends with a verdict, before the next poll: a dead server must not fail one job after the other."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from comfyfleet.model.calls import LeasedJob, Poll
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.ports import WorkerApi
+from comfyfleet.worker.journal import Begun
 from comfyfleet.worker.settings import AgentSettings, Backoff
 
 _log = logging.getLogger(__name__)
@@ -25,8 +27,8 @@ _LONGEST_TURN_S = 0.01
 
 
 class Slots:
-    """`take` runs a lease to its end. `register_again` is called when the other side does not know the worker, with
-    what `registration` said before the poll.
+    """`take` runs a lease to its end, `clear_away` ends what runs without one. `register_again` is called when the
+    other side does not know the worker, with what `registration` said before the poll.
     """
 
     def __init__(
@@ -34,10 +36,13 @@ class Slots:
         api: WorkerApi,
         worker_id: WorkerId,
         settings: AgentSettings,
-        take: Callable[[LeasedJob], Awaitable[None]],
+        take: Callable[[LeasedJob, PollId], Awaitable[None]],
         registration: Callable[[], int],
         register_again: Callable[[int], Awaitable[None]],
+        clear_away: Callable[[Begun], Awaitable[None]],
     ) -> None:
+        self.begun: deque[Begun] = deque()
+        """What was begun before the agent came to life; asked for before anything new."""
         self.quiet = asyncio.Event()
         """Set while every slot rests: nothing is polled, run or reported."""
         self._api = api
@@ -46,6 +51,7 @@ class Slots:
         self._take = take
         self._registration = registration
         self._register_again = register_again
+        self._clear_away = clear_away
         self._gate = asyncio.Event()
         self._parked: set[asyncio.Task[Any]] = set()
         self._recalled: set[asyncio.Task[Any]] = set()
@@ -74,11 +80,16 @@ class Slots:
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._settings)
         poll: Poll | None = None
+        begun: Begun | None = None
         turn_ends_at = loop.time() + _LONGEST_TURN_S
         while True:
             if not self._gate.is_set():
                 await self._rest()
-            if poll is None:
+            if poll is None and self.begun:
+                # The poll of back then gets the lease of back then, if that is still alive.
+                begun = self.begun.popleft()
+                poll = Poll(self._worker_id, PollId(begun.poll_id), 0.0)
+            elif poll is None:
                 self._polls += 1
                 poll_id = PollId(f"{self._poll_prefix}-{self._polls}")
                 poll = Poll(self._worker_id, poll_id, self._settings.poll_wait_s)
@@ -86,9 +97,13 @@ class Slots:
             if not is_answered:
                 # The answer may be lost, not the lease: the same poll is asked again.
                 continue
-            poll = None
+            asked, poll = poll.poll_id, None
+            if begun is not None:
+                if job is None or job.attempt_id != begun.attempt_id:
+                    await self._clear_away(begun)
+                begun = None
             if job is not None:
-                await self._take(job)
+                await self._take(job, asked)
             if loop.time() >= turn_ends_at:
                 await asyncio.sleep(0)
                 turn_ends_at = loop.time() + _LONGEST_TURN_S

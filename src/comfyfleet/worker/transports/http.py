@@ -63,6 +63,7 @@ class HttpWorkerApi:
         *,
         answer_s: float = ANSWER_S,
         trust: ssl.SSLContext | None = None,
+        spool: Path | None = None,
     ) -> None:
         self._url = url.rstrip("/")
         self._headers = {"content-type": "application/json"}
@@ -70,6 +71,7 @@ class HttpWorkerApi:
             self._headers["authorization"] = f"Bearer {key}"
         self._answer_s = answer_s
         self._trust = trust
+        self._spool = spool
         self._hashes: dict[WorkerId, str] = {}
         self._session: aiohttp.ClientSession | None = None
         self._keeps_none_until = 0.0
@@ -195,7 +197,7 @@ class HttpWorkerApi:
         loop = asyncio.get_running_loop()
         if loop.time() < self._keeps_none_until:
             return None
-        with TemporaryDirectory(prefix="comfyfleet-") as folder:
+        with TemporaryDirectory(prefix="comfyfleet-", dir=self._spooling()) as folder:
             path = Path(folder) / "output"
             await source.save(file, path)
             size, digest = await asyncio.to_thread(_measure, path)
@@ -211,6 +213,10 @@ class HttpWorkerApi:
             assert granted.link is not None, "a grant is a link"
             await self._put(granted.link.url, path)
             return granted.id
+
+    def _spooling(self) -> Path | None:
+        """Where files lie on their way; unless said, where the system has its temporary ones."""
+        return self._spool if self._spool is not None and self._spool.is_dir() else None
 
     async def _put(self, url: str, path: Path) -> None:
         assert self._session is not None, "the link was asked for a moment ago"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -43,8 +44,9 @@ class WebSocketWorkerApi(HttpWorkerApi):
         *,
         answer_s: float = ANSWER_S,
         trust: ssl.SSLContext | None = None,
+        spool: Path | None = None,
     ) -> None:
-        super().__init__(url, key, answer_s=answer_s, trust=trust)
+        super().__init__(url, key, answer_s=answer_s, trust=trust, spool=spool)
         self._line: _Line | None = None
         self._connecting: asyncio.Task[_Line] | None = None
         self._calls = 0
