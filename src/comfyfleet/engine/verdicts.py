@@ -21,7 +21,7 @@ from comfyfleet.model.dispatch import (
     Write,
 )
 from comfyfleet.model.fact import FactDraft, FactKind
-from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.failover import is_quarantined
 from comfyfleet.policy.learning import after_out_of_memory, no_lesson, with_memory
@@ -41,7 +41,7 @@ class Verdicts:
         context = self._context
         assert dispatch.lease is not None, "an attempt holds a lease"
         worker_id, now = dispatch.lease.worker_id, await context.store.now()
-        failure = self._with_card(failure, worker_id)
+        failure = bounded(self._with_card(failure, worker_id))
         pair = Pair(worker_id, dispatch.workflow_hash)
         block = context.strategy.record_failure(
             worker_id, dispatch.workflow_hash, failure, await context.store.get_block(pair), now

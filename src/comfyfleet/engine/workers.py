@@ -41,6 +41,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
 from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow import resolve_seeds
 from comfyfleet.policy.failover import lifted_by_inventory
@@ -189,6 +190,7 @@ class WorkerDesk:
             inputs=payload.input_files,
             attempt=dispatch.attempts,
             metadata=payload.metadata,
+            traceparent=traceparent_of(dispatch.job_id, payload.traceparent),
         )
 
     # while it runs

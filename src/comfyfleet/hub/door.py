@@ -20,6 +20,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from comfyfleet import tracing
 from comfyfleet.hub import html
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
@@ -29,6 +30,7 @@ from comfyfleet.hub.places import Places
 from comfyfleet.hub.queries import read_query
 from comfyfleet.model.access import AuditEntry, Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.trace import parse_traceparent
 from comfyfleet.wire.problems import CONTENT_TYPE, Answered, answer_to
 from comfyfleet.wire.route import Route
 
@@ -63,6 +65,11 @@ class Call(Generic[G]):
         self.request_id = _request_id(self.headers)
         self.caller = _NOBODY
         self.given: G
+
+    @property
+    def traceparent(self) -> str | None:
+        """The caller's trace, where it has one."""
+        return parse_traceparent(self.headers.get("traceparent"))
 
     @property
     def address(self) -> str:
@@ -129,6 +136,11 @@ class Door:
             return
         started = time.perf_counter()
         call: Call[Any] = Call(found.route, scope, receive, found.parameters)
+        tracing.begin(request_id=call.request_id)
+        if (trace := call.traceparent) is not None:
+            tracing.note(traceparent=trace)
+        if (job_id := found.parameters.get("job_id")) is not None:
+            tracing.note(job_id=job_id)
         self._in_flight += 1
         try:
             status = await self._answer(call, send)

@@ -6,6 +6,7 @@ A job of another tenant is not there at all. What a body means is `wire/`'s; wha
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Iterator, Mapping
 
@@ -20,11 +21,15 @@ from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import JobResult
+from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.workflow import parse_workflow
 from comfyfleet.ports import Assets
+from comfyfleet.tracing import about
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import spell, understood
+
+_LOG = logging.getLogger(__name__)
 
 _AT_A_TIME = 50
 """Jobs of a batch that are begun together; others get their turn between. A store writes in one group what has come
@@ -60,15 +65,19 @@ class JobHandlers:
 
     async def submit(self, call: Call[bodies.SpelledSubmit]) -> Reply:
         key = _idempotency_key(call.headers)
-        answer = await self._submit(call.given, call.caller, key)
+        answer = await self._submit(call.given, call.caller, key, call.traceparent)
         location = {"location": f"/api/jobs/{answer.id}"}
         return Reply(200 if answer.is_repeat else 201, answer, location, made=answer.id)
 
     async def _submit(
-        self, body: bodies.SubmitBody, caller: Caller, key: str | None
+        self, body: bodies.SubmitBody, caller: Caller, key: str | None, traceparent: str | None
     ) -> answers.SubmittedBody:
-        submission = await self._inputs.checked(bodies.submission(body, caller.owner, key))
-        return answers.submitted(await self._engine.submit(submission, is_own=True))
+        submission = await self._inputs.checked(bodies.submission(body, caller.owner, key, traceparent))
+        submitted = await self._engine.submit(submission, is_own=True)
+        if _LOG.isEnabledFor(logging.INFO):
+            with about(job_id=submitted.job_id, traceparent=traceparent_of(submitted.job_id, traceparent)):
+                _LOG.info("submitted%s", ", as it was before" if submitted.is_repeat else "")
+        return answers.submitted(submitted)
 
     async def submit_batch(self, call: Call[bodies.BatchBody]) -> Reply:
         key, jobs = _idempotency_key(call.headers), call.given.jobs
@@ -80,7 +89,8 @@ class JobHandlers:
             async with asyncio.TaskGroup() as group:
                 for number, body in enumerate(part, len(items)):
                     # Each has a key of its own, so that a batch that was half done is finished by its repeat.
-                    one = self._submit_one(body, call.caller, None if key is None else f"{key}/{number}")
+                    own_key = None if key is None else f"{key}/{number}"
+                    one = self._submit_one(body, call.caller, own_key, call.traceparent)
                     under_way.append(group.create_task(one))
                     if len(under_way) % _AT_A_TIME == 0:
                         await asyncio.sleep(0)
@@ -90,13 +100,15 @@ class JobHandlers:
         return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted), made=made)
 
     async def _submit_one(
-        self, body: bodies.SpelledSubmit | Refusal, caller: Caller, key: str | None
+        self, body: bodies.SpelledSubmit | Refusal, caller: Caller, key: str | None, traceparent: str | None
     ) -> answers.BatchItem:
         try:
             if isinstance(body, Refusal):
                 raise body
             # A reference makes a job repeatable by itself.
-            answer = await self._submit(body, caller, key if _own_reference(body) is None else None)
+            answer = await self._submit(
+                body, caller, key if _own_reference(body) is None else None, traceparent
+            )
         except (Refusal, Fault) as error:
             answered = answer_to(error)
             return answers.BatchItem(answered.status, problem=answered.body)

@@ -17,11 +17,13 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from comfyfleet import tracing
 from comfyfleet.hub.door import Call, Handler, Reply, decode
 from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.trace import parse_traceparent
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.route import Route
@@ -147,6 +149,8 @@ class AgentSession:
             task.add_done_callback(self._at_work.discard)
 
     async def _answer(self, said: socket.AgentCall) -> None:
+        if (trace := parse_traceparent(said.traceparent)) is not None:
+            tracing.note(traceparent=trace)
         try:
             reply = await self._handled(said)
         except (Refusal, Fault) as error:

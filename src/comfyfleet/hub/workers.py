@@ -5,17 +5,23 @@ A key that names a worker is good for that worker alone. What a lease allows is 
 
 from __future__ import annotations
 
+import logging
+
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, Release
+from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, WorkerRecord
 from comfyfleet.ports import Assets
+from comfyfleet.tracing import about
 from comfyfleet.wire import worker as wire
+
+_LOG = logging.getLogger(__name__)
 
 _MAX_HASHES = 10_000
 
@@ -100,7 +106,12 @@ class WorkerHandlers:
         if slots is not None and body.current_load is not None and body.current_load >= slots:
             return Reply(204)
         job = await self._engine.poll(Poll(worker_id, PollId(body.poll_id), self._wait_s(body)))
-        return Reply(204) if job is None else Reply(200, wire.lease_answer(await self._inputs.linked(job)))
+        if job is None:
+            return Reply(204)
+        if _LOG.isEnabledFor(logging.INFO) and job.traceparent is not None:
+            with about(job_id=job.job_id, attempt_id=job.attempt_id, traceparent=job.traceparent):
+                _LOG.info("leased to %s", worker_id)
+        return Reply(200, wire.lease_answer(await self._inputs.linked(job)))
 
     async def heartbeat(self, call: Call[wire.HeartbeatBody]) -> Reply:
         body = call.given
@@ -130,6 +141,7 @@ class WorkerHandlers:
         await self.check_files(body.result, ref.attempt_id)
         holder = await self._holder(body)
         settled = await self._engine.complete(Completion(ref, body.result, body.seconds))
+        _tell_end(ref, "completed")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
     async def fail(self, call: Call[wire.FailBody]) -> Reply:
@@ -137,10 +149,13 @@ class WorkerHandlers:
         ref = wire.lease_ref(body.lease)
         holder = await self._holder(body)
         settled = await self._engine.fail(FailureReport(ref, body.failure, body.seconds))
+        _tell_end(ref, f"failed ({body.failure.kind}): {body.failure.message[:1_000]}")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
     async def release(self, call: Call[wire.ReleaseBody]) -> Reply:
-        settled = await self._engine.release(Release(wire.lease_ref(call.given.lease), call.given.reason))
+        ref = wire.lease_ref(call.given.lease)
+        settled = await self._engine.release(Release(ref, call.given.reason))
+        _tell_end(ref, f"given back: {call.given.reason}")
         return Reply(200, wire.settled_answer(settled))
 
     async def check_files(self, result: JobResult, attempt_id: str) -> None:
@@ -197,6 +212,12 @@ class WorkerHandlers:
             known = (record.capabilities, wire.capabilities_hash(record.capabilities))
             self._hashes[record.worker_id] = known
         return known[1]
+
+
+def _tell_end(ref: LeaseRef, end: str) -> None:
+    if _LOG.isEnabledFor(logging.INFO):
+        with about(job_id=ref.job_id, attempt_id=ref.attempt_id):
+            _LOG.info("%s", end)
 
 
 def as_worker(caller: Caller, worker_id: str) -> WorkerId:

@@ -110,6 +110,8 @@ class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """Files to fetch from the hub before the run; they become attachments."""
     attempt: int = 1
     metadata: dict[str, Any] | None = None
+    traceparent: str | None = None
+    """The trace that the job belongs to (W3C)."""
 
     @property
     def job_id(self) -> JobId:

@@ -53,6 +53,27 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     """Memory of the card that was too small."""
 
 
+_MAX_MESSAGE = 10_000
+_MAX_LINES = 100
+_MAX_LINE = 2_000
+_MAX_TRACEBACK = 30_000
+_MAX_NODE_ERRORS = 60_000
+
+
+def bounded(failure: Failure) -> Failure:
+    """As much of it as helps: what a service says is kept with each attempt, and some say a lot."""
+    lines = tuple(line[:_MAX_LINE] for line in failure.traceback[-_MAX_LINES:])
+    while sum(map(len, lines)) > _MAX_TRACEBACK:
+        lines = lines[1:]
+    errors = failure.node_errors
+    if errors is not None and len(msgspec.json.encode(errors)) > _MAX_NODE_ERRORS:
+        errors = None
+    changed = msgspec.structs.replace(
+        failure, message=failure.message[:_MAX_MESSAGE], traceback=lines, node_errors=errors
+    )
+    return failure if changed == failure else changed
+
+
 class ServiceFailed(ComfyFleetError):
     """Raised by a connector when a service did not do what it was asked. Carries the classified failure."""
 

@@ -81,6 +81,8 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     """Jobs of the same tenant that must complete first."""
     inputs: tuple[JobInput, ...] = ()
     webhook: Webhook | None = None
+    traceparent: str | None = None
+    """The caller's trace, where it has one. A repeat may come with another."""
 
     @property
     def input_files(self) -> tuple[InputFile, ...]:

@@ -76,12 +76,13 @@ def output_of(wanted: JobInput, result: JobResult) -> str | Failure:
 
 
 def as_asked(submission: Submission) -> Submission:
-    """Without what was found out later, and with files told by their content: so a repeat is known again."""
+    """Without what was found out later or belongs to one request alone (its trace), and with files told by their
+    content: so a repeat is known again."""
     inputs = tuple(
         msgspec.structs.replace(each, file=None) if each.job is not None or each.sha256 is not None else each
         for each in submission.inputs
     )
-    return msgspec.structs.replace(submission, inputs=inputs)
+    return msgspec.structs.replace(submission, inputs=inputs, traceparent=None)
 
 
 def _missing(wanted: JobInput, what: str) -> Failure:

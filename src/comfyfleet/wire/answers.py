@@ -15,6 +15,7 @@ from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Standing
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, JobInput, JobResult
+from comfyfleet.model.trace import trace_id_of, traceparent_of
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord, WorkerStatus
 from comfyfleet.wire.spelling import spell
 
@@ -87,6 +88,8 @@ class JobBody(_Got, frozen=True, omit_defaults=False):
     cancel_requested: bool = False
     is_late: bool = False
     seeds: dict[str, int] | None = None
+    trace_id: str = ""
+    """Of the caller's trace, or of the job's own: every line of a log about the job has it."""
     error: Failure | None = None
     """What the last attempt failed of; null again once one completed."""
 
@@ -240,6 +243,7 @@ def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
         "deadline": asked.deadline,
         "is_late": record.is_late,
         "seeds": record.seeds,
+        "trace_id": trace_id_of(traceparent_of(record.job_id, asked.traceparent)),
         "error": record.failure,
     }
 

@@ -207,7 +207,9 @@ def seconds_of(time: float | datetime | None) -> float | None:
     return time
 
 
-def submission(body: SubmitBody, tenant: TenantId, idempotency_key: str | None = None) -> Submission:
+def submission(
+    body: SubmitBody, tenant: TenantId, idempotency_key: str | None = None, traceparent: str | None = None
+) -> Submission:
     """The model's value. The tenant is the credential's, whatever the body says."""
     return Submission(
         workflow=_workflow(body.payload),
@@ -240,6 +242,7 @@ def submission(body: SubmitBody, tenant: TenantId, idempotency_key: str | None =
             for each in body.inputs
         ),
         webhook=_webhook(body.webhook),
+        traceparent=traceparent,
     )
 
 

@@ -148,10 +148,11 @@ ERROR = "error"
 _NO_BODY = msgspec.Raw(b"{}")
 
 
-class AgentCall(msgspec.Struct, frozen=True):
+class AgentCall(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     request_id: Annotated[int, Meta(ge=0, le=2**53)]
     body: msgspec.Raw = _NO_BODY
+    traceparent: str | None = None
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -231,6 +232,7 @@ def assigned(job: LeasedJob) -> dict[str, Any]:
             "include_outputs": job.include_outputs,
             "attempt": job.attempt,
             "metadata": job.metadata,
+            "traceparent": job.traceparent,
         },
     }
 

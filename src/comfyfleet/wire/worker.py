@@ -170,6 +170,8 @@ class LeasedBody(msgspec.Struct, frozen=True, omit_defaults=True):
     include_outputs: tuple[str, ...] = ()
     attempt: int = 1
     metadata: dict[str, Any] | None = None
+    traceparent: str | None = None
+    """The trace that the job belongs to, for logs and for whoever is asked on its behalf (W3C)."""
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -275,6 +277,7 @@ def lease_answer(job: LeasedJob) -> LeaseAnswer:
             job.include_outputs,
             job.attempt,
             job.metadata,
+            job.traceparent,
         ),
     )
 
@@ -296,6 +299,7 @@ def leased_job(answer: LeaseAnswer) -> LeasedJob:
         inputs=job.payload.inputs,
         attempt=job.attempt,
         metadata=job.metadata,
+        traceparent=job.traceparent,
     )
 
 

@@ -22,6 +22,7 @@ from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import Connector, InputSource, Inventory, NodeKeeper, WorkerApi
+from comfyfleet.tracing import about
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.commands import CommandListener
 from comfyfleet.worker.heart import Heart
@@ -223,8 +224,12 @@ class Agent:
         self._heart.add(run)
         if self._journal is not None:
             self._journal.begin(job.ref, job.service, poll_id)
+        trace = {"traceparent": job.traceparent} if job.traceparent is not None else {}
         try:
-            failure = await run.run()
+            with about(worker_id=self.worker_id, job_id=job.job_id, attempt_id=job.attempt_id, **trace):
+                _log.info("%s runs it", job.service)
+                failure = await run.run()
+                _log.info("it is over%s", "" if failure is None else f": {failure.kind}: {failure.message}")
         finally:
             self._heart.remove(run)
             del self._runs[job.ref]

@@ -18,7 +18,7 @@ import msgspec
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release, Report, Settled
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, bounded
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.ports import Connector, OutputKeeper, OutputSource, WorkerApi
 from comfyfleet.worker.fetching import Patience, with_inputs
@@ -285,7 +285,7 @@ class AttemptRun:
 
     async def _fail(self, failure: Failure, seconds: float) -> Failure | None:
         await self._flush()
-        call = FailureReport(self.ref, failure, seconds)
+        call = FailureReport(self.ref, bounded(failure), seconds)
         await self._report(lambda: self._api.fail(call))
         return failure
 

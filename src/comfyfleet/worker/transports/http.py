@@ -39,6 +39,7 @@ from comfyfleet.model.job import OutputFile
 from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import OutputSource
+from comfyfleet.tracing import traceparent
 from comfyfleet.wire import files
 from comfyfleet.wire import worker as wire
 from comfyfleet.wire.problems import refusal_in
@@ -256,6 +257,7 @@ class HttpWorkerApi:
                 # As a file, what is large goes out piece by piece and lets others run in between.
                 data=io.BytesIO(content) if is_large else content,
                 compress="deflate" if is_large else None,
+                headers={} if (trace := traceparent()) is None else {"traceparent": trace},
                 timeout=aiohttp.ClientTimeout(total=wait_s + self._answer_s),
                 allow_redirects=False,
             ) as response:

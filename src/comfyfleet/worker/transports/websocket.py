@@ -17,6 +17,7 @@ import aiohttp
 import msgspec
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.tracing import traceparent
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import KINDS, refusal_in
 from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi
@@ -65,7 +66,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         if type_ is None or len(content) > _LARGEST_BYTES:
             return await super()._send(name, body, wait_s)
         self._calls += 1
-        call = socket.AgentCall(type_, self._calls, msgspec.Raw(content))
+        call = socket.AgentCall(type_, self._calls, msgspec.Raw(content), traceparent())
         line = await self._connected()
         try:
             answer = await line.ask(call, wait_s + self._answer_s, is_parking=name in _PARKING)
