@@ -138,9 +138,11 @@ async def switchboard() -> AsyncIterator[Switchboard]:
         yield board
 
 
-# About calls without a wire: how quickly they return, what their cancelling does at the far end, and an answer to
-# somebody who has gone.
+# About calls without a wire: how quickly they return, what their cancelling does at the far end, an answer to
+# somebody who has gone, and leases of half a second against the agent's own clock.
 IN_PROCESS_ALONE = {
+    "test_a_run_is_given_up_at_a_share_of_its_lease_without_a_confirmed_heartbeat",
+    "test_heartbeats_extend_a_lease_beyond_its_first_duration",
     "test_a_heartbeat_that_hangs_is_given_up_in_time_for_another",
     "test_slots_that_never_wait_leave_room_for_the_rest_of_the_program",
     "test_a_lease_that_came_with_the_recall_of_its_poll_is_given_back_by_a_drain",

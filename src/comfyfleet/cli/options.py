@@ -65,6 +65,19 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="URL",
         help="A ComfyUI server, such as http://127.0.0.1:8188. Repeatable.",
     ),
+    "services": click.option(
+        "--service",
+        "services",
+        type=Address(),
+        multiple=True,
+        metavar="NAME=ADDRESS",
+        help="A further service that the same worker offers. Repeatable.",
+    ),
+    "environment": _option(
+        "--environment",
+        type=click.Choice(["cloud", "self_hosted"]),
+        help="Where the worker says it runs; self_hosted unless given.",
+    ),
     "fake": _option("--fake", type=click.IntRange(0), metavar="N", help="Also start so many fake servers."),
     "slots": _option(
         "--slots", type=click.IntRange(1), metavar="N", help="Jobs a server gets at a time; 1 unless given."

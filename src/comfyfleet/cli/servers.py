@@ -15,8 +15,11 @@ import msgspec
 
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.settings import Resolved
+from comfyfleet.model.worker import Capabilities
 from comfyfleet.pool.options import Server
+from comfyfleet.ports import Connector
 from comfyfleet.worker.connectors.comfyui.settings import parse_address
+from comfyfleet.worker.connectors.registry import CONNECTORS, connect
 from comfyfleet.worker.settings import AgentState
 
 LOCAL_PORTS = range(8188, 8200)
@@ -39,6 +42,36 @@ def named(addresses: Sequence[str], name: str | None, slots: int, *, alone: bool
                 server_id = f"{socket.gethostname()}{separator}{port}"
         servers.setdefault(server_id, Server(address, id=server_id, slots=slots))
     return list(servers.values())
+
+
+def with_services(servers: list[Server], resolved: Resolved) -> list[Server]:
+    """With the further services of the one worker there is then, and with what is declared of each."""
+    chosen = resolved.values
+    more = tuple(_service(resolved, given) for given in chosen.services)
+    if more and (len(servers) > 1 or chosen.fake):
+        raise resolved.wrong("services", "they belong to one worker: start one with at most one --server")
+    if more and servers:
+        servers = [msgspec.structs.replace(servers[0], more=more)]
+    elif more:
+        worker = chosen.name or socket.gethostname()
+        servers = [Server(id=worker, slots=chosen.slots, connector=more[0], more=more[1:])]
+    names = [each.service_name for each in more] + (["comfyui"] if chosen.servers else [])
+    if len(set(names)) != len(names):
+        raise resolved.wrong("services", "a worker has one connector for each service: name each once")
+    if chosen.environment is not None:
+        declared = Capabilities((), environment=chosen.environment)
+        servers = [msgspec.structs.replace(server, capabilities=declared) for server in servers]
+    return servers
+
+
+def _service(resolved: Resolved, given: str) -> Connector:
+    name, separator, address = given.partition("=")
+    try:
+        if not separator:
+            raise ValueError(f"a service is NAME=ADDRESS, not {given!r}; there are: {', '.join(CONNECTORS)}")
+        return connect(name, address)
+    except ValueError as error:
+        raise resolved.wrong("services", str(error)) from error
 
 
 async def fakes(stack: AsyncExitStack, count: int, name: str, slots: int) -> list[Server]:

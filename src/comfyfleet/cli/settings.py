@@ -30,7 +30,7 @@ FILE_NAME = "comfyfleet.toml"
 
 OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 """What others called them in the environment."""
-LISTS = frozenset({"servers", "webhook_allow"})
+LISTS = frozenset({"servers", "services", "webhook_allow"})
 """In the environment with commas or spaces between."""
 SECRET = frozenset({"key", "enrol"})
 TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules}
@@ -39,7 +39,7 @@ CAPS = frozenset({"max_waiting", "max_open_bytes"})
 ELSEWHERE = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}DEBUG", f"{PREFIX}COMPLETE"})
 """Variables of ours that are no settings."""
 
-_FLAGS = {"servers": "--server", "grace_s": "--grace"}
+_FLAGS = {"servers": "--server", "services": "--service", "grace_s": "--grace"}
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=1_000)]
@@ -57,6 +57,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     open: bool = False
     """Whoever asks from this machine needs no key; then nobody else is served."""
     servers: tuple[str, ...] = ()
+    services: tuple[str, ...] = ()
+    """Further services of a worker, as NAME=ADDRESS."""
+    environment: Literal["cloud", "self_hosted"] | None = None
     fake: Count = 0
     slots: Annotated[int, Meta(ge=1, le=1_000)] = 1
     grace_s: Annotated[float, Meta(ge=0)] = 60.0

@@ -25,7 +25,21 @@ if TYPE_CHECKING:
 
 
 @click.group("worker", invoke_without_command=True)
-@settings("hub", "store", "servers", "fake", "transport", "key", "enrol", "trust", "name", "slots", "grace_s")
+@settings(
+    "hub",
+    "store",
+    "servers",
+    "services",
+    "environment",
+    "fake",
+    "transport",
+    "key",
+    "enrol",
+    "trust",
+    "name",
+    "slots",
+    "grace_s",
+)
 @click.option(
     "--rules",
     "changes",
@@ -58,13 +72,13 @@ def command(
 
     from comfyfleet.cli.local import read_hub
     from comfyfleet.cli.logs import set_up
-    from comfyfleet.cli.servers import named
+    from comfyfleet.cli.servers import named, with_services
     from comfyfleet.cli.settings import read_settings
 
     flags |= _read_rules(changes)
     resolved = read_settings(flags, config=config)
     chosen = resolved.values
-    if not (chosen.servers or chosen.fake or simulated):
+    if not (chosen.servers or chosen.services or chosen.fake or simulated):
         raise click.UsageError("there is nothing to work with: name a --server, or try --fake 1")
     if chosen.hub is None and chosen.store is None and read_hub(resolved.data) is None:
         raise click.UsageError(
@@ -72,6 +86,7 @@ def command(
         )
     set_up(chosen.log_level, chosen.log_format)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not (chosen.fake or simulated))
+    servers = with_services(servers, resolved)
     ended(asyncio.run(_work(resolved, servers, simulated)))
 
 
