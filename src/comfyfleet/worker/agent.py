@@ -1,7 +1,8 @@
 """The program that polls, runs, reports and drains, for one worker with its services and slots.
 
 It knows `WorkerApi` and `Connector`s alone, so it is the same in a pool, behind a hub and directly on a store. One
-lease is `attempt.py`'s, polling `slots.py`'s, heartbeats `heart.py`'s, news `news.py`'s, health `presence.py`'s.
+lease is `attempt.py`'s, polling `slots.py`'s, heartbeats `heart.py`'s, news `news.py`'s, health `presence.py`'s,
+and what is offered `registration.py`'s.
 """
 
 from __future__ import annotations
@@ -9,27 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self, assert_never
 
-from comfyfleet.model.calls import Beat, Command, LeasedJob, RegisterWorker, Release
+from comfyfleet.model.calls import Beat, Command, LeasedJob, Release
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
-from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import Capabilities
-from comfyfleet.ports import Connector, InputSource, Inventory, NodeKeeper, WorkerApi
+from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.tracing import about
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.commands import CommandListener
 from comfyfleet.worker.heart import Heart
 from comfyfleet.worker.journal import Begun, Journal, stop_orphan
 from comfyfleet.worker.news import NewsSender
-from comfyfleet.worker.offer import Offer, join
 from comfyfleet.worker.presence import Server, TellsConnection, check_all
+from comfyfleet.worker.registration import Registration
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff
 from comfyfleet.worker.slots import Slots
 
@@ -66,7 +66,6 @@ class Agent:
         self.state = AgentState(AgentStatus.STARTING)
         self._api = api
         self._settings = settings or AgentSettings()
-        self._declared = declared
         self._on_state = on_state
         self._servers = [Server(connector, self._settings, self._lost) for connector in connectors]
         self._by_service = {server.name: server for server in self._servers}
@@ -78,25 +77,22 @@ class Agent:
         self._news = NewsSender(api, self._settings, self._obey)
         self._heart = Heart(api, worker_id, self._settings, self._obey, self._heartbeat_refused)
         self._commands = CommandListener(api, worker_id, self._settings, self._do)
+        self._registration = Registration(
+            api, worker_id, self._servers, self._settings, declared, self._update, self._renewed
+        )
         self._slots = Slots(
             api,
             worker_id,
             self._settings,
             self._run,
-            lambda: self._registration,
-            self._register_again,
+            lambda: self._registration.number,
+            self._registration.renew,
             self._clear_away,
         )
         self._runs: dict[LeaseRef, AttemptRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: asyncio.Task[None] | None = None
 
-        self._offer: Offer | None = None
-        """What is registered. None: nothing is."""
-        self._described: NodeDefinitions = {}
-        """What the other side was told of the servers' nodes."""
-        self._registration = 0
-        self._registering = asyncio.Lock()
         self._tend_now = asyncio.Event()
         self._first_verdict = asyncio.Event()
         self._disconnects = 0
@@ -138,15 +134,14 @@ class Agent:
 
     async def refresh(self) -> None:
         """Looks at once what the servers have, and registers again, changed or not: whoever asks has a reason."""
-        if self._offer is not None:
-            await self._look(is_asked=True)
+        if self._registration.offer is not None:
+            await self._registration.look(is_asked=True)
 
     async def drain(self, reason: str = "drain") -> None:
         """Takes nothing new, finishes what runs or gives it back after the grace, and leaves."""
         assert self._tasks or self._ending, "an agent is drained after its start"
         if not self._is_draining:
-            self._is_draining = True
-            self._update(reason)
+            self._leave(reason)
             # Owned by the agent: a caller that stops waiting does not stop the drain.
             self._own(self._drain())
         await self._drained.wait()
@@ -162,7 +157,7 @@ class Agent:
         except TimeoutError:
             self._stop_runs()
             await self._slots.quiet.wait()
-        await self._unregister("drain")
+        await self._registration.end("drain")
         self._drained.set()
 
     async def stop(self) -> None:
@@ -173,8 +168,7 @@ class Agent:
 
     async def _end(self) -> None:
         is_started = bool(self._tasks)
-        self._is_draining = True
-        self._update("stop")
+        self._leave("stop")
         if is_started:
             self._stop_runs()
             with contextlib.suppress(TimeoutError):
@@ -185,7 +179,7 @@ class Agent:
                 task.cancel()
             # A connector may swallow a cancellation; then it gets another.
             await asyncio.wait(self._tasks, timeout=self._settings.stop_grace_s)
-        await self._unregister("stopped")
+        await self._registration.end("stopped")
         for server in self._servers:
             if isinstance(server.connector, TellsConnection):
                 server.connector.on_connection = None
@@ -195,6 +189,10 @@ class Agent:
         self._drained.set()
         self._tell(AgentStatus.STOPPED, "stop")
         self._first_verdict.set()
+
+    def _leave(self, reason: str) -> None:
+        self._is_draining = self._registration.is_closed = True
+        self._update(reason)
 
     def _own(self, work: Awaitable[None]) -> None:
         task = asyncio.ensure_future(work)
@@ -302,10 +300,10 @@ class Agent:
                 assert_never(command.action)
 
     def _heartbeat_refused(self, refusal: Refusal) -> None:
-        if refusal.code is RefusalCode.NOT_FOUND and self._offer is not None:
-            self._own(self._register_again(self._registration))
+        if refusal.code is RefusalCode.NOT_FOUND and self._registration.offer is not None:
+            self._own(self._registration.renew(self._registration.number))
 
-    # servers and registration
+    # servers
 
     def _connection_hint(self, server: Server, is_connected: bool) -> None:
         # Away for a moment, it may have been started anew and have other models.
@@ -317,8 +315,7 @@ class Agent:
         self._disconnects += 1
         self._tend_now.set()
         self._update()
-        if not self._is_draining:
-            self._own(self._offer_less())
+        self._own(self._take_back())
 
     async def _tend(self) -> None:
         backoff = Backoff(self._settings)
@@ -329,7 +326,7 @@ class Agent:
             except Exception as error:
                 wait_s = backoff.next_s()
                 _log.warning("worker %s could not register: %r", self.worker_id, error)
-                if self._offer is None:
+                if self._registration.offer is None:
                     self._tell(AgentStatus.OFFLINE, f"The worker could not be registered: {error}")
             self._first_verdict.set()
             with contextlib.suppress(TimeoutError):
@@ -344,126 +341,34 @@ class Agent:
         now = asyncio.get_running_loop().time()
         usable = {server.name: server for server in self._servers if server.is_usable(now)}
         if not usable:
-            await self._offer_less()
+            await self._take_back()
             if coming := [server.usable_at - now for server in self._servers if server.is_up]:
                 return min(coming)
             return backoff.next_s()
-        offered = self._offer.boots.keys() if self._offer else set()
+        offered = {server.name for server in self._registration.offered}
         if offered != usable.keys() or any(now >= server.look_due_at for server in usable.values()):
-            await self._look()
-        if self._offer is None or any(server.missed for server in self._servers if server.is_up):
+            await self._registration.look()
+        if self._registration.offer is None or any(server.missed for server in self._servers if server.is_up):
             return backoff.next_s()
         backoff.reset()
         ends = [server.usable_at - now for server in self._servers if server.is_up and server.usable_at > now]
         looks = [server.look_due_at - now for server in usable.values()]
         return min(self._settings.health_interval_s, *ends, *looks)
 
-    async def _offer_less(self) -> None:
-        """Takes back what is offered by servers that cannot be used now; without any the worker goes offline."""
-        async with self._registering:
-            if self._is_draining:
-                return
-            now = asyncio.get_running_loop().time()
-            offered = self._offer.boots.keys() if self._offer else set()
-            found = {
-                server.name: server.inventory
-                for server in self._servers
-                if server.name in offered and server.is_usable(now) and server.inventory
-            }
-            if found and found.keys() != offered:
-                try:
-                    await self._register(self._joined(found))
-                except Exception as error:
-                    _log.info("worker %s could not take an offer back: %r", self.worker_id, error)
-                    self._tend_now.set()
-                return
-            if not found:
-                self._offer = None
-            # Back before it could be taken back, an offer stands again.
-            self._update()
-            if offered and not found:
-                await self._say_goodbye("offline")
+    def _renewed(self) -> None:
+        # Parked under the old capabilities, polls are asked again under the new.
+        self._slots.recall()
 
-    async def _look(self, is_asked: bool = False) -> None:
-        async with self._registering:
-            now = asyncio.get_running_loop().time()
-            usable = [server for server in self._servers if server.is_usable(now)]
-            for server in usable:
-                if not await server.look():
-                    server.miss()
-            found = {server.name: server.inventory for server in usable if server.is_up and server.inventory}
-            if not found or self._is_draining:
-                return
-            offer = self._joined(found)
-            if is_asked or offer.differs_from(self._offer):
-                await self._register(offer)
-            else:
-                await self._describe(offer)
-                self._update()
-
-    def _joined(self, found: Mapping[str, Inventory]) -> Offer:
-        return join(self._declared, found, moves_files=isinstance(self._api, InputSource))
-
-    async def _register(self, offer: Offer) -> None:
-        await self._api.register(
-            RegisterWorker(self.worker_id, offer.capabilities, self._settings.slots, offer.live)
-        )
-        # Before it counts as online here: whoever waits for that may use what it told.
-        await self._describe(offer)
-        is_new, self._offer = self._offer is None, offer
-        self._registration += 1
-        if not is_new:
-            # Parked under the old capabilities, they are asked again under the new.
-            self._slots.recall()
-        self._update()
-
-    async def _register_again(self, registration: int) -> None:
-        """The other side has forgotten us (it was started anew). One of those who notice is enough."""
-        try:
-            async with self._registering:
-                if self._registration == registration and self._offer is not None:
-                    self._described = {}
-                    await self._register(self._offer)
-        except Exception as error:
-            _log.info("worker %s could not register again: %r", self.worker_id, error)
-
-    async def _describe(self, offer: Offer) -> None:
-        """Tells the inputs of the servers' nodes where that is wanted and new. Nothing that runs depends on it."""
-        definitions = {
-            name: widgets
-            for service in offer.boots
-            if (inventory := self._by_service[service].inventory) is not None
-            for name, widgets in (inventory.definitions or {}).items()
-        }
-        if not isinstance(self._api, NodeKeeper) or not definitions or definitions == self._described:
-            return
-        try:
-            await self._api.describe(self.worker_id, definitions)
-            self._described = definitions
-        except Exception as error:
-            _log.info("worker %s could not tell of its nodes: %r", self.worker_id, error)
-
-    async def _unregister(self, reason: str) -> None:
-        async with self._registering:
-            was_registered, self._offer = self._offer is not None, None
-            self._update()
-            if was_registered:
-                await self._say_goodbye(reason)
-
-    async def _say_goodbye(self, reason: str) -> None:
-        try:
-            async with asyncio.timeout(self._settings.heartbeat_timeout_s):
-                await self._api.unregister(self.worker_id, reason)
-        except Exception as error:
-            # Without polls and heartbeats it is missed soon enough.
-            _log.info("worker %s could not unregister: %r", self.worker_id, error)
+    async def _take_back(self) -> None:
+        if not await self._registration.take_back():
+            self._tend_now.set()
 
     # state
 
     def _update(self, reason: str = "") -> None:
         """Brings gate, parked polls and status in line with what is true now."""
         now = asyncio.get_running_loop().time()
-        offered = [self._by_service[name] for name in (self._offer.boots if self._offer else ())]
+        offered = self._registration.offered
         is_registered = any(server.is_usable(now) for server in offered)
         # A job for a server that cannot be used would only be declined, again and again.
         is_offer_true = is_registered and all(server.is_usable(now) for server in offered)

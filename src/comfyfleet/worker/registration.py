@@ -1,0 +1,159 @@
+"""What the other side was told of a worker: its offer, made of what its usable servers have, and taken back with them.
+
+It looks, compares, registers, describes and says goodbye, one at a time. When to look, and what follows from being
+registered or not, is the agent's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from comfyfleet.model.calls import RegisterWorker
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.node_definitions import NodeDefinitions
+from comfyfleet.model.worker import Capabilities
+from comfyfleet.ports import InputSource, NodeKeeper, WorkerApi
+from comfyfleet.worker.offer import Offer, join
+from comfyfleet.worker.presence import Server
+from comfyfleet.worker.settings import AgentSettings
+
+_log = logging.getLogger(__name__)
+
+
+class Registration:
+    def __init__(
+        self,
+        api: WorkerApi,
+        worker_id: WorkerId,
+        servers: Sequence[Server],
+        settings: AgentSettings,
+        declared: Capabilities | None,
+        on_change: Callable[[], None],
+        on_renewal: Callable[[], None],
+    ) -> None:
+        """`on_change`: what is offered may have changed. `on_renewal`: another offer stands in its place."""
+        self.offer: Offer | None = None
+        """What is registered. None: nothing is."""
+        self.number = 0
+        """Counts registrations: who was refused under an older one need not register again."""
+        self.is_closed = False
+        """A worker that leaves offers nothing new; what it offers stands until its goodbye."""
+        self._api = api
+        self._worker_id = worker_id
+        self._servers = servers
+        self._settings = settings
+        self._declared = declared
+        self._on_change = on_change
+        self._on_renewal = on_renewal
+        self._described: NodeDefinitions = {}
+        """What the other side was told of the servers' nodes."""
+        self._turn = asyncio.Lock()
+
+    @property
+    def offered(self) -> list[Server]:
+        return [server for server in self._servers if self.offer and server.name in self.offer.boots]
+
+    async def look(self, *, is_asked: bool = False) -> None:
+        """Reads what the usable servers have, and registers where that is new; in any case where it was asked for."""
+        async with self._turn:
+            usable = _usable(self._servers)
+            for server in usable:
+                if not await server.look():
+                    server.miss()
+            offer = self._joined(server for server in usable if server.is_up)
+            if offer is None or self.is_closed:
+                return
+            if is_asked or offer.differs_from(self.offer):
+                await self._register(offer)
+            else:
+                await self._describe(offer)
+                self._on_change()
+
+    async def take_back(self) -> bool:
+        """Offers no more what servers have that cannot be used now; without any, the worker goes offline. False: it
+        could not be said, and is to be tried again."""
+        async with self._turn:
+            if self.is_closed:
+                return True
+            offered = self.offered
+            offer = self._joined(_usable(offered))
+            if offer is not None and self.offer is not None and offer.boots.keys() != self.offer.boots.keys():
+                try:
+                    await self._register(offer)
+                except Exception as error:
+                    _log.info("worker %s could not take an offer back: %r", self._worker_id, error)
+                    return False
+                return True
+            if offer is None:
+                self.offer = None
+            # Back before it could be taken back, an offer stands again.
+            self._on_change()
+            if offered and offer is None:
+                await self._say_goodbye("offline")
+            return True
+
+    async def renew(self, number: int) -> None:
+        """The other side has forgotten us (it was started anew). One of those who notice is enough."""
+        try:
+            async with self._turn:
+                if self.number == number and self.offer is not None:
+                    self._described = {}
+                    await self._register(self.offer)
+        except Exception as error:
+            _log.info("worker %s could not register again: %r", self._worker_id, error)
+
+    async def end(self, reason: str) -> None:
+        async with self._turn:
+            was_registered, self.offer = self.offer is not None, None
+            self._on_change()
+            if was_registered:
+                await self._say_goodbye(reason)
+
+    def _joined(self, servers: Iterable[Server]) -> Offer | None:
+        found = {server.name: server.inventory for server in servers if server.inventory}
+        if not found:
+            return None
+        return join(self._declared, found, moves_files=isinstance(self._api, InputSource))
+
+    async def _register(self, offer: Offer) -> None:
+        await self._api.register(
+            RegisterWorker(self._worker_id, offer.capabilities, self._settings.slots, offer.live)
+        )
+        # Before it counts as online here: whoever waits for that may use what it told.
+        await self._describe(offer)
+        is_new, self.offer = self.offer is None, offer
+        self.number += 1
+        if not is_new:
+            self._on_renewal()
+        self._on_change()
+
+    async def _describe(self, offer: Offer) -> None:
+        """Tells the inputs of the servers' nodes where that is wanted and new. Nothing that runs depends on it."""
+        definitions = {
+            name: widgets
+            for server in self._servers
+            if server.name in offer.boots and server.inventory is not None
+            for name, widgets in (server.inventory.definitions or {}).items()
+        }
+        if not isinstance(self._api, NodeKeeper) or not definitions or definitions == self._described:
+            return
+        try:
+            await self._api.describe(self._worker_id, definitions)
+            self._described = definitions
+        except Exception as error:
+            _log.info("worker %s could not tell of its nodes: %r", self._worker_id, error)
+
+    async def _say_goodbye(self, reason: str) -> None:
+        try:
+            async with asyncio.timeout(self._settings.heartbeat_timeout_s):
+                await self._api.unregister(self._worker_id, reason)
+        except Exception as error:
+            # Without polls and heartbeats it is missed soon enough.
+            _log.info("worker %s could not unregister: %r", self._worker_id, error)
+
+
+def _usable(servers: Iterable[Server]) -> list[Server]:
+    now = asyncio.get_running_loop().time()
+    return [server for server in servers if server.is_usable(now)]
