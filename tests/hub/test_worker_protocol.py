@@ -152,6 +152,19 @@ async def test_a_job_goes_from_poll_to_result(rig: HubRig) -> None:
     assert (await rig.get(f"/api/jobs/{job_id}/result")).body["result"]["outputs"] == {"2": {"a": 1}}
 
 
+async def test_a_heartbeat_may_tell_how_far_a_job_is_and_loses_no_command(rig: HubRig) -> None:
+    job_id = await rig.submit()
+    await register(rig)
+    lease = await leased(rig)
+    await rig.post(f"/api/jobs/{job_id}/cancel")
+    report = {"lease": lease["lease"], "kind": "progress", "data": {"value": 1, "max": 2}}
+    beat = await call(rig, "heartbeat", worker_id="gpu-a", leases=[lease["lease"]], reports=[report])
+    assert beat.body["alive"] == [lease["lease"]]
+    assert [command["action"] for command in beat.body["commands"]] == ["cancel"]
+    progress = await rig.get(f"/api/jobs/{job_id}/progress", headers={"accept": "application/json"})
+    assert (progress.body["value"], progress.body["max"]) == (1, 2)
+
+
 async def test_the_same_poll_gets_the_same_lease_and_another_does_not(rig: HubRig) -> None:
     await rig.submit()
     await register(rig, slots=2)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.model.access import Caller
-from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, Release
+from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
@@ -120,7 +122,13 @@ class WorkerHandlers:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"
             )
+        told: tuple[Command, ...] = ()
+        if body.reports:
+            told = (await self._engine.progress([wire.report(report) for report in body.reports])).commands
         beat = await self._engine.heartbeat(worker_id, [wire.lease_ref(lease) for lease in body.leases])
+        if told:
+            # Most commands are handed out once, to whichever of the two came first.
+            beat = msgspec.structs.replace(beat, commands=tuple(dict.fromkeys(told + beat.commands)))
         inputs = await self._inputs.renewed(beat.alive) if body.inputs else ()
         return Reply(200, wire.beat_answer(beat, inputs))
 

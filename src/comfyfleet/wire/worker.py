@@ -82,19 +82,21 @@ class PollBody(_Call, frozen=True):
     live: LiveState | None = None
 
 
-class HeartbeatBody(_Call, frozen=True):
-    worker_id: Name
-    leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=MAX_SLOTS)] = ()
-    inputs: bool = False
-    """Answer with fresh links to the inputs of these leases too."""
-
-
 class ReportBody(_Call, frozen=True):
     lease: LeaseBody
     kind: NewsKind
     data: dict[str, Any] = {}
     image: bytes | None = None
     """A preview, in base64."""
+
+
+class HeartbeatBody(_Call, frozen=True):
+    worker_id: Name
+    leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=MAX_SLOTS)] = ()
+    reports: Annotated[tuple[ReportBody, ...], Meta(max_length=MAX_REPORTS)] = ()
+    """How far they are: spares a worker that has little to tell a call of its own."""
+    inputs: bool = False
+    """Answer with fresh links to the inputs of these leases too."""
 
 
 class ProgressBatch(_Call, frozen=True):
