@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import ssl
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -320,3 +322,33 @@ async def test_tls_still_asks_for_the_name_that_was_meant(tmp_path: Path) -> Non
         with pytest.raises(Fault, match="certificate verify failed: Hostname mismatch"):
             await called.post(f"https://other.example:{port}/", b"", {})
         assert len(came) == 1
+
+
+_ENDS_WHILE_A_NAME_IS_LOOKED_UP = """
+import asyncio, socket, threading
+from comfyfleet.model.errors import Fault
+from comfyfleet.outbound.guard import Guard
+
+socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
+
+async def main():
+    guard = Guard(limit_s=0.05)
+    try:
+        await guard.post("http://dead.example/", b"", {})
+    except Fault as fault:
+        print(fault)
+    await guard.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_name_whose_servers_are_dead_keeps_no_process_from_ending() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _ENDS_WHILE_A_NAME_IS_LOOKED_UP],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=10,
+    )
+    assert ended.stdout == "dead.example did not answer within 0.05 s\n"

@@ -14,8 +14,9 @@ import os
 import re
 import socket
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
@@ -33,8 +34,9 @@ _LOG = logging.getLogger(__name__)
 
 MAX_URL = 2_048
 MAX_ANSWER_BYTES = 64 * 1024
-_LOOKUPS = 32
-"""Names that are looked up at a time: one whose servers are dead keeps a thread for seconds."""
+_LOOKUPS = 256
+"""Names that are looked up at a time. One whose servers are dead keeps its thread far longer than a call may last, so
+that whoever names many of those must not have all the threads there are."""
 _WEB_PORTS = frozenset({80, 443})
 _FIRST_FREE_PORT = 1024
 
@@ -215,7 +217,7 @@ class Guard:
         self.allowed = allowed or Allowed()
         self._limit_s = limit_s
         self._trust = trust
-        self._threads = ThreadPoolExecutor(_LOOKUPS, thread_name_prefix="lookup")
+        self._threads = threading.BoundedSemaphore(_LOOKUPS)
         self._lookup = lookup or self._ask_system
         self._session: aiohttp.ClientSession | None = None
 
@@ -267,14 +269,26 @@ class Guard:
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ask_system(self, host: str, port: int) -> Sequence[str]:
-        # Not in the threads that everybody uses: a name whose servers are dead would keep files and stores waiting.
-        found = await asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        )
-        return [str(each[4][0]) for each in found]
+        # Not in the threads that everybody uses: a name whose servers are dead would keep files and stores waiting. Nor
+        # in any that Python waits for at its end: a hub that is stopped would be kept by that name, too.
+        if not self._threads.acquire(blocking=False):
+            raise OSError("too many names are being looked up")
+        found: Future[list[str]] = Future()
+        found.set_running_or_notify_cancel()
+
+        def look_up() -> None:
+            try:
+                answer = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                found.set_result([str(each[4][0]) for each in answer])
+            except Exception as error:
+                found.set_exception(error)
+            finally:
+                self._threads.release()
+
+        threading.Thread(target=look_up, name="lookup", daemon=True).start()
+        return await asyncio.wrap_future(found)
 
 
 class _Checked(AbstractResolver):
