@@ -169,11 +169,14 @@ async def test_a_receiver_that_fails_is_asked_again_under_the_same_id(
 
 
 async def test_after_so_many_tries_it_is_given_up_and_can_be_sent_again(
-    rig: HubRig, receiver: Receiver
+    rig: HubRig, receiver: Receiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     receiver.answer = lambda _: web.Response(status=503)
     job_id = await run_one(rig, webhook=f"{receiver.url}?token=hidden")
     given_up = await settled(rig, job_id, "given_up")
+    (told,) = [each.message for each in caplog.records if "is given up" in each.message]
+    assert given_up["id"] in told
+    assert "/hook" not in told
     assert (given_up["attempts"], given_up["last_status"]) == (3, 503)
     assert "answered 503" in given_up["last_error"]
     assert "hidden" not in str(given_up)

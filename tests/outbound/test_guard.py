@@ -307,6 +307,32 @@ async def test_whoever_takes_a_connection_and_says_nothing_is_not_waited_for() -
             await called.post(f"http://127.0.0.1:{port}/", b"", {})
 
 
+@pytest.mark.parametrize(
+    "answer", [b"220 mail.example ESMTP\r\n", b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 1000]
+)
+async def test_what_is_told_of_an_answer_that_is_none_has_nothing_of_the_query(answer: bytes) -> None:
+    async def confuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    server = await asyncio.start_server(confuse, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, guard(HERE) as called:
+        with pytest.raises(Fault, match="its answer is not HTTP") as fault:
+            await called.post(f"http://127.0.0.1:{port}/hook?token=hidden", b"", {})
+        assert "hidden" not in str(fault.value)
+        assert "mail.example" not in str(fault.value)
+
+
+async def test_a_url_is_called_as_it_was_written() -> None:
+    written = "/a%2Fb/../c%41?sig=x%2Fy%2B%7E&to=/"
+    async with receiver() as (port, came), guard(HERE) as called:
+        await called.post(f"http://127.0.0.1:{port}{written}", b"", {})
+        await called.post(f"http://127.0.0.1:{port}?a=b", b"", {})
+        assert [each.raw_path for each in came] == [written, "/?a=b"]
+
+
 async def test_tls_still_asks_for_the_name_that_was_meant(tmp_path: Path) -> None:
     """Connected to by address, a server must still prove the name in the URL."""
     file, key = certificate(tmp_path, "hooks.example")

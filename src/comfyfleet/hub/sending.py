@@ -17,10 +17,10 @@ from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.outbound.guard import Fetched, Forbidden, Guard
 from comfyfleet.policy.delivering import Attempted, after_attempt, given_up
 from comfyfleet.ports import Chance
-from comfyfleet.tenancy.deliveries import Deliveries
+from comfyfleet.tenancy.deliveries import Deliveries, host_of
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.signing import ID_HEADER, SIGNATURE_HEADER, TIME_HEADER, new_secret, signatures
-from comfyfleet.wire.webhooks import event, shown
+from comfyfleet.wire.webhooks import event
 
 _LOG = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ class Sender:
             _LOG.warning(
                 "delivery %s to %s is given up after %d attempts: %s",
                 delivery.delivery_id,
-                shown(delivery.url),
+                # No more of it: many a receiver has its secret in the path.
+                host_of(delivery.url),
                 after.attempts,
                 after.last_error,
             )

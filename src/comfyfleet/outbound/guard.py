@@ -24,6 +24,7 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
+from yarl import URL
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 
@@ -244,7 +245,9 @@ class Guard:
 
     @asynccontextmanager
     async def _asked(self, method: str, url: str, **more: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with self._opened().request(method, url, allow_redirects=False, **more) as response:
+        # As it was written: what was signed, or means something else when it is put in order, is its owner's.
+        exactly = URL(url, encoded=True)
+        async with self._opened().request(method, exactly, allow_redirects=False, **more) as response:
             yield response
 
     def _opened(self) -> aiohttp.ClientSession:
@@ -366,6 +369,9 @@ def _short(error: Exception) -> str:
         cause = error.certificate_error
     elif isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
+    elif isinstance(error, aiohttp.ClientResponseError):
+        # Its own text has the URL in it, with whatever secret is in the query, and what another service answered.
+        return "its answer is not HTTP, or its head is too long"
     if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and (cause.errno or 0) > 0:
         return os.strerror(cause.errno or 0)
     return (str(cause) or type(cause).__name__)[:300]
