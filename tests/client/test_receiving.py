@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
 import time
 
 import pytest
@@ -53,6 +55,8 @@ def test_either_of_two_secrets_will_do() -> None:
         (signed(), BODY, SECRET, NOW + 301, "replay"),
         (signed(), BODY, SECRET, NOW - 301, "replay"),
         (signed() | {"Webhook-Id": "another"}, BODY, SECRET, NOW, "signature"),
+        (signed() | {"Webhook-Id": "a\udcff"}, BODY, SECRET, NOW, "signature"),
+        (signed(), BODY.decode() + "\udcff", SECRET, NOW, "signature"),
         (signed() | {"webhook-timestamp": str(NOW + 1)}, BODY, SECRET, NOW, "signature"),
         (signed() | {"webhook-timestamp": "soon"}, BODY, SECRET, NOW, "not a time"),
         (signed() | {"webhook-timestamp": "9" * 400}, BODY, SECRET, NOW, "not a time"),
@@ -64,7 +68,7 @@ def test_either_of_two_secrets_will_do() -> None:
     ],
 )
 def test_everything_else_is_refused(
-    headers: dict[str, str], body: bytes, secret: str | list[str], now: float, why: str
+    headers: dict[str, str], body: bytes | str, secret: str | list[str], now: float, why: str
 ) -> None:
     with pytest.raises(Refusal, match=why) as refused:
         verify_webhook(body, headers, secret, now=now)
@@ -74,3 +78,11 @@ def test_everything_else_is_refused(
 def test_what_is_no_secret_is_told_to_whoever_set_it() -> None:
     with pytest.raises(ValueError, match="whsec_"):
         verify_webhook(BODY, signed(), "not base64!", now=NOW)
+
+
+@pytest.mark.parametrize("secret", ["", "whsec_", ["whsec_", SECRET]])
+def test_a_secret_that_was_forgotten_verifies_nothing(secret: str | list[str]) -> None:
+    """With no key at all anybody can sign."""
+    nothing = base64.b64encode(hmac.digest(b"", f"a_3_job.{NOW}.".encode() + BODY, "sha256")).decode()
+    with pytest.raises(ValueError, match="empty"):
+        verify_webhook(BODY, signed() | {"WEBHOOK-SIGNATURE": f"v1,{nothing}"}, secret, now=NOW)

@@ -33,9 +33,9 @@ def verify_webhook(
     """What the delivery says, if one of the secrets signed exactly this body, and not longer ago than `tolerance_s`.
 
     `body` is the request's as it was received, before anybody parsed it. Raises `Refusal` for everything else: answer
-    such a request with 400 or 401, and do nothing.
+    such a request with 400 or 401, and do nothing. `ValueError` is for the receiver itself: that is no secret.
     """
-    content = body.encode() if isinstance(body, str) else body
+    content = body.encode("utf-8", "surrogatepass") if isinstance(body, str) else body
     given = {name.lower(): value for name, value in headers.items()}
     try:
         delivery_id, timestamp, signature = (

@@ -42,5 +42,9 @@ def _sign(secret: str, delivery_id: str, timestamp: str, body: bytes) -> str:
         key = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
     except binascii.Error as error:
         raise ValueError(f"a secret begins with {SECRET_PREFIX} and goes on in base64") from error
-    signed = f"{delivery_id}.{timestamp}.".encode() + body
+    if not key:
+        # Anybody can sign with nothing. It is what a receiver has whose setting was forgotten.
+        raise ValueError(f"the secret is empty: it begins with {SECRET_PREFIX} and goes on in base64")
+    # Whatever was sent as an id is compared: some servers tell bytes that are no text by surrogates.
+    signed = f"{delivery_id}.{timestamp}.".encode("utf-8", "surrogatepass") + body
     return base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
