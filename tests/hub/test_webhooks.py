@@ -14,6 +14,7 @@ from tests.hub._hub import Answer, HubRig, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import complete, lease, register
 
+from comfyfleet.hub import webhooks
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport
 from comfyfleet.model.failure import Failure, FailureKind
@@ -368,7 +369,33 @@ async def test_tenants_do_not_see_each_others(rig: HubRig, receiver: Receiver) -
     assert (await rig.get(f"/api/jobs/{job_id}/deliveries", key=other)).code == "not_found"
     assert (await rig.ask("DELETE", f"/api/webhooks/{made.body['id']}", key=other)).code == "not_found"
     for found in await deliveries(rig, job_id):
-        assert (await rig.post(f"/api/deliveries/{found['id']}/resend", key=other)).code == "not_found"
+        refused = await rig.post(f"/api/deliveries/{found['id']}/resend", key=other)
+        never_was = await rig.post(f"/api/deliveries/x{found['id']}/resend", key=other)
+        assert (refused.code, refused.body["detail"]) == (
+            "not_found",
+            never_was.body["detail"].replace("'x", "'"),
+        )
+
+
+async def test_a_list_that_others_stand_in_leads_past_them_and_does_not_name_them(
+    rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhooks, "_PAGE", 1)
+    monkeypatch.setattr(webhooks, "_MAX_LOOKED_AT", 2)
+    events = ["queued", "leased", "completed"]
+    others = [await run_one(rig, webhook={"url": receiver.url, "events": events}) for _ in range(3)]
+    own = await run_one(rig, role=Role.TENANT, webhook=receiver.url)
+    await receiver.until(10)
+    cursor, found = "", []
+    for _ in range(20):
+        page = (await rig.get(f"/api/deliveries?limit=5{cursor}", role=Role.TENANT)).body
+        found += [each["job_id"] for each in page["deliveries"]]
+        assert not any(each in str(page) for each in others)
+        if page["cursor"] is None:
+            break
+        cursor = f"&cursor={page['cursor'].replace('/', '%2F')}"
+    assert found == [own]
+    assert page["cursor"] is None, "it comes to an end"
 
 
 @pytest.mark.parametrize("delivery_id", ["x", "a_b_c", "a_1_", "_1_job", "a_1_job", "a%00_1_job", "ä_1_job"])

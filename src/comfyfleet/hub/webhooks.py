@@ -23,6 +23,8 @@ from comfyfleet.wire import webhooks as wire
 
 _MAX_LOOKED_AT = 2_000
 _PAGE = 250
+_TIME_PART = len("01900000-0000-7000")
+"""What a job's id begins with: the time, and too little of its chance to guess the rest."""
 
 
 class WebhookHandlers:
@@ -106,7 +108,15 @@ class WebhookHandlers:
             looked_at += len(page)
             if len(page) < _PAGE:
                 return Reply(200, wire.DeliveryList(tuple(found)))
-        return Reply(200, wire.DeliveryList(tuple(found), after))
+        return Reply(200, wire.DeliveryList(tuple(found), self._further(call, after)))
+
+    @staticmethod
+    def _further(call: Call[wire.DeliveriesQuery], last: str) -> str:
+        """Where a list goes on that ended at no delivery of its own: a name would tell whose job that was of."""
+        if call.caller.scope is None:
+            return last
+        begun, time_part = call.given.cursor or "", last[:_TIME_PART]
+        return time_part if time_part > begun else f"{time_part}~"
 
     async def job_deliveries(self, call: Call[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
@@ -129,6 +139,8 @@ class WebhookHandlers:
         if name is None:
             raise missing
         changed = await self._book.change(name, again)
+        if changed is None:
+            raise missing
         self._wake()
         return Reply(200, wire.delivery_view(changed))
 

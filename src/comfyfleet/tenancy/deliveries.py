@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.ports import Cabinet, Document
@@ -128,12 +128,12 @@ class Deliveries:
             await self._cabinet.remove(DUE, due_name(before))
         return True
 
-    async def change(self, name: str, change: Callable[[Delivery], Delivery]) -> Delivery:
-        """By hand: it is due from then on."""
+    async def change(self, name: str, change: Callable[[Delivery], Delivery]) -> Delivery | None:
+        """By hand: it is due from then on. None: there is no such delivery."""
         for _ in range(_TRIES):
             known = await self.get(name)
             if known is None:
-                raise Refusal(RefusalCode.NOT_FOUND, "there is no such delivery (any more)")
+                return None
             changed = change(known[0])
             # Before and after: a hub that dies in between leaves an entry that leads to it, at the worst one too many.
             await self._put_due(changed)
