@@ -173,12 +173,20 @@ class Deliveries:
 
     async def mend(self, entry: str) -> None:
         """An entry may lead to a delivery that is over, or is due at another time."""
-        known = await self.get(delivery_in(entry))
-        if known is not None and known[0].status is DeliveryStatus.PENDING:
-            if due_name(known[0]) == entry:
+        pending = await self._pending(entry)
+        if pending is not None:
+            if due_name(pending) == entry:
                 return
-            await self._put_due(known[0])
+            await self._put_due(pending)
         await self._cabinet.remove(DUE, entry)
+        # Asked for again in between it may be due under this very name, and nothing else would lead to it.
+        pending = await self._pending(entry)
+        if pending is not None and due_name(pending) == entry:
+            await self._put_due(pending)
+
+    async def _pending(self, entry: str) -> Delivery | None:
+        known = await self.get(delivery_in(entry))
+        return known[0] if known is not None and known[0].status is DeliveryStatus.PENDING else None
 
     async def _put_due(self, delivery: Delivery) -> DueEntry:
         owner = "" if delivery.owner is None else str(delivery.owner)
