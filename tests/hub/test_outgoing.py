@@ -48,6 +48,25 @@ async def test_a_host_an_owner_and_all_have_their_bounds() -> None:
     await calls.outgoing.close()
 
 
+async def test_an_owner_who_is_busy_elsewhere_keeps_nobody_waiting_at_a_host_that_many_have() -> None:
+    calls = Calls(Bounds(of_owner=2, of_host=1))
+    calls.outgoing.offer("slow", "slow", "acme")
+    calls.outgoing.offer("slower", "slower", "acme")
+    calls.outgoing.offer("first", "shared", "third")
+    calls.outgoing.offer("of acme", "shared", "acme")
+    calls.outgoing.offer("of else", "shared", "else")
+    await calls.settle()
+    await calls.let_go("first")
+    assert calls.begun == ["slow", "slower", "first", "of else"]
+    await calls.let_go("of else")
+    assert len(calls.begun) == 4, "its owner still has as many as he may"
+    await calls.let_go("slow")
+    assert calls.begun[4:] == ["of acme"]
+    for name in ("slower", "of acme"):
+        await calls.let_go(name)
+    await calls.outgoing.close()
+
+
 async def test_one_that_runs_or_stands_in_line_is_not_taken_twice() -> None:
     calls = Calls(Bounds(of_host=1))
     for _ in range(3):

@@ -94,11 +94,13 @@ class Outgoing:
             self._take_from(each)
 
     def _take_from(self, host: str) -> None:
+        if self._hosts[host] >= self._bounds.of_host:
+            return
         line = self._waiting.pop(host)
-        name, owner = next(iter(line.items()))
-        if self._has_room(host, owner):
-            del line[name]
+        # Not always the first: many have the same host, and one whose owner is busy elsewhere keeps the others waiting.
+        name = next((name for name, owner in line.items() if self._has_room(host, owner)), None)
+        if name is not None:
             self._count -= 1
-            self._start(name, host, owner)
+            self._start(name, host, line.pop(name))
         if line:
             self._waiting[host] = line
