@@ -6,6 +6,7 @@ delivered the book's in `deliveries.py`.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 
@@ -27,12 +28,15 @@ MAX_STANDING = 20
 _REMEMBER_S = 2.0
 _MAX_REMEMBERED = 10_000
 
+_Asked = asyncio.Future[tuple[StandingWebhook, ...]]
+
 
 class Webhooks:
     def __init__(self, cabinet: Cabinet, clock: Clock) -> None:
         self._cabinet = cabinet
         self._clock = clock
-        self._known: dict[TenantId | None, tuple[tuple[StandingWebhook, ...], float]] = {}
+        self._known: dict[TenantId | None, tuple[_Asked, float]] = {}
+        """What was asked for or is being asked for, and until when it is good."""
 
     async def create(
         self,
@@ -88,15 +92,17 @@ class Webhooks:
 
     async def _remembered(self, owner: TenantId | None) -> tuple[StandingWebhook, ...]:
         now = self._clock.now()
-        known = self._known.get(owner)
-        if known is not None and now < known[1]:
-            return known[0]
-        found = await self.of(owner)
-        self._known.pop(owner, None)
-        self._known[owner] = (found, now + _REMEMBER_S)
-        if len(self._known) > _MAX_REMEMBERED:
-            del self._known[next(iter(self._known))]
-        return found
+        asked, until = self._known.get(owner, (None, 0.0))
+        if asked is not None and now < until and asked.done() and not _has_failed(asked):
+            return asked.result()
+        if asked is None or now >= until or asked.done():
+            # One asks for all who come meanwhile: a batch would ask a thousand times.
+            asked = asyncio.ensure_future(self.of(owner))
+            self._known.pop(owner, None)
+            self._known[owner] = (asked, now + _REMEMBER_S)
+            if len(self._known) > _MAX_REMEMBERED:
+                del self._known[next(iter(self._known))]
+        return await asyncio.shield(asked)
 
     # secrets
 
@@ -131,6 +137,10 @@ class Webhooks:
         kept = msgspec.json.decode(document.body, type=SigningSecret)
         is_old_good = kept.old_until is not None and self._clock.now() < kept.old_until
         return (kept.secret, kept.old_secret) if is_old_good and kept.old_secret else (kept.secret,)
+
+
+def _has_failed(asked: _Asked) -> bool:
+    return asked.cancelled() or asked.exception() is not None
 
 
 def _beginning(owner: TenantId | None) -> str:
