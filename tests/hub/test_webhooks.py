@@ -14,7 +14,7 @@ from tests.hub._hub import Answer, HubRig, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import complete, lease, register
 
-from comfyfleet.hub import webhooks
+from comfyfleet.hub import delivering, webhooks
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport
 from comfyfleet.model.failure import Failure, FailureKind
@@ -308,6 +308,24 @@ async def test_old_deliveries_are_forgotten(receiver: Receiver) -> None:
         await until(is_pruned)
         kept = [each.name[:36] for each in await rig.cabinet.listing("deliveries")]
         assert kept == [f"01800000-0000-7000-8000-{number:012d}" for number in (1, 2, 4)] + [job_id]
+
+
+async def test_however_many_are_old_they_are_forgotten_without_a_pause(
+    rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await settled(rig, await run_one(rig, webhook=receiver.url), "delivered")
+    (document,) = await rig.cabinet.listing("deliveries")
+    old = msgspec.structs.replace(msgspec.json.decode(document.body, type=Delivery), ended_at=1.0)
+    for number in range(100):
+        name = f"01800000-0000-7000-8000-{number:012d}/00000003/job"
+        await rig.cabinet.put("deliveries", name, msgspec.json.encode(old), version=0)
+    monkeypatch.setattr(delivering, "_PRUNE", 10)
+    rig.hub._delivering._pruned_at = 0.0
+
+    async def is_pruned() -> bool:
+        return len(await rig.cabinet.listing("deliveries")) == 1
+
+    await until(is_pruned)
 
 
 # standing webhooks and secrets

@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.outgoing import Bounds, Outgoing
@@ -22,6 +23,7 @@ from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.webhook import OF_THE_JOB, Delivery, DeliveryStatus, StandingWebhook
 from comfyfleet.outbound.guard import Guard
+from comfyfleet.policy.rules import Rules
 from comfyfleet.tenancy.deliveries import Deliveries, Noted, delivery_in, submitted_at
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.progress import FINAL
@@ -39,7 +41,8 @@ _NEVER_CAME_S = 60.0
 """A note whose job was not written in this time: its submission was refused or died."""
 _PRUNE_EVERY_S = 10.0
 _PRUNE = 500
-_PRUNE_PAGES = 4
+
+T = TypeVar("T")
 
 
 class Delivering:
@@ -150,8 +153,7 @@ class Delivering:
         while True:
             announced, after = self._announced, self._notes_after
             found, self._notes_after = await self._book.notes(after, _NOTES)
-            for start in range(0, len(found), _AT_A_TIME):
-                await asyncio.gather(*map(self._enter, found[start : start + _AT_A_TIME]))
+            await _some_at_a_time(self._enter, found)
             if not after and announced == self._announced:
                 self._is_needed = bool(found)
             if not is_whole or not self._notes_after:
@@ -233,21 +235,27 @@ class Delivering:
             _LOG.exception("a delivery failed in a way nobody foresaw; it is tried again")
 
     async def _prune(self) -> None:
-        """Kept as long as jobs are. Only those of old jobs are gone through, some at a time and then from the first."""
+        """Kept as long as jobs are. Only those of old jobs are gone through: a page in each look, and after the last of
+        them, later, from the first."""
         now, rules = self._engine.now(), self._engine.rules
-        if now - self._pruned_at < _PRUNE_EVERY_S:
+        if not self._prune_after and now - self._pruned_at < _PRUNE_EVERY_S:
             return
         self._pruned_at = now
-        for _ in range(_PRUNE_PAGES):
-            page = await self._book.page(self._prune_after, _PRUNE)
-            self._prune_after = page[-1][0] if len(page) == _PRUNE else ""
-            for name, delivery in page:
-                is_delivered = delivery.status is DeliveryStatus.DELIVERED
-                keep_s = rules.keep_completed_s if is_delivered else rules.keep_failed_s
-                if delivery.ended_at is not None and delivery.ended_at < now - keep_s:
-                    await self._book.forget(name)
-                if submitted_at(name) > now - rules.keep_completed_s:
-                    self._prune_after = ""
-                    return
-            if not self._prune_after:
-                return
+        page = await self._book.page(self._prune_after, _PRUNE)
+        kept_s = min(rules.keep_completed_s, rules.keep_failed_s)
+        old = [each for each in page if submitted_at(each[0]) <= now - kept_s]
+        self._prune_after = old[-1][0] if len(old) == _PRUNE else ""
+        over = [name for name, delivery in old if _ended_before(delivery, now, rules)]
+        await _some_at_a_time(self._book.forget, over)
+
+
+def _ended_before(delivery: Delivery, now: float, rules: Rules) -> bool:
+    is_delivered = delivery.status is DeliveryStatus.DELIVERED
+    keep_s = rules.keep_completed_s if is_delivered else rules.keep_failed_s
+    return delivery.ended_at is not None and delivery.ended_at < now - keep_s
+
+
+async def _some_at_a_time(work: Callable[[T], Awaitable[None]], items: Sequence[T]) -> None:
+    """Together, so that they wait for one commit and not each for its own."""
+    for start in range(0, len(items), _AT_A_TIME):
+        await asyncio.gather(*map(work, items[start : start + _AT_A_TIME]))
