@@ -18,11 +18,12 @@ from comfyfleet.hub import delivering, webhooks
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport
 from comfyfleet.model.failure import Failure, FailureKind
-from comfyfleet.model.ids import TenantId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.webhook import Delivery
 from comfyfleet.outbound.guard import Allowed, Guard
 from comfyfleet.policy.rules import Rules
+from comfyfleet.tenancy.deliveries import Noted
 from comfyfleet.wire.webhooks import MAX_EVENT_BYTES
 
 QUICK = Rules(round_s=0.05, delivery_base_s=0.02, delivery_tries=3, max_attempts=1)
@@ -139,6 +140,25 @@ async def test_a_job_without_a_webhook_leaves_nothing_behind(rig: HubRig) -> Non
     job_id = await run_one(rig)
     assert await deliveries(rig, job_id) == []
     assert not {"webhook_notes", "deliveries", "deliveries_due"} & set(await rig.cabinet.drawers())
+
+
+async def test_a_job_without_a_webhook_is_not_looked_at_because_of_others(
+    rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[str] = []
+    noted = rig.hub._delivering._book.noted
+
+    async def note_of(job_id: JobId, round_: int) -> Noted | None:
+        looked_at.append(job_id)
+        return await noted(job_id, round_)
+
+    monkeypatch.setattr(rig.hub._delivering._book, "noted", note_of)
+    heard_of = await rig.submit(webhook=receiver.url, priority=-100)
+    await run_one(rig)
+    assert not rig.hub._delivering._unheard, "its end is the end of it"
+    await complete(rig, await lease(rig))
+    await receiver.until(1)
+    assert set(looked_at) == {heard_of}
 
 
 async def test_what_was_delivered_leaves_the_log_and_nothing_else(rig: HubRig, receiver: Receiver) -> None:

@@ -33,6 +33,7 @@ _LOG = logging.getLogger(__name__)
 _AT_A_TIME = 32
 _MAX_HEARD = 10_000
 """Rounds of jobs whose facts were heard and not looked at yet; more are found by going through the notes."""
+_MAX_UNHEARD = 50_000
 _NOTES = 200
 """Notes gone through in one look."""
 _DUE = 200
@@ -63,6 +64,8 @@ class Delivering:
         self._guard = guard
         self._sender = sender
         self._heard: dict[tuple[JobId, int], None] = {}
+        self._unheard: dict[tuple[JobId, int], None] = {}
+        """Rounds that were written here and nobody hears of: their facts are not looked at, though others' are."""
         self._announced = 0
         self._is_needed = True
         """Whether anybody wants to hear of any job. Where not, facts cost nothing here."""
@@ -85,6 +88,10 @@ class Delivering:
             if round_ == 1:
                 self._guard.check(submission.webhook.url)
         elif not await self._webhooks.hearing(submission.tenant):
+            if self._is_needed:
+                self._unheard[job_id, round_] = None
+                if len(self._unheard) > _MAX_UNHEARD:
+                    del self._unheard[next(iter(self._unheard))]
             return
         await self._book.note(job_id, round_, self._engine.now())
         self._announced += 1
@@ -112,8 +119,14 @@ class Delivering:
     # what is heard
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, Fact) and self._is_needed and len(self._heard) < _MAX_HEARD:
-            self._heard[event.job_id, event.round] = None
+        if not isinstance(event, Fact) or not self._is_needed:
+            return
+        round_ = (event.job_id, event.round)
+        if round_ in self._unheard:
+            if event.kind in FINAL:
+                del self._unheard[round_]
+        elif len(self._heard) < _MAX_HEARD:
+            self._heard[round_] = None
             self._woken.set()
 
     async def _run(self) -> None:
