@@ -164,7 +164,7 @@ def check_url(url: str, allowed: Allowed) -> SplitResult:
             raise _not_public(host)
     elif (name := _plain_name(host)) is None:
         raise Forbidden(f"{host!r} is not the name of a host")
-    elif name != host and not is_let_through:
+    elif name != host:
         # A dot at the end means the same host, and would be another name to whoever compares.
         raise Forbidden(f"write {name!r}, without the dot at its end")
     elif not is_let_through and (host == "localhost" or host.endswith((".localhost", ".local", ".internal"))):

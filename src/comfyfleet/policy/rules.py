@@ -85,7 +85,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delivery_cap_s: float = 4 * 3600.0
     """… but never longer than this …"""
     delivery_tries: int = 12
-    """… and so often: about 15 hours, for which the job is kept."""
+    """… and so often: about 12 hours, for which the job is kept."""
 
     # bounds
     max_nodes: int = 10_000
