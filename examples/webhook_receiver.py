@@ -27,9 +27,14 @@ seen: OrderedDict[str, None] = OrderedDict()
 
 
 class Receiver(BaseHTTPRequestHandler):
+    timeout = 10
+    """In seconds: whoever sends no more is not waited for."""
+
     def do_POST(self) -> None:
-        size = int(self.headers.get("content-length") or 0)
-        if size > MAX_BODY_BYTES:
+        length = self.headers.get("content-length", "")
+        size = int(length) if length.isdecimal() and len(length) < 10 else -1
+        if not 0 <= size <= MAX_BODY_BYTES:
+            # Anybody can send anything here: less than nothing would be read as everything.
             self.answer(413)
             return
         # Exactly the bytes that came: a body that was parsed and written again has another signature.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from tests.acceptance._process import (
@@ -60,6 +62,17 @@ def test_a_job_is_told_to_the_example_and_sent_again_by_hand(place: Place) -> No
         refusal = place.run("submit", workflow, "--webhook", "http://169.254.169.254/")
         assert (refusal.returncode, refusal.stdout) == (3, "")
         assert "not a public address" in refusal.stderr
+
+
+@pytest.mark.parametrize("length", ["-1", "x", "", "1048577", "9" * 5000])
+def test_the_example_reads_no_more_than_it_wants_to(length: str) -> None:
+    with receiver("whsec_eA==") as (_, url):
+        asking = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5)
+        asking.putrequest("POST", "/")
+        asking.putheader("content-length", length)
+        asking.endheaders()
+        assert asking.getresponse().status == 413
+        asking.close()
 
 
 def test_what_a_killed_hub_did_not_tell_is_told_after_its_restart(place: Place) -> None:
