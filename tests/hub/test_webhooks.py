@@ -14,7 +14,7 @@ from tests.hub._hub import Answer, HubRig, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import complete, lease, register
 
-from comfyfleet.hub import delivering, webhooks
+from comfyfleet.hub import delivering, outgoing, webhooks
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport
 from comfyfleet.model.failure import Failure, FailureKind
@@ -298,6 +298,21 @@ async def test_an_attempt_whose_hub_died_is_made_again_when_its_claim_is_over(
     await rig.cabinet.put("deliveries_due", entry, b'["127.0.0.1","default"]', version=None)
     assert (await settled(rig, job_id, "delivered"))["attempts"] == 2
     assert rig.engine.now() >= now + 0.3
+
+
+async def test_a_hub_that_stops_gives_back_what_it_was_sending(
+    rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outgoing, "_GRACE_S", 0.0)
+    receiver.is_open.clear()
+    await run_one(rig, webhook=receiver.url)
+    await receiver.until(1)
+    await rig.hub.finish()
+    (document,) = await rig.cabinet.listing("deliveries")
+    left = msgspec.json.decode(document.body, type=Delivery)
+    assert (left.status, left.claimed_until) == ("pending", None)
+    (due,) = await rig.cabinet.listing("deliveries_due")
+    assert due.name.endswith(document.name)
 
 
 async def test_old_deliveries_are_forgotten(receiver: Receiver) -> None:
