@@ -364,6 +364,13 @@ def test_a_workflow_of_notes_alone_is_refused() -> None:
         {"nodes": [{"id": 1, "type": "SaveImage"}], "links": [[1, 2]], "definitions": {"subgraphs": [3]}},
         {"nodes": [{"id": 1, "type": ["a"], "mode": "x"}], "links": [[1, 2, None, 4, 5]]},
         {"nodes": [{"id": 1, "type": "SaveImage"}], "links": [[1, 2, float("inf"), 4, 5]]},
+        {
+            "nodes": [
+                {"id": 1, "type": "SaveImage", "inputs": [{"name": "images", "type": "IMAGE", "link": 1}]},
+                {"id": 2, "type": "VAEDecode", "mode": 4, "inputs": [{"name": "a", "type": "IMAGE"}]},
+            ],
+            "links": [[1, 2, -5, 1, 0, "IMAGE"]],
+        },
     ],
 )
 def test_a_damaged_file_is_refused_or_read_as_far_as_it_goes(damaged: dict[str, Any]) -> None:
@@ -371,6 +378,47 @@ def test_a_damaged_file_is_refused_or_read_as_far_as_it_goes(damaged: dict[str, 
         convert_workflow(damaged, DEFINITIONS)
     except Refusal as refused:
         assert refused.code in (RefusalCode.INVALID_WORKFLOW, RefusalCode.UNWORKABLE)
+
+
+def chain(length: int) -> dict[str, Any]:
+    subgraphs = [{"id": f"s{n}", "nodes": [{"id": 1, "type": f"s{n + 1}"}]} for n in range(length)]
+    last = {"id": f"s{length}", "nodes": [{"id": 1, "type": "SaveImage"}]}
+    return {"nodes": [{"id": 1, "type": "s0"}], "definitions": {"subgraphs": [*subgraphs, last]}}
+
+
+def many(node: dict[str, Any]) -> dict[str, Any]:
+    """A node that is written once and stands there two thousand times."""
+    hosts = [{"id": number, "type": "s"} for number in range(2_000)]
+    return {"nodes": hosts, "definitions": {"subgraphs": [{"id": "s", "nodes": [{"id": 1, **node}]}]}}
+
+
+def fan(inputs: int) -> dict[str, Any]:
+    """One long text, and many inputs that get it."""
+    slots = [{"name": f"{number}", "type": "*", "link": 1} for number in range(inputs)]
+    text = {"id": 1, "type": "PrimitiveNode", "widgets_values": ["x" * 10_000]}
+    return {"nodes": [text, {"id": 2, "type": "SaveImage", "inputs": slots}], "links": [[1, 1, 0, 2, 0, "*"]]}
+
+
+@pytest.mark.parametrize(
+    ("bomb", "words"),
+    [
+        (chain(2_000), "deep"),
+        (many({"type": "SaveImage", "widgets_values": ["x" * 20_000]}), "bytes"),
+        (many({"type": "SaveImage", "title": "x" * 20_000}), "bytes"),
+        (many({"type": "SaveImage", "widgets_values": [None] * 10_000}), "too large"),
+        (fan(5_000), "bytes"),
+        (fan(200_000), "parts"),
+    ],
+)
+def test_a_small_file_that_unfolds_without_end_is_refused_at_once(bomb: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidWorkflow, match=words):
+        convert_workflow(bomb, DEFINITIONS)
+
+
+def test_a_node_of_very_many_inputs_is_read_in_one_go() -> None:
+    slots = [{"name": f"{number}", "type": "*"} for number in range(100_000)]
+    graph = convert_workflow({"nodes": [{"id": 1, "type": "SaveImage", "inputs": slots}]}, DEFINITIONS)
+    assert graph.keys() == {"1"}
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,25 @@ from comfyfleet.model.editor_graph import (
     SUBGRAPH_INPUT,
     EditorGraph,
     EditorNode,
+    Slot,
     read_editor_graph,
     types_match,
+    variable_of,
 )
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.node_definitions import NodeDefinitions, Widget
 from comfyfleet.model.workflow_graph import MAX_NODES, InvalidWorkflow
 
 EXPORT = "open it in ComfyUI and save it with 'Export (API)' (in older releases 'Save (API Format)')"
-MAX_HOPS = 300
+MAX_HOPS = 150
 """Wires followed for one input, a few calls deep each: beyond it they run in a circle."""
+
+MAX_STEPS = 1_000_000
+"""Inputs and values looked at in all: a subgraph is written once in a file and may stand for thousands of nodes."""
+MAX_BYTES = 32 * 1024 * 1024
+"""Of the graph: one value may go to thousands of inputs."""
+MAX_LEVELS = 32
+"""Subgraphs within subgraphs."""
 
 _CONTROLS = frozenset({"fixed", "increment", "decrement", "randomize", "increment-wrap"})
 
@@ -54,6 +63,13 @@ class _Place(msgspec.Struct, frozen=True):
     def id_of(self, node: EditorNode) -> str:
         return ":".join((*self.path, node.id))
 
+    def types(self) -> Iterator[str]:
+        """The subgraphs that this is in, itself included."""
+        place: _Place | None = self
+        while place is not None and place.host is not None:
+            yield place.host.type
+            place = place.outer
+
     def inside(self, node: EditorNode) -> _Place:
         subgraph = self.graph.subgraphs[node.type]
         return _Place(subgraph, (*self.path, node.id), node, self)
@@ -77,17 +93,24 @@ def convert_workflow(workflow: Mapping[str, Any], definitions: NodeDefinitions) 
     missing = sorted({node.type for _, node in found} - definitions.keys())
     if missing:
         raise cannot_convert(missing)
+    bounds = _Bounds()
     graph: dict[str, dict[str, Any]] = {}
     for place, node in found:
-        inputs = {name: _plain(value) for name, value in _values(place, node, definitions[node.type])}
+        bounds.look(len(node.inputs) + len(node.values))
+        inputs: dict[str, Any] = {}
+        for name, value in _values(place, node, definitions[node.type], bounds):
+            inputs[name] = bounds.kept(name, _plain(value))
         for slot in node.inputs:
-            source = _resolve_input(place, node, slot.name, slot.type, _Hops())
+            if slot.link is None:
+                continue
+            bounds.begin()
+            source = _resolve_input(place, slot, slot.type, bounds)
             name = slot.widget or slot.name
             if isinstance(source, _Value):
-                inputs[name] = _plain(source.value)
+                inputs[name] = bounds.kept(name, _plain(source.value))
             elif source is not None:
-                inputs[name] = [source.node, source.slot]
-        graph[place.id_of(node)] = {
+                inputs[name] = bounds.kept(name, [source.node, source.slot])
+        graph[bounds.kept(node.title, place.id_of(node))] = {
             "inputs": inputs,
             "class_type": node.type,
             "_meta": {"title": node.title or node.type},
@@ -117,8 +140,10 @@ def _running(place: _Place) -> Iterator[tuple[_Place, EditorNode]]:
             if count > MAX_NODES:
                 raise InvalidWorkflow(f"The workflow has more than {MAX_NODES} nodes, subgraphs unfolded.")
             if node.type in place.graph.subgraphs:
-                if node.type in place.graph.within:
+                if node.type in place.types():
                     raise InvalidWorkflow(f"The subgraph {node.title or node.type!r} contains itself.")
+                if len(place.path) == MAX_LEVELS:
+                    raise InvalidWorkflow(f"Subgraphs stand in one another more than {MAX_LEVELS} deep.")
                 waiting.append(place.inside(node))
             else:
                 yield place, node
@@ -132,7 +157,9 @@ def _plain(value: Any) -> Any:
     return {"__value__": value} if isinstance(value, list) else value
 
 
-def _values(place: _Place, node: EditorNode, widgets: tuple[Widget, ...]) -> Iterator[tuple[str, Any]]:
+def _values(
+    place: _Place, node: EditorNode, widgets: tuple[Widget, ...], bounds: _Bounds
+) -> Iterator[tuple[str, Any]]:
     given = node.values
     if isinstance(given, Mapping):
         # By name: a pack of nodes that keeps them so may have more of them than the server lists. What is an object
@@ -143,13 +170,15 @@ def _values(place: _Place, node: EditorNode, widgets: tuple[Widget, ...]) -> Ite
     else:
         found = dict(_in_order(list(given), widgets))
     outside = place.host.promoted.get(node.id, {}) if place.host is not None else {}
+    bounds.look(len(outside))
     yield from (found | {name: value for name, value in outside.items() if name in found}).items()
 
 
 def _in_order(values: list[Any], widgets: tuple[Widget, ...]) -> Iterator[tuple[str, Any]]:
     """Takes values from the front of the list, one for each widget and for what the editor puts beside it."""
-    for position, widget in enumerate(widgets):
-        later = sum(1 for each in widgets[position + 1 :] if each.trait != "button")
+    later = sum(each.trait != "button" for each in widgets)
+    for widget in widgets:
+        later -= widget.trait != "button"
         if widget.trait == "button":
             # Newer editors save no value for it; older ones save the kind of file, or nothing.
             if len(values) > later:
@@ -185,25 +214,40 @@ def _marked(widget: Widget, value: Any) -> Any:
 # wires
 
 
-class _Hops:
-    """Counts the wires followed for one input, so that a circle of reroutes ends."""
+class _Bounds:
+    """What a conversion may take, however a file is made."""
 
     def __init__(self) -> None:
-        self._left = MAX_HOPS
+        self._hops, self._steps, self._bytes = 0, MAX_STEPS, MAX_BYTES
 
-    def one(self, node: EditorNode) -> None:
-        self._left -= 1
-        if self._left < 0:
+    def begin(self) -> None:
+        """The wires of another input are followed."""
+        self._hops = MAX_HOPS
+
+    def hop(self, node: EditorNode) -> None:
+        self._hops -= 1
+        if self._hops < 0:
             raise InvalidWorkflow(f"The wires around node {node.id} run in a circle.")
+        self.look(node.weight)
+
+    def look(self, steps: int) -> None:
+        self._steps -= steps
+        if self._steps < 0:
+            raise InvalidWorkflow(
+                "The workflow is too large, subgraphs unfolded and wires followed: divide it."
+            )
+
+    def kept(self, name: str, value: Any) -> Any:
+        """The value itself, which becomes part of the graph under this name."""
+        self._bytes -= len(name) + len(value if isinstance(value, str) else repr(value))
+        if self._bytes < 0:
+            raise InvalidWorkflow(f"The workflow has more than {MAX_BYTES} bytes, subgraphs unfolded.")
+        return value
 
 
-def _resolve_input(
-    place: _Place, node: EditorNode, name: str, kind: str, hops: _Hops
-) -> _Output | _Value | None:
+def _resolve_input(place: _Place, slot: Slot | None, kind: str, bounds: _Bounds) -> _Output | _Value | None:
     """What really feeds an input. None: nothing does, so its own value stays, where it has one."""
     while True:
-        hops.one(node)
-        slot = next((slot for slot in node.inputs if slot.name == name), None)
         link = None if slot is None or slot.link is None else place.graph.links.get(slot.link)
         if link is None:
             return None
@@ -213,73 +257,75 @@ def _resolve_input(
         host, outer = place.host, place.outer
         if host is None or outer is None or link.slot >= len(place.graph.input_names):
             return None
+        bounds.hop(host)
         name = place.graph.input_names[link.slot]
-        outside = next((slot for slot in host.inputs if slot.name == name), None)
-        if outside is None or outside.link is None:
+        slot = host.input(name)
+        if slot is None or slot.link is None:
             return _Value(host.own[name]) if name in host.own else None
-        place, node = outer, host
+        place = outer
     source = place.graph.nodes.get(link.origin)
-    return None if source is None else _resolve_output(place, source, link.slot, kind, hops)
+    return None if source is None else _resolve_output(place, source, link.slot, kind, bounds)
 
 
 def _resolve_output(
-    place: _Place, node: EditorNode, slot: int, kind: str, hops: _Hops
+    place: _Place, node: EditorNode, slot: int, kind: str, bounds: _Bounds
 ) -> _Output | _Value | None:
-    hops.one(node)
+    bounds.hop(node)
     if node.mode == MUTED:
         return None
     if node.is_off:
         through = _bypass(node, slot, kind)
-        return None if through is None else _resolve_input(place, node, through, kind, hops)
+        return None if through is None else _resolve_input(place, through, kind, bounds)
     if node.type in place.graph.subgraphs:
         inner = place.inside(node)
         link = inner.graph.output_links.get(slot)
         source = None if link is None else inner.graph.nodes.get(link.origin)
         if link is not None and link.origin == SUBGRAPH_INPUT and link.slot < len(inner.graph.input_names):
             # Straight through the subgraph.
-            return _resolve_input(place, node, inner.graph.input_names[link.slot], kind, hops)
+            return _resolve_input(place, node.input(inner.graph.input_names[link.slot]), kind, bounds)
         return (
-            None if link is None or source is None else _resolve_output(inner, source, link.slot, kind, hops)
+            None
+            if link is None or source is None
+            else _resolve_output(inner, source, link.slot, kind, bounds)
         )
     if node.type == "PrimitiveNode":
         values = node.values
         return _Value(values[0]) if isinstance(values, list) and values else None
     if node.type == "GetNode":
         setter = _setter(place, node)
-        return None if setter is None else _through(*setter, kind, hops)
+        return None if setter is None else _through(*setter, kind, bounds)
     if node.is_virtual:
-        return _through(place, node, kind, hops)
+        return _through(place, node, kind, bounds)
     return _Output(place.id_of(node), slot)
 
 
-def _through(place: _Place, node: EditorNode, kind: str, hops: _Hops) -> _Output | _Value | None:
-    return _resolve_input(place, node, node.inputs[0].name, kind, hops) if node.inputs else None
+def _through(place: _Place, node: EditorNode, kind: str, bounds: _Bounds) -> _Output | _Value | None:
+    return _resolve_input(place, node.inputs[0], kind, bounds) if node.inputs else None
 
 
 def _setter(place: _Place | None, node: EditorNode) -> tuple[_Place, EditorNode] | None:
     """The node that set what this one gets, here or further out."""
-    name = node.values[0] if isinstance(node.values, list) and node.values else None
-    while place is not None:
-        for other in place.graph.nodes.values():
-            if other.type == "SetNode" and isinstance(other.values, list) and other.values[:1] == [name]:
-                return place, other
+    name = variable_of(node)
+    while place is not None and name is not None:
+        if (setter := place.graph.setters.get(name)) is not None:
+            return place, setter
         place = place.outer
     return None
 
 
-def _bypass(node: EditorNode, slot: int, kind: str) -> str | None:
+def _bypass(node: EditorNode, slot: int, kind: str) -> Slot | None:
     """The input that a bypassed node hands on here: the one at the same place if it fits, else the first that does."""
     inputs = node.inputs
     if not inputs:
         return None
     if kind in ("*", ""):
-        return inputs[slot if slot < len(inputs) else 0].name
+        return inputs[slot if slot < len(inputs) else 0]
     given = node.outputs[slot] if slot < len(node.outputs) else kind
 
     def fits(index: int) -> bool:
         return types_match(inputs[index].type, given) and types_match(inputs[index].type, kind)
 
     if slot < len(inputs) and fits(slot):
-        return inputs[slot].name
-    exact = (each.name for each in inputs if each.type == kind)
-    return next(exact, next((inputs[index].name for index in range(len(inputs)) if fits(index)), None))
+        return inputs[slot]
+    exact = (each for each in inputs if each.type == kind)
+    return next(exact, next((inputs[index] for index in range(len(inputs)) if fits(index)), None))

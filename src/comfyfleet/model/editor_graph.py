@@ -16,6 +16,8 @@ MUTED = 2
 BYPASSED = 4
 SUBGRAPH_INPUT = "-10"
 SUBGRAPH_OUTPUT = "-20"
+MAX_PARTS = 200_000
+"""Nodes, wires, inputs, outputs and values in all graphs of a file together."""
 
 _VIRTUAL = frozenset({"Note", "MarkdownNote", "Reroute", "PrimitiveNode", "SetNode", "GetNode"})
 _VIRTUAL_OF_PACKS = frozenset(
@@ -66,6 +68,11 @@ class EditorNode(msgspec.Struct, frozen=True):
     """Of a subgraph: the values of its inputs that are widgets on its outside."""
     promoted: dict[str, dict[str, Any]] = {}
     """Of a subgraph: by the node within and the widget, values that are shown and set on its outside."""
+    weight: int = 1
+    """What it takes to look through its inputs and outputs."""
+
+    def input(self, name: str) -> Slot | None:
+        return next((slot for slot in self.inputs if slot.name == name), None)
 
     @property
     def is_off(self) -> bool:
@@ -85,53 +92,57 @@ class EditorGraph(msgspec.Struct, frozen=True):
     input_names: tuple[str, ...] = ()
     output_links: dict[int, Wire] = {}
     """Of a subgraph: what feeds each of its outputs."""
-    within: frozenset[str] = frozenset()
-    """Of a subgraph: those that contain it, and itself."""
+    setters: dict[str, EditorNode] = {}
+    """The nodes that set a name for those that get it."""
 
 
 def read_editor_graph(workflow: Mapping[str, Any]) -> EditorGraph:
     definitions = workflow.get("definitions")
-    listing = definitions.get("subgraphs") if isinstance(definitions, Mapping) else None
     raw = {
         str(each["id"]): each
-        for each in (listing if isinstance(listing, list) else [])
-        if isinstance(each, Mapping) and "id" in each
+        for each in (_items(definitions, "subgraphs") if isinstance(definitions, Mapping) else [])
+        if "id" in each
     }
+    if (parts := sum(map(_parts, (workflow, *raw.values())))) > MAX_PARTS:
+        raise InvalidWorkflow(f"The workflow has {parts} parts, and at most {MAX_PARTS} are allowed.")
+    widgets = {subgraph_id: tuple(_widget_inputs(each)) for subgraph_id, each in raw.items()}
     subgraphs: dict[str, EditorGraph] = {}
     for subgraph_id, each in raw.items():
-        subgraphs[subgraph_id] = _graph(each, raw, subgraphs, _containing(subgraph_id, raw))
-    return _graph(workflow, raw, subgraphs, frozenset())
+        subgraphs[subgraph_id] = _graph(each, widgets, subgraphs)
+    return _graph(workflow, widgets, subgraphs)
+
+
+def _parts(raw: Mapping[str, Any]) -> int:
+    nodes = _items(raw, "nodes")
+    listings = (node.get(name) for node in nodes for name in ("inputs", "outputs", "widgets_values"))
+    parts = (*listings, raw.get("nodes"), raw.get("links"), raw.get("inputs"))
+    return sum(len(each) for each in parts if isinstance(each, list | dict))
 
 
 def _graph(
-    raw: Mapping[str, Any],
-    definitions: Mapping[str, Mapping[str, Any]],
-    subgraphs: Mapping[str, EditorGraph],
-    within: frozenset[str],
+    raw: Mapping[str, Any], widgets: Mapping[str, tuple[str, ...]], subgraphs: Mapping[str, EditorGraph]
 ) -> EditorGraph:
     listing = _items(raw, "nodes")
     if len(listing) > MAX_NODES:
         raise InvalidWorkflow(f"The workflow has {len(listing)} nodes, and at most {MAX_NODES} are allowed.")
-    nodes = {str(node.get("id")): _node(node, definitions) for node in listing}
+    nodes = {str(node.get("id")): _node(node, widgets) for node in listing}
     links = dict(_wires(raw.get("links")))
     outputs = {wire.target_slot: wire for wire in links.values() if wire.target == SUBGRAPH_OUTPUT}
     names = tuple(str(each.get("name")) for each in _items(raw, "inputs"))
-    return EditorGraph(nodes, links, subgraphs, names, outputs, within)
+    setters: dict[str, EditorNode] = {}
+    for node in nodes.values():
+        if node.type == "SetNode" and (name := variable_of(node)) is not None:
+            setters.setdefault(name, node)
+    return EditorGraph(nodes, links, subgraphs, names, outputs, setters)
 
 
-def _containing(subgraph_id: str, raw: Mapping[str, Mapping[str, Any]]) -> frozenset[str]:
-    """Itself and whatever holds it, however deep."""
-    found, waiting = {subgraph_id}, [subgraph_id]
-    while waiting:
-        wanted = waiting.pop()
-        for other, each in raw.items():
-            if other not in found and any(node.get("type") == wanted for node in _items(each, "nodes")):
-                found.add(other)
-                waiting.append(other)
-    return frozenset(found)
+def variable_of(node: EditorNode) -> str | None:
+    """The name under which a node sets or gets."""
+    values = node.values
+    return values[0] if isinstance(values, list) and values and isinstance(values[0], str) else None
 
 
-def _node(raw: Mapping[str, Any], definitions: Mapping[str, Mapping[str, Any]]) -> EditorNode:
+def _node(raw: Mapping[str, Any], widgets: Mapping[str, tuple[str, ...]]) -> EditorNode:
     kind = str(raw.get("type") or "")
     mode = raw.get("mode")
     title = raw.get("title")
@@ -142,17 +153,22 @@ def _node(raw: Mapping[str, Any], definitions: Mapping[str, Mapping[str, Any]]) 
         )
     named, listed = raw.get("widgets_values_named"), raw.get("widgets_values")
     values = named if isinstance(named, dict) else listed if isinstance(listed, list | dict) else []
+    inputs = tuple(map(_slot, _items(raw, "inputs")))
+    outputs = tuple(str(each.get("type", "*")) for each in _items(raw, "outputs"))
+    length = sum(map(len, outputs)) + sum(len(slot.type) for slot in inputs)
     node = EditorNode(
         str(raw.get("id")),
         kind,
         mode if isinstance(mode, int) else 0,
         title if isinstance(title, str) else "",
-        tuple(map(_slot, _items(raw, "inputs"))),
-        tuple(str(each.get("type", "*")) for each in _items(raw, "outputs")),
+        inputs,
+        outputs,
         values,
+        # A type may be a list of all choices.
+        weight=1 + len(inputs) + length // 100,
     )
-    if kind in definitions:
-        own, promoted = _outside(raw, node, definitions[kind])
+    if kind in widgets:
+        own, promoted = _outside(raw, node, widgets[kind])
         return msgspec.structs.replace(node, own=own, promoted=promoted)
     return node
 
@@ -170,7 +186,7 @@ def _slot(raw: Mapping[str, Any]) -> Slot:
 
 
 def _outside(
-    raw: Mapping[str, Any], node: EditorNode, definition: Mapping[str, Any]
+    raw: Mapping[str, Any], node: EditorNode, names: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The values that a node standing for a subgraph keeps: for its own inputs, and for widgets within."""
     if isinstance(node.values, dict):
@@ -189,7 +205,6 @@ def _outside(
                 else:
                     promoted.setdefault(inner, {})[name] = value
         return own, promoted
-    names = list(_widget_inputs(definition))
     own = {name: value for name, value in zip(names, node.values, strict=False) if value is not None}
     return own, promoted
 
@@ -203,9 +218,9 @@ def _widget_inputs(definition: Mapping[str, Any]) -> Iterator[str]:
         for slot in map(_slot, _items(node, "inputs"))
         if slot.widget is not None and slot.link is not None
     }
+    ends = {wire.slot for link, wire in links.items() if wire.origin == SUBGRAPH_INPUT and link in widgets}
     for number, each in enumerate(_items(definition, "inputs")):
-        ends = {link for link, wire in links.items() if wire.origin == SUBGRAPH_INPUT and wire.slot == number}
-        if ends & widgets:
+        if number in ends:
             yield str(each.get("name"))
 
 
@@ -221,11 +236,14 @@ def _wires(raw: Any) -> Iterator[tuple[str, Wire]]:
             continue
         origin, slot, target, target_slot = ends
         try:
-            yield str(number), Wire(str(origin), int(slot), str(target), int(target_slot))
+            wire = Wire(str(origin), int(slot), str(target), int(target_slot))
         except (TypeError, ValueError, OverflowError):
             raise InvalidWorkflow(
                 f"Link {number} of the workflow does not say from where to where it goes."
             ) from None
+        # One that was left over, without a place at its beginning, feeds nothing.
+        if wire.slot >= 0:
+            yield str(number), wire
 
 
 def _items(raw: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
