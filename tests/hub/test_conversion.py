@@ -16,6 +16,7 @@ from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI
 
 from comfyfleet import FleetClient, Refusal, WorkflowPool
 from comfyfleet.engine.definitions import DRAWER, NodeDesk, forget
+from comfyfleet.hub.inside import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.node_definitions import Widget
@@ -78,6 +79,16 @@ async def test_a_worker_behind_http_lets_the_hub_convert() -> None:
         assert (await client.submit(editors_workflow(), reference="mine")).id == first.id
         (refused,) = await client.submit_many([editors_workflow("Nobodys")])
         assert isinstance(refused, Refusal) and refused.code.value == "unworkable"
+
+
+async def test_an_agent_in_the_hubs_own_process_lets_it_convert_too(tmp_path: Path) -> None:
+    async with running_hub(folder=tmp_path) as rig, FakeComfyUI(SETTINGS) as fake:
+        assert rig.assets is not None
+        inside = InsideApi(rig.engine, rig.assets)
+        async with Agent(inside, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], QUICK_AGENT) as agent:
+            await agent.first_verdict()
+            answer = await rig.post("/api/workflows/convert", {"workflow": editors_workflow()})
+        assert (answer.status, answer.body["workflow"]) == (200, CONVERTED)
 
 
 async def test_without_a_worker_that_has_the_nodes_it_says_which_are_missing() -> None:
