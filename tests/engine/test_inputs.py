@@ -115,6 +115,17 @@ async def test_a_retry_by_hand_looks_again(rig: Rig) -> None:
     assert (await rig.take("a")).inputs[0].file_id == "f_9"
 
 
+async def test_a_retry_by_hand_does_not_need_again_what_it_has_got(rig: Rig) -> None:
+    first = await rig.submit()
+    second = await rig.submit(SECOND, inputs=takes(first))
+    await completes(rig, await rig.take("a"), "f_1")
+    await rig.fail(await rig.take("a"), FailureKind.INVALID_WORKFLOW)
+    assert await rig.store.purge(Phase.COMPLETED, 1e12, 10) == 1
+    await rig.engine.retry(second)
+    taken = await rig.take("a")
+    assert taken.job_id == second and taken.inputs[0].file_id == "f_1"
+
+
 async def test_a_job_is_named_by_its_reference_too_but_only_by_its_own_tenant(rig: Rig) -> None:
     first = await rig.submit(reference="stage one")
     second = await rig.submit(SECOND, inputs=takes("stage one"))

@@ -327,7 +327,8 @@ class JobDesk:
         cls = _class_of(submission, read_needs(submission.workflow), lesson)
         place = self._place(cls, lesson, await self._context.store.now())
         is_legal = (view.dispatch.phase, Move.RETRY) in MOVES
-        is_held = bool(submission.after) and is_legal
+        # One that was let go before has what it waited for, though that may be gone by now.
+        is_held = view.dispatch.is_held and is_legal
         if is_legal:
             await self._context.announce(submission, job_id, view.dispatch.round + 1)
         if is_held:
