@@ -1,7 +1,8 @@
 """The files of jobs as an engine knows them: found among what earlier jobs left, and noted as in use.
 
-A note stands in the store's cabinet for each file and job, before the job is written. Whoever keeps the files asks here
-before it forgets one; notes of jobs that have ended go then. Which output is meant is policy's to say.
+A note stands in the store's cabinet for each file and job, before the job is written, until it has completed. Whoever
+keeps the files asks here before it forgets one; notes of other jobs that have ended go then. Which output is meant is
+policy's to say.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from comfyfleet.engine.context import Context
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.job import Submission
+from comfyfleet.model.job import Job, Submission
 from comfyfleet.policy.inputs import output_of
+from comfyfleet.ports import Cabinet
 
 DRAWER = "file_uses"
 _PAGE = 100
@@ -105,6 +107,13 @@ class Inputs:
             if len(page) < _PAGE:
                 return False
         return True
+
+
+async def forget(cabinet: Cabinet, job: Job) -> None:
+    """It has completed. One that failed may be tried again: its notes stay for as long as its files do."""
+    for file_id in dict.fromkeys(each.file for each in job.payload.inputs):
+        if file_id is not None:
+            await cabinet.remove(DRAWER, f"{file_id}/{job.job_id}")
 
 
 def with_files(submission: Submission, files: Mapping[int, str]) -> Submission:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from comfyfleet.engine import definitions
+from comfyfleet.engine import definitions, inputs
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds, Slot
@@ -298,6 +298,8 @@ class WorkerDesk:
             return await self._too_late(ref, AttemptOutcome.COMPLETED)
         await self._succeeded(dispatch, worker_id, seconds, known)
         context.publish(written)
+        if record is not None:
+            await inputs.forget(context.store.cabinet, record)
         return Settled(Phase.COMPLETED)
 
     async def finished(self, run: FinishedRun) -> None:
