@@ -451,7 +451,12 @@ async def test_a_file_that_an_open_job_brings_is_not_swept(tmp_path: Path) -> No
         used, unused = await kept("used"), await kept("unused")
         asked = await desk.checked(Submission(edit(), inputs=(JobInput("10", "image", used),)))
         job_id = (await engine.submit(asked)).job_id
-        await clock.advance(5000)
+        await clock.advance(1000)
+        await kept("in between")
+        assert await assets.get(unused) is not None, "it may have been named a moment ago"
+        with pytest.raises(Refusal, match="no file"):
+            await desk.checked(Submission(edit(), inputs=(JobInput("10", "image", unused),)))
+        await clock.advance(4000)
         await kept("another")
         assert await assets.get(unused) is None and await assets.get(used) is not None
         assert len(left_in(tmp_path)) == 2

@@ -32,6 +32,8 @@ _TRIES = 20
 GRANT_S = 900.0
 KEEP_S = 7 * 86400.0
 """As long as the jobs that failed: afterwards nothing refers to a file any more."""
+_LONGER = 1.01
+"""Swept a little after its time is over, so that none goes between being named in time and being noted as in use."""
 _PRUNE_EVERY_S = 60.0
 _PRUNE = 200
 MAX_FILE_BYTES = 4 * 2**30
@@ -91,6 +93,9 @@ class LocalAssets:
         document = await self._cabinet.get(DRAWER, file_id) if _ID.fullmatch(file_id) else None
         return None if document is None else msgspec.json.decode(document.body, type=FileRecord)
 
+    def is_old(self, record: FileRecord) -> bool:
+        return self._clock.now() - record.created_at >= self._keep_s
+
     async def complete(self, file_id: str) -> FileRecord:
         """It has been received and is what was said of it. Asked again, the same answer."""
         record = await self._known(file_id)
@@ -135,7 +140,7 @@ class LocalAssets:
         self._pruned_to = page[-1].name if len(page) == _PRUNE else ""
         for document in page:
             record = msgspec.json.decode(document.body, type=FileRecord)
-            if record.created_at > now - self._keep_s:
+            if record.created_at > now - self._keep_s * _LONGER:
                 self._pruned_to = ""
                 break
             if await self.in_use(record.file_id):

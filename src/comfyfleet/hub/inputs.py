@@ -33,7 +33,8 @@ class InputDesk:
 
     async def checked(self, submission: Submission) -> Submission:
         """With size and SHA-256 of each file, which is there, whole, and the tenant's own."""
-        if not submission.inputs:
+        if not submission.inputs or len(submission.inputs) > self._engine.rules.max_inputs:
+            # Of too many none is looked for: the engine refuses them.
             return submission
         if self._assets is None:
             raise Refusal(
@@ -47,7 +48,7 @@ class InputDesk:
             return each
         assert self._assets is not None
         record = await self._assets.get(each.file)
-        if record is None or record.tenant != tenant:
+        if record is None or record.tenant != tenant or self._assets.is_old(record):
             raise Refusal(
                 RefusalCode.INVALID_REQUEST, f"there is no file {each.file!r} (any more)", field="inputs"
             )
