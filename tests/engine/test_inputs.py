@@ -80,6 +80,14 @@ async def test_no_lease_is_burnt_for_an_output_that_is_not_there(rig: Rig) -> No
     assert await phase_of(rig, other) is Phase.QUEUED
 
 
+@pytest.mark.parametrize("name", ["", "f\n1", "f" * 600])
+async def test_an_id_that_no_hub_would_give_is_not_waited_for(rig: Rig, name: str) -> None:
+    second = await rig.submit(SECOND, inputs=takes(await rig.submit()))
+    await completes(rig, await rig.take("a"), name)
+    failure = await failure_of(rig, second)
+    assert failure.kind is FailureKind.MISSING_INPUT and "on its server alone" in failure.message
+
+
 async def test_what_completed_before_is_taken_at_once_or_refused_at_once(rig: Rig) -> None:
     first = await rig.submit()
     await completes(rig, await rig.take("a"), "f_1")

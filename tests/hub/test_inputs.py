@@ -193,7 +193,7 @@ async def test_a_lease_has_links_and_a_heartbeat_renews_them(rig: HubRig) -> Non
 
 
 async def test_a_file_that_a_worker_only_says_is_its_output_is_given_to_nobody(rig: HubRig) -> None:
-    """Over the old WebSocket a completion is not compared with what was uploaded."""
+    """Whoever is directly on the store completes without a hub that would compare."""
     other = (await rig.post("/api/keys", {"role": "tenant", "tenant": "other"})).body["key"]
     theirs = await uploaded(rig, key=other)
     assert rig.assets is not None

@@ -15,6 +15,7 @@ from comfyfleet.model.job import JobInput, JobResult, Submission
 from comfyfleet.model.workflow import Workflow
 from comfyfleet.policy.rules import Rules
 
+_MAX_ID = 64
 _MANY = 10
 """So many names are told of what there is instead."""
 
@@ -66,7 +67,8 @@ def output_of(wanted: JobInput, result: JobResult) -> str | Failure:
         number = f"no output {wanted.index}{which}" if named else f"no output{which}"
         return _missing(wanted, f"left {number}; it left {there}")
     file = named[wanted.index]
-    if file.file_id is None:
+    # A worker directly on a store may have written anything there.
+    if file.file_id is None or not (0 < len(file.file_id) <= _MAX_ID and file.file_id.isprintable()):
         return _missing(
             wanted,
             f"left {file.filename} on its server alone: it ran on a worker that brings no files to a hub. "
