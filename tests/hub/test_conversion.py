@@ -135,6 +135,13 @@ async def test_many_nodes_are_kept_in_parts_and_come_back_whole() -> None:
         assert await desk._definitions(GPU) is None
 
 
+async def test_what_would_unpack_without_end_is_not_kept() -> None:
+    async with running_hub() as rig:
+        with pytest.raises(Refusal, match="16777216 are kept"):
+            await rig.engine.describe(GPU, {"Bomb": (Widget("x", default="x" * 17_000_000),)})
+        assert await rig.cabinet.listing(DRAWER) == []
+
+
 async def test_a_pool_converts_with_its_own_servers(tmp_path: Path) -> None:
     async with (
         FakeComfyUI(SETTINGS) as server,

@@ -22,7 +22,8 @@ from comfyfleet.ports import Cabinet
 DRAWER = "nodes"
 MAX_PARTS = 32
 _PART_BYTES = 60 * 1024
-_MAX_UNPACKED = 64 * 1024 * 1024
+_MAX_BYTES = 16 * 1024 * 1024
+"""Unpacked: ten times what a server with thousands of nodes has to tell."""
 
 _DECODER = msgspec.json.Decoder(dict[str, tuple[Widget, ...]])
 
@@ -30,16 +31,19 @@ _DECODER = msgspec.json.Decoder(dict[str, tuple[Widget, ...]])
 class NodeDesk:
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._last: tuple[bytes, NodeDefinitions] = (b"", {})
+        """What was read last, packed and unpacked: of a batch every workflow needs it."""
 
     async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None:
         """Takes the place of what this worker told before."""
-        packed = zlib.compress(msgspec.json.encode(definitions, order="deterministic"))
+        plain = msgspec.json.encode(definitions, order="deterministic")
+        packed = zlib.compress(plain) if len(plain) <= _MAX_BYTES else plain
         parts = [packed[start : start + _PART_BYTES] for start in range(0, len(packed), _PART_BYTES)]
         if len(parts) > MAX_PARTS:
             raise Refusal(
                 RefusalCode.TOO_LARGE,
-                f"what {worker_id!r} tells of its nodes takes {len(packed)} bytes, packed; "
-                f"{MAX_PARTS * _PART_BYTES} are kept",
+                f"what {worker_id!r} tells of its nodes takes {len(plain)} bytes; {_MAX_BYTES} are kept, and "
+                f"{MAX_PARTS * _PART_BYTES} when packed",
             )
         for number, part in enumerate(parts):
             body = bytes([len(parts)]) + part
@@ -85,12 +89,15 @@ class NodeDesk:
         for number in range(1, first.body[0]):
             part = await cabinet.get(DRAWER, _name(worker_id, number))
             parts.append(b"" if part is None else part.body[1:])
-        try:
-            unpacked = zlib.decompressobj().decompress(b"".join(parts), _MAX_UNPACKED)
-            return _DECODER.decode(unpacked)
-        except (zlib.error, msgspec.MsgspecError):
-            # Read while it was being replaced.
-            return None
+        packed = b"".join(parts)
+        if packed != self._last[0]:
+            try:
+                plain = zlib.decompressobj().decompress(packed, _MAX_BYTES)
+                self._last = packed, _DECODER.decode(plain)
+            except (zlib.error, msgspec.MsgspecError):
+                # Read while it was being replaced.
+                return None
+        return self._last[1]
 
 
 async def forget(cabinet: Cabinet, worker_id: WorkerId) -> None:

@@ -96,9 +96,10 @@ def convert_workflow(workflow: Mapping[str, Any], definitions: NodeDefinitions) 
     bounds = _Bounds()
     graph: dict[str, dict[str, Any]] = {}
     for place, node in found:
-        bounds.look(len(node.inputs) + len(node.values))
+        widgets = definitions[node.type]
+        bounds.look(len(node.inputs) + len(node.values) + len(widgets))
         inputs: dict[str, Any] = {}
-        for name, value in _values(place, node, definitions[node.type], bounds):
+        for name, value in _values(place, node, widgets, bounds):
             inputs[name] = bounds.kept(name, _plain(value))
         for slot in node.inputs:
             if slot.link is None:
