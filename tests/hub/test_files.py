@@ -166,6 +166,12 @@ async def test_old_files_are_forgotten_with_their_bytes(tmp_path: Path) -> None:
     assert await assets.get(young.file_id) is not None
 
 
+@pytest.mark.parametrize("kind", ["text", "a/b\n", "a/b\r\nx: y", "文/x", "é/x"])
+async def test_a_type_that_can_be_no_header_is_refused(rig: HubRig, kind: str) -> None:
+    answer = await rig.post("/api/files", {"name": "a", "type": kind}, role=Role.TENANT)
+    assert answer.code == "invalid_request"
+
+
 async def test_names_are_shown_and_lead_nowhere(rig: HubRig, tmp_path: Path) -> None:
     file = await announced(rig, name="../../etc/passwd")
     await rig.ask("PUT", file["link"]["url"], raw=b"x", role=None)

@@ -14,7 +14,8 @@ from comfyfleet.wire.worker import LeaseBody
 
 Sha256 = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Size = Annotated[int, Meta(ge=0, le=2**50)]
-ContentType = Annotated[str, Meta(pattern=r"^[\w.+-]{1,64}/[\w.+-]{1,64}$")]
+ContentType = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.+-]{1,64}/[A-Za-z0-9_.+-]{1,64}$(?!\n)")]
+"""It becomes a header: ASCII alone, and no new line behind."""
 
 
 class FileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
