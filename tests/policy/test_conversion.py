@@ -222,6 +222,20 @@ def test_a_bypassed_node_hands_on_what_fits() -> None:
     assert graph["3"]["inputs"]["model"] == ["1", 0]
 
 
+def test_of_bypassed_nodes_in_a_row_each_is_asked_for_what_the_one_before_it_takes() -> None:
+    """As the editor does: behind an input of any type it is the place that counts."""
+    editor, places = text_to_image()
+    outputs = [{"type": "IMAGE"}]
+    both = editor.node("Both", mode=4, outputs=outputs)
+    editor.wire(places["loader"], 2, both, "first", "VAE")
+    editor.wire(places["decoder"], 0, both, "second", "IMAGE")
+    switch = editor.node("Any", mode=4, outputs=[{"type": "*"}])
+    editor.wire(both, 0, switch, "any", "*")
+    saver = editor.node("SaveImage", [""])
+    editor.wire(switch, 0, saver, "images", "IMAGE")
+    assert convert(editor)[str(saver)]["inputs"]["images"] == ["1", 2]
+
+
 def test_a_muted_node_and_the_wires_from_it_are_left_out() -> None:
     graph = with_lora(2)
     assert "6" not in graph

@@ -263,7 +263,7 @@ def _resolve_input(place: _Place, slot: Slot | None, kind: str, bounds: _Bounds)
         slot = host.input(name)
         if slot is None or slot.link is None:
             return _Value(host.own[name]) if name in host.own else None
-        place = outer
+        place, kind = outer, slot.type
     source = place.graph.nodes.get(link.origin)
     return None if source is None else _resolve_output(place, source, link.slot, kind, bounds)
 
@@ -276,7 +276,7 @@ def _resolve_output(
         return None
     if node.is_off:
         through = _bypass(node, slot, kind)
-        return None if through is None else _resolve_input(place, through, kind, bounds)
+        return None if through is None else _resolve_input(place, through, through.type, bounds)
     if node.type in place.graph.subgraphs:
         inner = place.inside(node)
         link = inner.graph.output_links.get(slot)
