@@ -127,8 +127,17 @@ def test_values_find_their_inputs(kind: str, values: Any, expected: dict[str, An
 
 
 def test_values_by_name_are_preferred_where_an_editor_saved_them_too() -> None:
-    named = {"width": 8, "height": 9}
+    named: dict[str, Any] = {"width": 8, "height": 9}
     assert inputs_of("EmptyLatentImage", [1, 2], widgets_values_named=named) == named
+    named = {"model_name": "b", "control_after_generate": "randomize", "control_filter_list": ""}
+    assert inputs_of("Picker", ["b", "randomize", ""], widgets_values_named=named) == {"model_name": "b"}
+    points = [[0, 0], [1, 1]]
+    (curve,) = inputs_of("CurveEditor", [points], widgets_values_named={"curve": points}).values()
+    assert curve == {"__type__": "CURVE", "__value__": points}
+    box = {"x": 1, "y": 2}
+    assert inputs_of("SaveImage", [box], widgets_values_named={"filename_prefix": box}) == {
+        "filename_prefix": box
+    }
 
 
 def test_a_server_that_gives_the_order_of_inputs_is_followed() -> None:
@@ -159,7 +168,8 @@ def test_reroutes_primitives_and_notes_leave_no_trace() -> None:
     editor, places = text_to_image()
     editor.node("Note", ["do not forget"])
     editor.node("MarkdownNote", ["# nor this"])
-    primitive = editor.node("PrimitiveNode", [99, "fixed"])
+    named = {"value": 99, "control_after_generate": "fixed"}
+    primitive = editor.node("PrimitiveNode", [99, "fixed"], widgets_values_named=named)
     editor.wire(primitive, 0, places["sampler"], "seed", "INT", widget="seed")
     first, second = editor.node("Reroute"), editor.node("Reroute")
     editor.wire(places["text"], 0, first, "")
@@ -179,7 +189,7 @@ def test_a_reroute_that_hangs_in_the_air_feeds_nothing() -> None:
 
 def test_what_was_set_under_a_name_is_what_is_got_under_it() -> None:
     editor, places = text_to_image()
-    setter = editor.node("SetNode", ["the prompt"])
+    setter = editor.node("SetNode", ["the prompt"], widgets_values_named={"Constant": "the prompt"})
     editor.wire(places["text"], 0, setter, "CONDITIONING")
     getter = editor.node("GetNode", ["the prompt"])
     editor.wire(getter, 0, places["sampler"], "negative", "CONDITIONING")

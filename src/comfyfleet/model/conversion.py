@@ -37,6 +37,8 @@ MAX_LEVELS = 32
 """Subgraphs within subgraphs."""
 
 _CONTROLS = frozenset({"fixed", "increment", "decrement", "randomize", "increment-wrap"})
+_BESIDE = frozenset({"control_after_generate", "control_filter_list"})
+"""Widgets that the editor puts beside another; no server has such an input."""
 
 
 class _Output(msgspec.Struct, frozen=True):
@@ -164,10 +166,18 @@ def _values(
     given = node.values
     if isinstance(given, Mapping):
         # By name: a pack of nodes that keeps them so may have more of them than the server lists. What is an object
-        # there is the editor's own, such as a preview.
-        named = {name: value for name, value in given.items() if not isinstance(value, Mapping)}
-        known = {widget.name: widget.default for widget in widgets if widget.name and not widget.choices}
-        found = {name: value for name, value in known.items() if value is not None} | named
+        # there and not listed is the editor's own, such as a preview.
+        known = {widget.name: widget for widget in widgets if widget.name}
+        found = {
+            name: widget.default
+            for name, widget in known.items()
+            if widget.default is not None and not widget.choices
+        }
+        for name, value in given.items():
+            if name in known:
+                found[name] = _marked(known[name], value)
+            elif not isinstance(value, Mapping) and name not in _BESIDE:
+                found[name] = value
     else:
         found = dict(_in_order(list(given), widgets))
     outside = place.host.promoted.get(node.id, {}) if place.host is not None else {}

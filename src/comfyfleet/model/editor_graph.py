@@ -152,7 +152,10 @@ def _node(raw: Mapping[str, Any], widgets: Mapping[str, tuple[str, ...]]) -> Edi
             "convert it to nodes or to a subgraph in the editor, or save with 'Export (API)'."
         )
     named, listed = raw.get("widgets_values_named"), raw.get("widgets_values")
-    values = named if isinstance(named, dict) else listed if isinstance(listed, list | dict) else []
+    values: list[Any] | dict[str, Any] = listed if isinstance(listed, list | dict) else []
+    # Newer editors save both. Those that are only in the editor are read by place.
+    if isinstance(named, dict) and kind not in _VIRTUAL:
+        values = named
     inputs = tuple(map(_slot, _items(raw, "inputs")))
     outputs = tuple(str(each.get("type", "*")) for each in _items(raw, "outputs"))
     length = sum(map(len, outputs)) + sum(len(slot.type) for slot in inputs)
