@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,18 @@ def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing() -> None:
         reading = reader.read(graph, is_own=True)
         if seed % 1_000 == 0:
             assert reading == _fresh(graph)
-    held = len(reader._nodes) + len(reader._structures) + len(reader._graphs)
-    assert held <= 2 * 4_096 + 1_024
+    assert len(reader._nodes) <= 4_096
+    assert len(reader._graphs) <= 1_024
+
+
+def test_a_file_that_is_sent_within_the_graph_is_not_kept() -> None:
+    """Some loading nodes take a whole image as text where others take a name."""
+    reader = Reader(5_000)
+    for number in range(20):
+        graph = twelve_nodes(number)
+        graph["4"] = {"class_type": "LoadImageBase64", "inputs": {"image": f"{number}" * 100_000}}
+        assert reader.read(graph, is_own=True) == _fresh(graph)
+    assert len(pickle.dumps((reader._nodes, reader._graphs))) < 100_000
 
 
 def test_a_graph_of_known_nodes_is_still_counted() -> None:

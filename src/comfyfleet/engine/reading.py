@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from hashlib import sha256
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,6 +34,7 @@ _MAX_NODES = 4_096
 _MAX_NODE_BYTES = 2_048
 _MAX_GRAPHS = 1_024
 _MAX_GRAPH_NODES = 500
+_MAX_NEEDS_CHARACTERS = 16_384
 """Beyond them nothing is remembered, or everything is forgotten: what matters comes back with the next job."""
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -47,19 +50,17 @@ class Reading(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A node as it was sent, and the number of its structure: all of it that the rest of a reading depends on."""
+    """A node as it was sent, and the digest of its structure: all of it that the rest of a reading depends on."""
 
     content: dict[str, Any]
-    structure: int
+    structure: bytes
 
 
 class Reader:
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = max_nodes
         self._nodes: dict[bytes, _Seen] = {}
-        self._structures: dict[tuple[Any, ...], int] = {}
-        self._graphs: dict[tuple[Any, ...], Reading] = {}
-        self._numbers = 0
+        self._graphs: dict[bytes, Reading] = {}
 
     def read(self, graph: Mapping[str, Any], *, is_own: bool = False) -> Reading:
         """Raises `InvalidWorkflow`. `is_own`: it was decoded from JSON, and nobody else has it."""
@@ -70,21 +71,23 @@ class Reader:
         recalled = self._recall(graph)
         if recalled is None:
             return _read(check_workflow(graph, max_nodes=self._max_nodes), dict(graph))
-        nodes, structures = recalled
-        known = self._graphs.get(structures)
+        nodes, structure = recalled
+        known = self._graphs.get(structure)
         if known is None:
             known = _read(check_workflow(nodes, max_nodes=self._max_nodes), {})
-            if len(self._graphs) >= _MAX_GRAPHS:
-                self._graphs.clear()
-            self._graphs[structures] = known
+            # The name of an input file may be the file itself, as text.
+            if _size(known) <= _MAX_NEEDS_CHARACTERS:
+                if len(self._graphs) >= _MAX_GRAPHS:
+                    self._graphs.clear()
+                self._graphs[structure] = known
         return known._replace(graph=nodes)
 
-    def _recall(self, graph: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[Any, ...]] | None:
+    def _recall(self, graph: Mapping[str, Any]) -> tuple[dict[str, Any], bytes] | None:
         """The graph made of nodes that are known, and what it is known by. None: it is not worth it, or wrong."""
         if not isinstance(graph, dict) or len(graph) > _MAX_GRAPH_NODES:
             return None
         nodes: dict[str, Any] = {}
-        structures: list[int] = []
+        structures: list[bytes] = []
         for node_id, content in graph.items():
             try:
                 text = _encode(content)
@@ -97,36 +100,33 @@ class Reader:
                     return None
             nodes[node_id] = seen.content
             structures.append(seen.structure)
-        return nodes, (*nodes, *structures)
+        return nodes, _digest((*nodes, *structures))
 
     def _see(self, node_id: str, content: Any, graph: Mapping[str, Any], text: bytes) -> _Seen | None:
         node = read_node(node_id, content, graph)
         if node is None:
             return None
-        seen = _Seen(content, self._structure(node))
+        seen = _Seen(content, _structure(node))
         if len(text) <= _MAX_NODE_BYTES:
             if len(self._nodes) >= _MAX_NODES:
                 self._nodes.clear()
             self._nodes[text] = seen
         return seen
 
-    def _structure(self, node: Node) -> int:
-        models, files = files_of(node)
-        structure = (
-            label(node),
-            tuple(link.node for link in node.links.values()),
-            frozenset(models),
-            frozenset(files),
-            asks_for_seed(node),
-        )
-        number = self._structures.get(structure)
-        if number is None:
-            if len(self._structures) >= _MAX_NODES:
-                # Numbers are not given twice, so what is known by the old ones is merely not found any more.
-                self._structures.clear()
-            self._numbers += 1
-            number = self._structures[structure] = self._numbers
-        return number
+
+def _structure(node: Node) -> bytes:
+    models, files = files_of(node)
+    sources = [link.node for link in node.links.values()]
+    return _digest((label(node), sources, sorted(models), sorted(files), asks_for_seed(node)))
+
+
+def _digest(parts: tuple[Any, ...]) -> bytes:
+    return sha256(_encode(parts)).digest()
+
+
+def _size(reading: Reading) -> int:
+    needs = reading.needs
+    return sum(map(len, chain(needs.node_classes, needs.models, needs.input_files, reading.drawing)))
 
 
 def _read(workflow: Workflow, graph: dict[str, Any]) -> Reading:
