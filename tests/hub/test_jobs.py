@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -188,26 +187,6 @@ async def test_a_full_queue_says_when_to_come_back_and_knows_what_it_took(rules:
         assert (await rig.post("/api/jobs", submission())).status == 201
 
 
-@pytest.mark.parametrize("url", ["memory:", "sqlite:///{}/fleet.db"], ids=["memory", "sqlite"])
-async def test_a_batch_fills_the_queue_to_the_brim_and_is_finished_by_its_repeat(
-    url: str, tmp_path: Path
-) -> None:
-    key = {"Idempotency-Key": "batch-1"}
-    async with hub_in_process(rules=Rules(max_waiting=70), store_url=url.format(tmp_path)) as rig:
-        batch = {"jobs": [submission() for _ in range(100)]}
-        answer = (await rig.post("/api/jobs/batch", batch, headers=key)).body
-        assert (answer["accepted"], answer["refused"]) == (70, 30)
-        refused = answer["items"][-1]
-        assert (refused["status"], refused["problem"]["code"]) == (503, "queue_full")
-        assert refused["problem"]["retry_after_s"] > 0
-        taken = [item["job"]["id"] for item in answer["items"] if "job" in item]
-        for job_id in taken[:30]:
-            await rig.post(f"/api/jobs/{job_id}/cancel")
-        again = (await rig.post("/api/jobs/batch", batch, headers=key)).body
-        assert (again["accepted"], again["refused"]) == (100, 0)
-        assert [item["job"]["id"] for item in again["items"][:70]] == taken, "what was taken is not lost"
-
-
 async def test_a_payload_that_can_never_fit_is_too_large() -> None:
     async with hub_in_process(rules=Rules(max_open_bytes=100)) as rig:
         assert (await rig.post("/api/jobs", submission())).code == "too_large"
@@ -259,43 +238,6 @@ async def test_a_key_and_a_reference_do_not_meet(rig: HubRig) -> None:
 async def test_a_key_is_short_and_plain(rig: HubRig, key: str) -> None:
     answer = await rig.post("/api/jobs", submission(), headers={"Idempotency-Key": key})
     assert answer.code == "invalid_request"
-
-
-# batches
-
-
-async def test_each_job_of_a_batch_has_its_own_answer(rig: HubRig) -> None:
-    jobs = [submission(), {"payload": {}}, {"nonsense": 1}, submission(priority=2)]
-    answer = await rig.post("/api/jobs/batch", {"jobs": jobs})
-    assert answer.status == 200
-    body = answer.body
-    assert [item["status"] for item in body["items"]] == [201, 422, 400, 201]
-    assert [item.get("problem", {}).get("code") for item in body["items"]] == [
-        None,
-        "invalid_workflow",
-        "invalid_request",
-        None,
-    ]
-    assert (body["accepted"], body["refused"]) == (2, 2)
-
-
-async def test_a_thousand_jobs_are_a_batch_and_one_more_is_not(rig: HubRig) -> None:
-    answer = await rig.post("/api/jobs/batch", {"jobs": [submission()] * 1000})
-    assert answer.body["accepted"] == 1000
-    assert (await rig.post("/api/jobs/batch", {"jobs": [submission()] * 1001})).code == "invalid_request"
-    assert (await rig.post("/api/jobs/batch", {"jobs": []})).code == "invalid_request"
-    assert (await rig.get("/api/stats")).body["waiting"] == 1000
-
-
-async def test_a_batch_that_is_sent_again_makes_nothing_new(rig: HubRig) -> None:
-    key = {"Idempotency-Key": "night-1"}
-    jobs = {"jobs": [submission(), submission()]}
-    first = await rig.post("/api/jobs/batch", jobs, headers=key)
-    again = await rig.post("/api/jobs/batch", jobs, headers=key)
-    assert [item["job"]["id"] for item in again.body["items"]] == [
-        item["job"]["id"] for item in first.body["items"]
-    ]
-    assert [item["status"] for item in again.body["items"]] == [200, 200]
 
 
 # change

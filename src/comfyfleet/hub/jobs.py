@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -109,8 +110,13 @@ class JobHandlers:
             answer = await self._submit(
                 body, caller, key if _own_reference(body) is None else None, traceparent
             )
-        except (Refusal, Fault) as error:
-            answered = answer_to(error)
+        except Exception as error:
+            incident = ""
+            if not isinstance(error, Refusal | Fault):
+                # Of this job alone: the others are told what became of them.
+                incident = secrets.token_hex(8)
+                _LOG.exception("incident %s: a job of a batch failed", incident)
+            answered = answer_to(error, incident=incident)
             return answers.BatchItem(answered.status, problem=answered.body)
         return answers.BatchItem(200 if answer.is_repeat else 201, answer)
 
