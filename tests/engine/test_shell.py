@@ -1,14 +1,18 @@
-"""Ids and secrets of a process: in form, never twice, and never those of another process."""
+"""Ids and secrets of a process: in form, never twice, and never those of another process. And its timers."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
+import uvloop
 
-from comfyfleet.engine.shell import SystemChance
+from comfyfleet.engine.shell import SystemChance, SystemClock
 
 
 def test_a_job_id_is_a_uuid_of_version_7_that_grows_with_time() -> None:
@@ -46,3 +50,18 @@ def test_a_process_that_was_forked_off_gives_out_other_secrets_than_its_parent(
     assert same.token() == expected, "a copy in the same process shows what a fork would share"
     monkeypatch.setattr(os, "getpid", lambda: 1)
     assert child.token() != expected
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_a_timer_is_never_early(run: Callable[[Coroutine[Any, Any, list[float]]], list[float]]) -> None:
+    async def early() -> list[float]:
+        clock, found = SystemClock(), list[float]()
+        begun = clock.now()
+        for number in range(200):
+            when = begun + number * 0.000_37
+            clock.call_at(when, lambda when=when: found.append(clock.now() - when))  # type: ignore[misc]
+        while len(found) < 200:
+            await asyncio.sleep(0.01)
+        return [each for each in found if each < 0]
+
+    assert run(early()) == []

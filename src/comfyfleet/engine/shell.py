@@ -13,6 +13,8 @@ from collections.abc import Callable
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Timer
 
+_ROUNDING_S = 0.002
+"""The faster loop counts whole milliseconds: it rounds the wait, and the one that has begun counts as well."""
 _BLOCK_BYTES = 4096
 # The variant of a UUID leaves two of its digit's four bits to chance.
 _VARIANTS = {f"{digit:x}": "89ab"[digit % 4] for digit in range(16)}
@@ -28,7 +30,8 @@ class SystemClock:
         return self._offset + time.monotonic()
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_later(max(0.0, when - self.now()), callback)
+        """Never before that time: whoever is called looks at the clock, and would find that nothing is due yet."""
+        return asyncio.get_running_loop().call_later(max(0.0, when - self.now()) + _ROUNDING_S, callback)
 
 
 class SystemChance:
