@@ -124,6 +124,16 @@ async def test_a_list_from_the_newest_begins_and_ends_at_a_time_too() -> None:
         assert [job.job_id for job in page.jobs] == [made[1], made[0]]
 
 
+@pytest.mark.parametrize("newest_first", [False, True])
+async def test_a_job_that_was_held_up_on_its_way_ends_no_list(newest_first: bool) -> None:
+    """It is written behind one that was submitted after it."""
+    records = LongRecords()
+    records.jobs = [records.jobs[number] for number in (0, 1, 2, 4, 3, 5, 6)]
+    wanted = JobFilter(submitted_after=4.0) if newest_first else JobFilter(submitted_before=4.0)
+    page = await list_jobs(records, wanted, 100, None, newest_first=newest_first)
+    assert [job.submitted_at for job in page.jobs] == ([6, 5, 4] if newest_first else [0, 1, 2, 3])
+
+
 async def test_filters_hold_together() -> None:
     async with Rig() as rig:
         await rig.submit(graph("A"), metadata={"user": "1", "deep": {"a": [1]}})

@@ -18,6 +18,8 @@ MAX_LOOKED_AT = 2_000
 """Records a call looks at. Each is read whole, payload and all."""
 
 _PAGE = 250
+_OUT_OF_ORDER_S = 5.0
+"""Jobs stand in the order they were written in: one that was held up on its way stands behind some that came later."""
 
 
 async def list_jobs(
@@ -33,7 +35,7 @@ async def list_jobs(
             tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after, newest_first=newest_first
         )
         for job in page:
-            if _is_too_old(job, wanted) if newest_first else _is_too_new(job, wanted):
+            if _is_past(job, wanted, newest_first):
                 return JobPage(tuple(found))
             if _is_wanted(job, wanted):
                 if len(found) == limit:
@@ -48,16 +50,21 @@ async def list_jobs(
 
 def _start(wanted: JobFilter, after: JobId | None, newest_first: bool) -> JobId | None:
     """Nothing before the time that a list begins at, or behind the one it ends at, is looked at."""
-    if newest_first:
-        if wanted.submitted_before is None:
-            return after
-        # Some of that very millisecond may be wanted.
-        last = _first_id_at(wanted.submitted_before + 0.001)
-        return last if after is None else min(after, last)
-    if wanted.submitted_after is None:
+    if after is not None:
         return after
-    first = _first_id_at(wanted.submitted_after)
-    return first if after is None else max(after, first)
+    if not newest_first:
+        return None if wanted.submitted_after is None else _first_id_at(wanted.submitted_after)
+    # Some of that very millisecond may be wanted.
+    return None if wanted.submitted_before is None else _first_id_at(wanted.submitted_before + 0.001)
+
+
+def _is_past(job: Job, wanted: JobFilter, newest_first: bool) -> bool:
+    """Whether nothing that is wanted comes behind it."""
+    if newest_first:
+        after = wanted.submitted_after
+        return after is not None and job.submitted_at < after - _OUT_OF_ORDER_S
+    before = wanted.submitted_before
+    return before is not None and job.submitted_at >= before + _OUT_OF_ORDER_S
 
 
 def _is_too_old(job: Job, wanted: JobFilter) -> bool:
