@@ -32,9 +32,9 @@ class SharedStore(MemoryStore):
 class Engines:
     """Two engines that know each other through the store alone."""
 
-    def __init__(self, **rules: Any) -> None:
+    def __init__(self, store: type[SharedStore] = SharedStore, **rules: Any) -> None:
         self.clock = ManualClock()
-        self.store = SharedStore(self.clock)
+        self.store = store(self.clock)
         self.first, self.second = (
             Engine(self.store, rules=Rules(**rules), clock=self.clock, chance=SeededChance(seed))
             for seed in (1, 2)
@@ -48,6 +48,11 @@ class Engines:
     async def __aexit__(self, *_: object) -> None:
         await self.first.close()
         await self.second.close()
+
+
+class StoreAhead(SharedStore):
+    async def now(self) -> float:
+        return await super().now() + 3600
 
 
 async def take(engine: Engine, worker: str, poll: str = "poll") -> JobId | None:
@@ -222,3 +227,19 @@ async def test_a_worker_removed_at_one_engine_stays_so_until_it_registers_at_the
             await take(it.second, "b")
         await register(it.second, "b", "KSampler")
         assert [worker.worker_id for worker in await it.first.workers()] == ["b"]
+
+
+async def test_an_engine_looks_round_though_the_clock_of_its_store_is_ahead() -> None:
+    async with Engines(StoreAhead) as it:
+        await register(it.first, "a", "X", "Y")
+        parked = asyncio.create_task(it.first.poll(Poll(WorkerId("a"), PollId("p"), 60)))
+        await it.clock.settle()
+        assert (await it.first.submit(Submission(graph("Z")))).unworkable, (
+            "which looks at the store's workers"
+        )
+        # A class that names something new: the worker has another profile in the store from now on.
+        other = await it.second.submit(Submission(graph("X")))
+        await it.clock.advance(5)
+        assert parked.done()
+        leased = parked.result()
+        assert leased is not None and leased.job_id == other.job_id

@@ -132,7 +132,7 @@ class JobDesk:
         unworkable = self._unworkable(cls)
         if unworkable and context.store.is_shared:
             # A worker of another engine may be new to this one.
-            await context.fleet.sync(now)
+            await context.fleet.sync(context.clock.now())
             unworkable = self._unworkable(cls)
         if unworkable and submission.require_workable:
             raise Refusal(
