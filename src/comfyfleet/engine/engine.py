@@ -22,6 +22,7 @@ from comfyfleet.engine.newest import Newest
 from comfyfleet.engine.relaying import Relaying
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.shell import SystemChance, SystemClock
+from comfyfleet.engine.submitting import SubmitDesk
 from comfyfleet.engine.sweeper import Sweeper
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.engine.workers import WorkerDesk
@@ -89,13 +90,11 @@ class Engine:
         self._inputs = Inputs(self._context)
         self._dependencies = Dependencies(self._context, self._rounds, self._verdicts, self._inputs)
         self._nodes = NodeDesk(self._context)
+        self._submitting = SubmitDesk(
+            self._context, self._rounds, self._dependencies, self._inputs, self._nodes
+        )
         self._jobs = JobDesk(
-            self._context,
-            self._rounds,
-            self._commands.tell_of_cancel,
-            self._dependencies,
-            self._inputs,
-            self._nodes,
+            self._context, self._rounds, self._commands.tell_of_cancel, self._dependencies, self._inputs
         )
         self._follower = Follower(self._context)
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
@@ -140,7 +139,7 @@ class Engine:
 
     async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
         """`is_own`: the graph was decoded from JSON, and nobody else has it; it need not be copied."""
-        return await self._jobs.submit(submission, is_own=is_own)
+        return await self._submitting.submit(submission, is_own=is_own)
 
     async def convert(self, workflow: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """A workflow of the ComfyUI editor as the graph that servers run, where a live worker has its nodes."""

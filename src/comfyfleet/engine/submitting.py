@@ -1,0 +1,240 @@
+"""A submission on its way into the queue: read, known already or new, judged, announced, written, told.
+
+What may be asked for is policy's (`policy/admission.py`), what a graph is `reading.py`'s, where a job waits first
+`placing.py`'s. What is noted beside the queue is noted before the job is written: nobody finds a job without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.definitions import NodeDesk
+from comfyfleet.engine.dependencies import Dependencies, held
+from comfyfleet.engine.inputs import Inputs
+from comfyfleet.engine.placing import Place, class_of, first_place
+from comfyfleet.engine.reading import Reader, Reading
+from comfyfleet.engine.rounds import Rounds
+from comfyfleet.model.calls import Submitted
+from comfyfleet.model.conversion import is_editor_workflow
+from comfyfleet.model.dispatch import Dispatch, Phase, Written
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.workflow import check_workflow
+from comfyfleet.policy.admission import check_dependencies, check_room, check_submission
+from comfyfleet.policy.feasibility import misses, nearest_miss
+from comfyfleet.policy.inputs import as_asked, check_inputs
+from comfyfleet.policy.lifecycle import standing_at
+from comfyfleet.policy.priority import effective_priority
+from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.timing import wake_at
+from comfyfleet.ports import Counts
+
+_QUEUED = (FactDraft(FactKind.QUEUED),)
+
+
+class SubmitDesk:
+    def __init__(
+        self, context: Context, rounds: Rounds, dependencies: Dependencies, inputs: Inputs, nodes: NodeDesk
+    ) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._dependencies = dependencies
+        self._inputs = inputs
+        self._nodes = nodes
+        self._reader = Reader(context.rules.max_nodes)
+
+    async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
+        """`is_own`: the graph was decoded from JSON, and nobody else has it."""
+        context, rules = self._context, self._context.rules
+        check_submission(submission, rules)
+        reading = await self._read(submission, is_own)
+        submission = msgspec.structs.replace(submission, workflow=reading.graph)
+        if submission.inputs or submission.after:
+            submission = await self._named(submission)
+        if submission.reference is not None:
+            known = await context.store.records.by_reference(submission.tenant, submission.reference)
+            if known is not None:
+                return _repeat(known, submission)
+        is_held = bool(submission.after) and await self._dependencies.check(
+            submission.after, submission.tenant
+        )
+        if submission.inputs and not is_held:
+            submission = await self._inputs.filled(submission)
+        counts, now, lesson = await self._asked(reading.workflow_hash)
+        size = submission.payload_bytes()
+        _check_room(counts, size, rules)
+        cls = class_of(submission, reading.needs, lesson)
+        unworkable = await self._unworkable(cls, submission)
+        place = first_place(context, cls, lesson, max(now, submission.not_before or now))
+        dispatch = self._dispatch(submission, size, place, reading.workflow_hash, now, is_held)
+        job = Job(
+            dispatch.job_id,
+            submission.tenant,
+            reading.workflow_hash,
+            now,
+            submission,
+            reference=submission.reference,
+            seeds={node_id: context.chance.seed() for node_id in reading.drawing} or None,
+        )
+        await self._announce(submission, dispatch)
+        written = await self._enqueue(dispatch, job, place)
+        if written.dispatch.job_id != dispatch.job_id:
+            # Somebody else submitted under the same reference in between.
+            known = await context.store.records.get(written.dispatch.job_id)
+            assert known is not None, "the store answered with it"
+            return _repeat(known, submission)
+        await self._tell(written)
+        return Submitted(job.job_id, Phase.QUEUED, job.workflow_hash, seeds=job.seeds, unworkable=unworkable)
+
+    # what is asked for
+
+    async def _read(self, submission: Submission, is_own: bool) -> Reading:
+        workflow = submission.workflow
+        if is_editor_workflow(workflow):
+            workflow = await self._nodes.convert(workflow)
+        return self._reader.read(workflow, is_own=is_own)
+
+    async def _named(self, submission: Submission) -> Submission:
+        """With the ids of the jobs that it waits for, or takes an output of."""
+        rules = self._context.rules
+        check_inputs(submission, check_workflow(submission.workflow, max_nodes=rules.max_nodes), rules)
+        submission = await self._inputs.named(submission)
+        check_dependencies(submission, rules)
+        return submission
+
+    # what it is judged by
+
+    async def _asked(self, workflow_hash: WorkflowHash) -> tuple[Counts, float, Lesson | None]:
+        """How full the queue is, what time it is, and what is known of the workflow."""
+        context, store = self._context, self._context.store
+        if store.is_shared:
+            # At once: each is a way to another process and back.
+            return await asyncio.gather(store.counts(), store.now(), context.lesson(workflow_hash))
+        return await store.counts(), await store.now(), await context.lesson(workflow_hash)
+
+    async def _unworkable(self, cls: RequirementClass, submission: Submission) -> tuple[str, ...]:
+        """What the worker that misses least still lacks, by name; empty when somebody can run it."""
+        context = self._context
+        lacking = self._lacking(cls)
+        if lacking and context.store.is_shared:
+            # A worker of another engine may be new to this one.
+            await context.fleet.sync(context.clock.now())
+            lacking = self._lacking(cls)
+        if lacking and submission.require_workable:
+            raise Refusal(
+                RefusalCode.UNWORKABLE,
+                "no live worker can run this; the nearest: " + "; ".join(lacking),
+                missing=lacking,
+            )
+        return lacking
+
+    def _lacking(self, cls: RequirementClass) -> tuple[str, ...]:
+        fleet = self._context.fleet
+        key = fleet.key_of(cls)
+        if key in fleet.classes:
+            if fleet.selectivity(key):
+                return ()
+        elif fleet.is_workable(cls):
+            return ()
+        lacking = {
+            worker.worker_id: misses(cls, worker.worker_id, worker.capabilities)
+            for worker in fleet.workers.values()
+            if not worker.is_offline
+        }
+        nearest = nearest_miss(lacking, self._context.rules.weights)
+        if nearest is None:
+            return ("no worker is connected",)
+        return tuple(f"{nearest} {miss.reason}" for miss in lacking[nearest])
+
+    # into the queue
+
+    def _dispatch(
+        self,
+        submission: Submission,
+        size: int,
+        place: Place,
+        workflow_hash: WorkflowHash,
+        now: float,
+        is_held: bool,
+    ) -> Dispatch:
+        fleet, rules = self._context.fleet, self._context.rules
+        base = effective_priority(submission.priority, submission.tier, submission.urgency, None, now, rules)
+        total_s = submission.timeouts.total_s
+        dispatch = Dispatch(
+            job_id=self._context.chance.job_id(now),
+            class_key=fleet.key_of(place.cls),
+            workflow_hash=workflow_hash,
+            priority=effective_priority(base, 0, "normal", submission.deadline, now, rules),
+            base_priority=base,
+            tenant=submission.tenant,
+            standing=standing_at(submission.not_before, now, is_held),
+            queued_at=now,
+            not_before=submission.not_before,
+            max_attempts=submission.max_attempts or rules.max_attempts,
+            deadline_at=submission.deadline,
+            fails_at_deadline=submission.on_deadline == "fail",
+            expires_at=None if total_s is None else now + total_s,
+            relaxed_class=None if place.later is None else fleet.key_of(place.later),
+            relax_at=place.relax_at,
+            payload_bytes=size,
+        )
+        if is_held:
+            dispatch = held(dispatch)
+        return msgspec.structs.replace(dispatch, wake_at=wake_at(dispatch, now, rules))
+
+    async def _announce(self, submission: Submission, dispatch: Dispatch) -> None:
+        await self._context.announce(submission, dispatch.job_id, dispatch.round)
+        if dispatch.is_held:
+            await self._dependencies.announce(submission.after, dispatch.job_id)
+        await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
+
+    async def _enqueue(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
+        fleet = self._context.fleet
+        for cls in place.classes:
+            if fleet.key_of(cls) not in fleet.classes:
+                await fleet.ensure_class(cls, unless_known=True)
+        store, rules = self._context.store, self._context.rules
+        while True:
+            if not store.is_shared:
+                # Once more: others may have come while this one waited on its way. From here to the write none does.
+                _check_room(await store.counts(), dispatch.payload_bytes, rules)
+            written = await store.enqueue(dispatch, job, _QUEUED)
+            if written is not None:
+                return written
+            # The store has dropped a class that was idle for long.
+            for cls in place.classes:
+                await fleet.ensure_class(cls)
+
+    async def _tell(self, written: Written) -> None:
+        dispatch = written.dispatch
+        self._context.publish(written)
+        if dispatch.stands_in_lane:
+            self._rounds.job_arrived(dispatch.class_key)
+        if dispatch.is_held:
+            # What it waits for may have ended before it was written, when nobody could be told.
+            await self._dependencies.look(dispatch.job_id)
+
+
+def _check_room(counts: Counts, size: int, rules: Rules) -> None:
+    check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
+
+
+def _repeat(known: Job, submission: Submission) -> Submitted:
+    # What was attached to a completed job is not kept.
+    kept = known.payload
+    if not kept.attachments:
+        submission = msgspec.structs.replace(submission, attachments=())
+    if as_asked(kept) != as_asked(submission):
+        raise Refusal(
+            RefusalCode.DUPLICATE_DIFFERS,
+            f"a different job was submitted as {submission.reference!r} before; choose another id",
+            job_id=known.job_id,
+        )
+    return Submitted(known.job_id, known.phase, known.workflow_hash, seeds=known.seeds, is_repeat=True)
