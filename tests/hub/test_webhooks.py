@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from tests.hub._delivering import QUICK, deliveries, guard, run_one, settled, until
 from tests.hub._hub import Answer, HubRig, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import complete, lease, register
 
-from comfyfleet.hub import delivering, outgoing, webhooks
+from comfyfleet.hub import delivering, webhooks
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.webhook import Delivery
-from comfyfleet.outbound.guard import Allowed, Guard
-from comfyfleet.policy.rules import Rules
+from comfyfleet.outbound.guard import Guard
 from comfyfleet.tenancy.deliveries import Noted
 from comfyfleet.wire.webhooks import MAX_EVENT_BYTES
-
-QUICK = Rules(round_s=0.05, delivery_base_s=0.02, delivery_tries=3, max_attempts=1)
-
-
-def guard(limit_s: float = 5.0) -> Guard:
-    return Guard(Allowed(["127.0.0.0/8"]), limit_s=limit_s)
 
 
 @pytest_asyncio.fixture
@@ -46,39 +39,10 @@ async def receiver() -> AsyncIterator[Receiver]:
         yield receiver
 
 
-async def run_one(rig: HubRig, **fields: Any) -> str:
-    job_id = await rig.submit(**fields)
-    await complete(rig, await lease(rig, poll_id=job_id))
-    return job_id
-
-
 async def secret_of(rig: HubRig, role: Role = Role.ADMIN, **body: Any) -> str:
     answer = await rig.post("/api/webhook-secret", body, role=role)
     assert answer.status == 200, answer.content
     return str(answer.body["secret"])
-
-
-async def deliveries(rig: HubRig, job_id: str, role: Role = Role.ADMIN) -> list[dict[str, Any]]:
-    answer = await rig.get(f"/api/jobs/{job_id}/deliveries", role=role)
-    assert answer.status == 200, answer.content
-    found: list[dict[str, Any]] = answer.body["deliveries"]
-    return found
-
-
-async def settled(rig: HubRig, job_id: str, status: str) -> dict[str, Any]:
-    """The only delivery of a job, once it has that status."""
-    async with asyncio.timeout(10):
-        while True:
-            found = await deliveries(rig, job_id)
-            if [each["status"] for each in found] == [status]:
-                return found[0]
-            await asyncio.sleep(0.01)
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
-        while not await condition():
-            await asyncio.sleep(0.01)
 
 
 # what is told
@@ -258,61 +222,6 @@ async def test_a_dead_receiver_keeps_nobody_waiting() -> None:
         # As soon as one is answered the next has its turn.
         dead.is_open.set()
         await dead.until(10)
-
-
-async def test_what_was_not_heard_is_found(rig: HubRig, receiver: Receiver) -> None:
-    """As when a worker has no engine, or the hub that heard it died."""
-    job_id = await rig.submit(webhook=receiver.url)
-    rig.hub._delivering._leave_bus()
-    await complete(rig, await lease(rig))
-    await settled(rig, job_id, "delivered")
-
-
-async def test_a_note_whose_job_never_came_is_forgotten(rig: HubRig) -> None:
-    await rig.cabinet.put(
-        "webhook_notes", "01900000-0000-7000-8000-000000000000/000001", b'{"at":1}', version=0
-    )
-
-    async def is_gone() -> bool:
-        return not await rig.cabinet.listing("webhook_notes")
-
-    await until(is_gone)
-
-
-async def test_an_attempt_whose_hub_died_is_made_again_when_its_claim_is_over(
-    rig: HubRig, receiver: Receiver
-) -> None:
-    receiver.answer = lambda _: web.Response(status=410)
-    job_id = await run_one(rig, webhook=receiver.url)
-    await settled(rig, job_id, "given_up")
-    (document,) = await rig.cabinet.listing("deliveries")
-    delivery = msgspec.json.decode(document.body, type=Delivery)
-    now = rig.engine.now()
-    # As a hub that was killed while it sent has left it: claimed for a while, and its entry in its place.
-    left = msgspec.structs.replace(
-        delivery, status="pending", ended_at=None, tries=0, next_at=now, claimed_until=now + 0.3
-    )
-    receiver.answer = lambda _: web.Response()
-    await rig.cabinet.put("deliveries", document.name, msgspec.json.encode(left), version=None)
-    entry = f"{int(now * 1000):013d}/{document.name}"
-    await rig.cabinet.put("deliveries_due", entry, b'["127.0.0.1","default"]', version=None)
-    assert (await settled(rig, job_id, "delivered"))["attempts"] == 2
-    assert rig.engine.now() >= now + 0.3
-
-
-async def test_a_hub_that_stops_gives_back_what_it_was_sending(
-    rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outgoing, "_GRACE_S", 0.0)
-    receiver.is_open.clear()
-    await run_one(rig, webhook=receiver.url)
-    await receiver.until(1)
-    await rig.hub.finish()
-    (document,) = await rig.cabinet.listing("deliveries")
-    left = msgspec.json.decode(document.body, type=Delivery)
-    assert (left.status, left.claimed_until) == ("pending", None)
-    (due,) = await rig.cabinet.listing("deliveries_due")
-    assert due.name.endswith(document.name)
 
 
 async def test_old_deliveries_are_forgotten(receiver: Receiver) -> None:

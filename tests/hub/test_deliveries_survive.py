@@ -1,0 +1,173 @@
+"""Hubs that stop or die while facts are on their way out: what they leave behind is found, sent and put away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from tests.hub._delivering import QUICK, guard, run_one, settled, until
+from tests.hub._hub import HubRig, hub_in_process, running_hub, submission
+from tests.hub._receiver import Receiver, receiving
+from tests.hub._watching import complete, lease, register
+
+from comfyfleet.engine.shell import SystemChance, SystemClock
+from comfyfleet.hub import outgoing
+from comfyfleet.hub.delivering import Delivering
+from comfyfleet.hub.sending import Sender
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.webhook import Delivery
+from comfyfleet.ports import Cabinet, Document
+from comfyfleet.tenancy.deliveries import Deliveries
+from comfyfleet.tenancy.webhooks import Webhooks
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[HubRig]:
+    async with running_hub(rules=QUICK, guard=guard()) as rig:
+        await register(rig)
+        yield rig
+
+
+@pytest_asyncio.fixture
+async def receiver() -> AsyncIterator[Receiver]:
+    async with receiving() as receiver:
+        yield receiver
+
+
+async def test_what_was_not_heard_is_found(rig: HubRig, receiver: Receiver) -> None:
+    """As when a worker has no engine, or the hub that heard it died."""
+    job_id = await rig.submit(webhook=receiver.url)
+    rig.hub._delivering._leave_bus()
+    await complete(rig, await lease(rig))
+    await settled(rig, job_id, "delivered")
+
+
+async def test_a_note_whose_job_never_came_is_forgotten(rig: HubRig) -> None:
+    await rig.cabinet.put(
+        "webhook_notes", "01900000-0000-7000-8000-000000000000/000001", b'{"at":1}', version=0
+    )
+
+    async def is_gone() -> bool:
+        return not await rig.cabinet.listing("webhook_notes")
+
+    await until(is_gone)
+
+
+async def test_an_attempt_whose_hub_died_is_made_again_when_its_claim_is_over(
+    rig: HubRig, receiver: Receiver
+) -> None:
+    receiver.answer = lambda _: web.Response(status=410)
+    job_id = await run_one(rig, webhook=receiver.url)
+    await settled(rig, job_id, "given_up")
+    (document,) = await rig.cabinet.listing("deliveries")
+    delivery = msgspec.json.decode(document.body, type=Delivery)
+    now = rig.engine.now()
+    # As a hub that was killed while it sent has left it: claimed for a while, and its entry in its place.
+    left = msgspec.structs.replace(
+        delivery, status="pending", ended_at=None, tries=0, next_at=now, claimed_until=now + 0.3
+    )
+    receiver.answer = lambda _: web.Response()
+    await rig.cabinet.put("deliveries", document.name, msgspec.json.encode(left), version=None)
+    entry = f"{int(now * 1000):013d}/{document.name}"
+    await rig.cabinet.put("deliveries_due", entry, b'["127.0.0.1","default"]', version=None)
+    assert (await settled(rig, job_id, "delivered"))["attempts"] == 2
+    assert rig.engine.now() >= now + 0.3
+
+
+async def test_a_hub_that_stops_gives_back_what_it_was_sending(
+    rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outgoing, "_GRACE_S", 0.0)
+    receiver.is_open.clear()
+    await run_one(rig, webhook=receiver.url)
+    await receiver.until(1)
+    await rig.hub.finish()
+    (document,) = await rig.cabinet.listing("deliveries")
+    left = msgspec.json.decode(document.body, type=Delivery)
+    assert (left.status, left.claimed_until) == ("pending", None)
+    (due,) = await rig.cabinet.listing("deliveries_due")
+    assert due.name.endswith(document.name)
+
+
+class Dying:
+    """A cabinet as a hub sees it that dies before its write of this number: nothing of what follows is done."""
+
+    def __init__(self, cabinet: Cabinet, dies_at: int) -> None:
+        self._cabinet = cabinet
+        self._dies_at = dies_at
+        self._writes = 0
+        self.has_died = asyncio.Event()
+
+    async def get(self, drawer: str, name: str) -> Document | None:
+        self._live()
+        return await self._cabinet.get(drawer, name)
+
+    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+        self._live()
+        return await self._cabinet.listing(drawer, after, limit)
+
+    async def drawers(self) -> list[str]:
+        return await self._cabinet.drawers()
+
+    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+        self._write()
+        return await self._cabinet.put(drawer, name, body, version=version)
+
+    async def remove(self, drawer: str, name: str) -> bool:
+        self._write()
+        return await self._cabinet.remove(drawer, name)
+
+    def _write(self) -> None:
+        self._writes += 1
+        if self._writes >= self._dies_at:
+            self.has_died.set()
+        self._live()
+
+    def _live(self) -> None:
+        if self.has_died.is_set():
+            raise Fault("this hub is dead")
+
+
+def delivering(rig: HubRig, cabinet: Cabinet) -> Delivering:
+    webhooks, book, called = Webhooks(cabinet, SystemClock()), Deliveries(cabinet), guard()
+    sender = Sender(rig.engine, book, webhooks, called, SystemChance(), claim_s=0.1)
+    return Delivering(rig.engine, book, webhooks, called, sender)
+
+
+WRITES = 12
+"""Of a hub that takes a job and delivers two facts of it, and the secret that signs; the first is the note."""
+
+
+@pytest.mark.parametrize("dies_at", range(2, WRITES + 1))
+async def test_a_hub_may_die_before_any_of_its_writes(receiver: Receiver, dies_at: int) -> None:
+    async with hub_in_process(rules=QUICK) as rig:
+        await register(rig)
+        await rig.hub.finish()
+        cabinet = Dying(rig.cabinet, dies_at)
+        first = delivering(rig, cabinet)
+        first.start()
+        webhook = {"url": receiver.url, "events": ["queued", "completed"]}
+        assert (await rig.post("/api/jobs", submission(webhook=webhook))).status == 201
+        await complete(rig, await lease(rig))
+        async with asyncio.timeout(5):
+            await cabinet.has_died.wait()
+        await first.close()
+        second = delivering(rig, rig.cabinet)
+        second.start()
+
+        async def is_told() -> bool:
+            kept: list[Any] = [
+                msgspec.json.decode(each.body) for each in await rig.cabinet.listing("deliveries")
+            ]
+            is_tidy = not {"webhook_notes", "deliveries_due"} & set(await rig.cabinet.drawers())
+            return is_tidy and [each.get("status") for each in kept] == ["delivered", "delivered"]
+
+        await until(is_told)
+        assert len({each.id for each in receiver.came}) == 2
+        assert len(receiver.came) <= 4, "a call is repeated only where nobody could note that it was made"
+        await second.close()
