@@ -325,6 +325,27 @@ async def test_what_is_told_of_an_answer_that_is_none_has_nothing_of_the_query(a
         assert "mail.example" not in str(fault.value)
 
 
+@pytest.mark.parametrize(("heads", "is_taken"), [(3, True), (10_000, False)])
+async def test_of_heads_without_end_before_an_answer_only_some_are_read(heads: int, is_taken: bool) -> None:
+    """Each costs the loop more than it costs whoever sends it."""
+
+    async def go_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 100 Continue\r\n\r\n" * heads)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(go_on, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, guard(HERE, limit_s=5.0 if is_taken else 0.5) as called:
+        if is_taken:
+            assert (await called.post(f"http://127.0.0.1:{port}/", b"", {})).status == 200
+        else:
+            with pytest.raises(Fault, match="did not answer"):
+                await called.post(f"http://127.0.0.1:{port}/", b"", {})
+
+
 async def test_a_url_is_called_as_it_was_written() -> None:
     written = "/a%2Fb/../c%41?sig=x%2Fy%2B%7E&to=/"
     async with receiver() as (port, came), guard(HERE) as called:

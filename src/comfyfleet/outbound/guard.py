@@ -18,12 +18,14 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
+from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -35,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 MAX_URL = 2_048
 MAX_ANSWER_BYTES = 64 * 1024
+_MAX_HEAD_BYTES = 16 * 1024
 _LOOKUPS = 256
 """Names that are looked up at a time. One whose servers are dead keeps its thread far longer than a call may last, so
 that whoever names many of those must not have all the threads there are."""
@@ -259,6 +262,9 @@ class Guard:
                 limit=0,
                 ssl=self._trust or True,
             )
+            # The library has no setting for it.
+            bounded = partial(_Bounded, loop=asyncio.get_running_loop())
+            connector._factory = bounded  # type: ignore[assignment]
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 # What a receiver sends packed is not unpacked, and no cookie of one goes to another.
@@ -347,6 +353,19 @@ def _forbidden_in(error: BaseException | None) -> Forbidden | None:
             return error.refusal
         error = error.__cause__ or error.__context__
     return None
+
+
+class _Bounded(ResponseHandler):
+    """Takes so much of a connection and no more. An answer may have a thousand heads before its own (100 Continue …):
+    whoever sent them for as long as a call may last kept the loop from everything else."""
+
+    _left = MAX_ANSWER_BYTES + _MAX_HEAD_BYTES
+
+    def data_received(self, data: bytes) -> None:
+        # Nothing is what the library itself comes with, to go on with what it has.
+        if self._left > 0 or not data:
+            super().data_received(data[: self._left])
+        self._left -= len(data)
 
 
 async def _beginning(response: aiohttp.ClientResponse) -> bytes:
