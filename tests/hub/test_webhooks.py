@@ -190,6 +190,18 @@ async def test_an_answer_has_its_meaning(
     assert why in found["last_error"]
 
 
+async def test_what_nobody_foresaw_has_an_end_too(
+    rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def stumble(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(rig.hub._delivering._guard, "post", stumble)
+    found = await settled(rig, await run_one(rig, webhook=receiver.url), "given_up")
+    assert (found["attempts"], found["last_status"]) == (3, None)
+    assert "its log says why" in found["last_error"]
+
+
 async def test_a_name_that_leads_home_is_taken_and_never_called(receiver: Receiver) -> None:
     async def lookup(host: str, port: int) -> list[str]:
         return ["127.0.0.1"]

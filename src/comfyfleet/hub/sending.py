@@ -81,9 +81,13 @@ class Sender:
         job = await store.records.get(delivery.job_id)
         if job is None or not facts or facts[0].number != delivery.number:
             return given_up(delivery, "the job is not kept any more", self._engine.now())
-        body = event(facts[0], job)
         keys = await self._webhooks.signing(delivery.owner, make_secret())
-        attempted = await self._post(delivery, body, keys)
+        try:
+            attempted = await self._post(delivery, event(facts[0], job), keys)
+        except Exception:
+            # It may well be the same the next time: counted, it has an end like any other.
+            _LOG.exception("delivery %s could not be made", delivery.delivery_id)
+            attempted = Attempted(error="the hub could not make the call; its log says why")
         return after_attempt(
             delivery,
             attempted,
