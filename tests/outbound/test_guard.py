@@ -346,6 +346,15 @@ async def test_of_heads_without_end_before_an_answer_only_some_are_read(heads: i
                 await called.post(f"http://127.0.0.1:{port}/", b"", {})
 
 
+async def test_no_proxy_of_the_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would look the name up once more, and connect to wherever that leads."""
+    async with receiver() as (port, came), receiver() as (proxy, passed), guard(HERE) as called:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy}")
+        await called.post(f"http://127.0.0.1:{port}/", b"", {})
+        assert (len(came), len(passed)) == (1, 0)
+
+
 async def test_a_url_is_called_as_it_was_written() -> None:
     written = "/a%2Fb/../c%41?sig=x%2Fy%2B%7E&to=/"
     async with receiver() as (port, came), guard(HERE) as called:
