@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.hub._hub import HubRig, running_hub
 from tests.policy._editor import Editor
@@ -18,8 +19,10 @@ from comfyfleet import FleetClient, Refusal, WorkflowPool
 from comfyfleet.engine.definitions import DRAWER, NodeDesk, forget
 from comfyfleet.hub.inside import InsideApi
 from comfyfleet.model.access import Role
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.calls import RegisterWorker
+from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.model.node_definitions import Widget
+from comfyfleet.model.worker import TenantAccess
 from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
@@ -102,6 +105,23 @@ async def test_without_a_worker_that_has_the_nodes_it_says_which_are_missing() -
         assert answer.code == "unworkable" and "no worker is there" in answer.body["detail"]
         await rig.engine.remove_worker(GPU)
         assert await rig.cabinet.listing(DRAWER) == []
+
+
+async def test_a_worker_of_other_tenants_is_not_asked() -> None:
+    async with hub_with_agent() as (rig, agent):
+        known = rig.engine.known_worker(GPU)
+        assert known is not None
+        await agent.stop()
+        private = msgspec.structs.replace(
+            known.capabilities, tenant_access=TenantAccess("strict", (TenantId("theirs"),))
+        )
+        await rig.engine.register(RegisterWorker(GPU, private))
+        theirs = (await rig.post("/api/keys", {"role": "tenant", "tenant": "theirs"})).body["key"]
+        body = {"workflow": editors_workflow()}
+        assert (await rig.post("/api/workflows/convert", body, key=theirs)).status == 200
+        answer = await rig.post("/api/workflows/convert", body, role=Role.TENANT)
+        assert answer.code == "unworkable" and "no worker is there" in answer.body["detail"]
+        assert (await rig.post("/api/jobs", {"payload": body}, role=Role.TENANT)).code == "unworkable"
 
 
 async def test_a_worker_that_was_forgotten_tells_of_its_nodes_again() -> None:

@@ -14,9 +14,10 @@ import msgspec
 from comfyfleet.engine.context import Context
 from comfyfleet.model.conversion import EXPORT, cannot_convert, convert_workflow, node_classes_of
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.model.node_definitions import NodeDefinitions, Widget
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.feasibility import admits
 from comfyfleet.ports import Cabinet
 
 DRAWER = "nodes"
@@ -51,8 +52,8 @@ class NodeDesk:
             if known is None or known.body != body:
                 await self._context.store.cabinet.put(DRAWER, _name(worker_id, number), body, version=None)
 
-    async def convert(self, workflow: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """With the definitions of a live worker that has every node of it."""
+    async def convert(self, workflow: Mapping[str, Any], tenant: TenantId) -> dict[str, dict[str, Any]]:
+        """With the definitions of a live worker that has every node of it, and works for this tenant."""
         needed = node_classes_of(workflow)
         fleet, context = self._context.fleet, self._context
         if context.store.is_shared:
@@ -60,7 +61,9 @@ class NodeDesk:
         missing = {
             worker.worker_id: sorted(needed - _classes(worker))
             for worker in fleet.workers.values()
-            if not worker.is_offline and _classes(worker)
+            if not worker.is_offline
+            and _classes(worker)
+            and admits(worker.capabilities.tenant_access, tenant, is_strict=False)
         }
         if not missing:
             raise Refusal(

@@ -141,9 +141,11 @@ class Engine:
         """`is_own`: the graph was decoded from JSON, and nobody else has it; it need not be copied."""
         return await self._submitting.submit(submission, is_own=is_own)
 
-    async def convert(self, workflow: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    async def convert(
+        self, workflow: Mapping[str, Any], tenant: TenantId = DEFAULT_TENANT
+    ) -> dict[str, dict[str, Any]]:
         """A workflow of the ComfyUI editor as the graph that servers run, where a live worker has its nodes."""
-        return await self._nodes.convert(workflow)
+        return await self._nodes.convert(workflow, tenant)
 
     async def get(self, job_id: JobId) -> JobView:
         return await self._jobs.get(job_id)

@@ -98,13 +98,14 @@ class SubmitDesk:
     async def _read(self, submission: Submission, is_own: bool) -> Reading:
         workflow = submission.workflow
         if is_editor_workflow(workflow):
-            workflow = await self._nodes.convert(workflow)
+            workflow = await self._nodes.convert(workflow, submission.tenant)
         return self._reader.read(workflow, is_own=is_own)
 
     async def _named(self, submission: Submission) -> Submission:
         """With the ids of the jobs that it waits for, or takes an output of."""
         rules = self._context.rules
-        check_inputs(submission, check_workflow(submission.workflow, max_nodes=rules.max_nodes), rules)
+        if submission.inputs:
+            check_inputs(submission, check_workflow(submission.workflow, max_nodes=rules.max_nodes), rules)
         submission = await self._inputs.named(submission)
         check_dependencies(submission, rules)
         return submission

@@ -123,7 +123,7 @@ class JobHandlers:
     async def convert(self, call: Call[bodies.ConvertBody]) -> Reply:
         workflow = call.given.workflow
         if is_editor_workflow(workflow):
-            workflow = await self._engine.convert(workflow)
+            workflow = await self._engine.convert(workflow, call.caller.owner)
         # A graph already, it is answered as it is, and what is wrong with it is told as at a submission.
         return Reply(200, bodies.ConvertBody(parse_workflow(workflow).to_graph()))
 
