@@ -31,8 +31,10 @@ def main(pictures: list[str]) -> int:
             print(ended.error.message if ended.error else ended.status, file=sys.stderr)
             return 1
         for file in ended.result.files:
-            Path(file.filename).write_bytes(client.fetch(file))
-            print(f"saved {file.filename}")
+            # Its server chose the name: a folder in it is not for us to follow.
+            name = Path(file.filename).name
+            Path(name).write_bytes(client.fetch(file))
+            print(f"saved {name}")
     return 0
 
 
