@@ -175,6 +175,8 @@ async def test_a_file_is_in_use_until_the_last_job_that_brings_it_has_ended(rig:
         await rig.submit(SECOND, inputs=brings)
     first, second = await rig.take("a"), await rig.take("a")
     await rig.complete(first)
+    with pytest.raises(Refusal):
+        await rig.engine.retry(first.job_id)
     (note,) = await rig.store.cabinet.listing(USES)
     assert note.name == f"f_1/{second.job_id}", "a file that very many jobs bring is not noted for ever"
     assert await rig.engine.uses_file("f_1")

@@ -106,9 +106,9 @@ class JobDesk:
         is_held = view.dispatch.is_held and is_legal
         if is_legal:
             await self._context.announce(submission, job_id, view.dispatch.round + 1)
+            await self._inputs.use((each.file for each in submission.inputs), job_id)
         if is_held:
             await self._dependencies.announce(submission.after, job_id)
-        await self._inputs.use((each.file for each in submission.inputs), job_id)
 
         def decide(dispatch: Dispatch, now: float) -> Write:
             try:
