@@ -161,6 +161,15 @@ async def test_old_files_are_forgotten_with_their_bytes(tmp_path: Path) -> None:
     young = await assets.reserve(TenantId("acme"))
     assert await assets.get(old.file_id) is not None
     await clock.advance(200)
+    path = assets.path(old)
+    content = path.read_bytes()
+    path.unlink()
+    path.mkdir()
+    await assets.reserve(TenantId("acme"))
+    assert await assets.get(old.file_id) is not None, "what cannot be removed is tried again"
+    path.rmdir()
+    path.write_bytes(content)
+    await clock.advance(100)
     await assets.reserve(TenantId("acme"))
     assert await assets.get(old.file_id) is None and left_in(tmp_path) == []
     assert await assets.get(young.file_id) is not None

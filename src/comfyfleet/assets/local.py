@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -22,6 +23,8 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord, Grant
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.ports import Cabinet, Clock
+
+_LOG = logging.getLogger(__name__)
 
 DRAWER = "files"
 _SECRETS = "secrets"
@@ -145,7 +148,12 @@ class LocalAssets:
                 break
             if await self.in_use(record.file_id):
                 continue
-            await asyncio.to_thread(self.path(record).unlink, missing_ok=True)
+            try:
+                await asyncio.to_thread(self.path(record).unlink, missing_ok=True)
+            except OSError as error:
+                # Whoever brings a new file is not to blame for an old one.
+                _LOG.warning("the file %s cannot be removed: %s", record.file_id, error)
+                continue
             await self._cabinet.remove(DRAWER, record.file_id)
 
     # links
