@@ -427,6 +427,7 @@ def fan(inputs: int) -> dict[str, Any]:
     ("bomb", "words"),
     [
         (chain(2_000), "deep"),
+        (chain(5_000), "5001 subgraphs"),
         (many({"type": "SaveImage", "widgets_values": ["x" * 20_000]}), "bytes"),
         (many({"type": "SaveImage", "title": "x" * 20_000}), "bytes"),
         (many({"type": "SaveImage", "widgets_values": [None] * 10_000}), "too large"),

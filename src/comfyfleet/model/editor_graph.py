@@ -103,6 +103,8 @@ def read_editor_graph(workflow: Mapping[str, Any]) -> EditorGraph:
         for each in (_items(definitions, "subgraphs") if isinstance(definitions, Mapping) else [])
         if "id" in each
     }
+    if len(raw) > MAX_NODES:
+        raise InvalidWorkflow(f"The workflow has {len(raw)} subgraphs, and at most {MAX_NODES} are allowed.")
     if (parts := sum(map(_parts, (workflow, *raw.values())))) > MAX_PARTS:
         raise InvalidWorkflow(f"The workflow has {parts} parts, and at most {MAX_PARTS} are allowed.")
     widgets = {subgraph_id: tuple(_widget_inputs(each)) for subgraph_id, each in raw.items()}
