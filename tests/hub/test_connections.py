@@ -259,6 +259,25 @@ async def test_a_stream_that_is_refused_for_another_reason_keeps_no_place() -> N
         assert not any(rig.hub.places.counts().values())
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n",
+        b"GET /hub HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+    ],
+    ids=["plain", "upgrade"],
+)
+async def test_a_stream_with_a_request_behind_it_ends_with_its_connection(second: bytes) -> None:
+    async with running_hub(limits=HASTY) as rig:
+        key = rig.keys[Role.ADMIN].encode()
+        first = b"GET /api/events HTTP/1.1\r\nhost: h\r\nauthorization: Bearer " + key + b"\r\n\r\n"
+        async with wire(rig, first) as (reader, writer):
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            writer.write(second)
+        await until(lambda: not rig.hub.in_flight)
+        assert not any(rig.hub.places.counts().values())
+
+
 def test_the_limits_of_connections_hold_what_the_limits_of_places_promise() -> None:
     usual = Limits()
     assert usual.max_connections >= max(usual.max_streams, usual.max_sockets, usual.max_parked)

@@ -8,7 +8,7 @@ once it is known is `places.py`'s.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from typing import Any, cast
 
 from uvicorn.config import Config
@@ -83,6 +83,8 @@ class Connection(HttpToolsProtocol):
         self._received = 0
         self._is_in_head = True
         self._stuck_since: float | None = None
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        """Requests that another came behind before they were answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -99,8 +101,17 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
         super().connection_lost(exc)
+        # uvicorn tells the last request alone: a stream in front of it would be written to for ever.
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def handle_websocket_upgrade(self) -> None:
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if cycle is not None and not cycle.response_complete:
+            # The connection still belongs to that answer, which would be told nothing of its end.
+            self._end("400 Bad Request")
+            return
         self._leave()
         super().handle_websocket_upgrade()
 
@@ -118,7 +129,12 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        before = cast(RequestResponseCycle | None, self.cycle)
         super().on_headers_complete()
+        if before is not None and not before.response_complete:
+            while self._unanswered and self._unanswered[0].response_complete:
+                self._unanswered.popleft()
+            self._unanswered.append(before)
 
     def on_message_complete(self) -> None:
         self._arriving_since = None
