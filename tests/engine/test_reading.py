@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from bench.pooling import twelve_nodes
 
@@ -65,6 +66,66 @@ def test_a_graph_of_known_nodes_is_read_as_if_it_were_the_first() -> None:
         assert reader.read(graph, is_own=True) == wanted
         assert (wanted.workflow_hash, wanted.needs) == (hash_workflow(graph), read_needs(graph))
     assert 100 < refused < 500
+
+
+_IDS = ["1", "2", "3", "nodes", "prompt"]
+_NAMES = ["seed", "noise_seed", "image", "ckpt_name", "lora_name_1", "text", "x", ""]
+_LITERALS: list[Any] = [
+    *(-1, -1.0, 0, -0.0, 0.0, 1, 1.0, True, False, None, 2**64 - 1, 2**70, 1e22),
+    *("a.safetensors", "b\\x.pt", "taesd", "", "in.png", "in.png [input]", "a.pt\n"),
+    *([], {}, ["1"], [[1], "b.pt"], {"__value__": ["1", 0]}, {"a": "c.ckpt"}),
+]
+
+
+def _nested(depth: int) -> Any:
+    return [_nested(depth - 1)] if depth else 1
+
+
+def _any_value(chance: random.Random) -> Any:
+    wire = [chance.choice([*_IDS, *_IDS, "gone"]), chance.choice([0, 0, 0, 0, 0, 0, 1, True, 2.5])]
+    return chance.choice([wire, *chance.sample(_LITERALS, 6), _nested(chance.choice([1, 60, 61, 62]))])
+
+
+def _alike(chance: random.Random) -> list[Any]:
+    """Nodes that differ in one value, or in the order of their inputs alone."""
+    names = chance.sample(_NAMES, chance.randrange(4))
+    node: dict[str, Any] = {
+        "class_type": chance.choice(["LoadImage", "VHS_LoadVideo", "KSampler", "Other"] * 20 + ["", 3]),
+        "inputs": {name: _any_value(chance) for name in names},
+    }
+    more: list[Any] = [{}] * 20 + [{"_meta": {"title": "t"}}, {"_meta": _nested(70)}, {"inputs": None}]
+    found = [node | chance.choice(more), chance.choice([node] * 20 + [None, []])]
+    for name in names:
+        wires = [[node_id, 0] for node_id in chance.sample(_IDS, 2)]
+        values = [*wires, "in.png", "b.png", -1, _any_value(chance), _any_value(chance)]
+        found += [node | {"inputs": {**node["inputs"], name: value}} for value in values]
+    return [*found, node | {"inputs": dict(reversed(node["inputs"].items()))}]
+
+
+def test_whatever_is_made_of_nodes_seen_before_is_read_as_the_check_reads_it() -> None:
+    """Types, wires into nothing, cycles, depth, values that are equal and not the same: nothing slips through."""
+    chance, reader, read = random.Random(11), Reader(4), 0
+    for number in range(5_000):
+        if number % 25 == 0:
+            nodes = [node for _ in range(2) for node in _alike(chance)]
+            names = _IDS[:: chance.choice([1, -1])][: chance.randrange(6)]
+            graph = {name: chance.choice(nodes) for name in names}
+        # One node after the other is changed, or all their names: what is remembered is of graphs nearly the same.
+        graph |= {name: chance.choice(nodes) for name in names[number % 6 :][:1]}
+        if number % 6 == 5:
+            graph = dict(zip(reversed(graph), graph.values(), strict=True))
+        text = msgspec.json.encode(graph)
+        found: list[Any] = []
+        for each, is_own in ((Reader(4), False), (reader, True)):
+            try:
+                reading = each.read(msgspec.json.decode(text), is_own=is_own)
+                # Numbers that are equal may be written in two ways.
+                found.append((reading, repr(reading.graph)))
+            except InvalidWorkflow as refusal:
+                found.append((str(refusal), refusal.node_errors))
+        assert found[0] == found[1]
+        read += isinstance(found[0][0], Reading)
+    assert 500 < read < 4_500
 
 
 def test_nodes_that_differ_in_a_seed_alone_share_what_they_are_made_of() -> None:
