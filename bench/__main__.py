@@ -23,6 +23,7 @@ from bench.embedded import durable_cycles
 from bench.filling import filling_an_empty_lane
 from bench.leasing import behind_misfits, flat_leases
 from bench.pooling import pool_throughput
+from bench.restarting import restart_with_a_backlog
 from bench.streaming import watching
 from bench.waiting_memory import memory_of_waiting
 
@@ -39,6 +40,7 @@ GOALS: dict[str, tuple[tuple[str, ...], Callable[[Plan, str], Awaitable[list[Ent
     "9": (("sqlite",), watching),
     "10": (STORES, memory_of_waiting),
     "11": (STORES, filling_an_empty_lane),
+    "12": (("sqlite",), restart_with_a_backlog),
 }
 
 
