@@ -17,7 +17,7 @@ from tests.hub._hub import HubRig, running_hub, submission
 from tests.worker import _scripted, test_agent, test_agent_servers, test_attempt
 from tests.worker._comfyui import QUICK as QUICK_COMFYUI
 from tests.worker._comfyui import picture
-from tests.worker._scripted import ScriptedApi, quick, until
+from tests.worker._scripted import ScriptedApi, no_http, quick, until
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance, SystemClock
@@ -247,6 +247,15 @@ async def test_a_hub_that_is_away_is_a_fault(transport: type[HttpWorkerApi]) -> 
     async with transport("http://127.0.0.1:9") as api:
         with pytest.raises(Fault, match="did not answer"):
             await api.poll(Poll(GPU, PollId("1"), 0))
+
+
+async def test_what_speaks_no_http_is_a_fault_that_does_not_tell_the_key(
+    transport: type[HttpWorkerApi],
+) -> None:
+    async with no_http() as url, transport(url, "cfk_our_secret") as api:
+        with pytest.raises(Fault, match="Bad status line") as fault:
+            await api.poll(Poll(GPU, PollId("1"), 0))
+        assert "secret" not in repr(fault.value)
 
 
 async def test_many_capabilities_travel_once_and_packed(rig: HubRig, transport: type[HttpWorkerApi]) -> None:

@@ -52,6 +52,19 @@ async def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
         await asyncio.sleep(0.001)
 
 
+@asynccontextmanager
+async def no_http() -> AsyncIterator[str]:
+    """The address of a server that speaks something else."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
+        await reader.read(1)
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
 class ScriptedApi:
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

@@ -25,6 +25,7 @@ from tests.worker._comfyui import (
     slow,
     tuned,
 )
+from tests.worker._scripted import no_http
 
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind, ServiceFailed
@@ -129,6 +130,20 @@ async def test_a_server_behind_a_prefix_a_password_and_a_key_is_reached() -> Non
             assert file.url is not None
             assert file.url.startswith(f"http://127.0.0.1:{port}/comfy/view?")
             assert await connector.fetch(file)
+
+
+async def test_what_speaks_no_http_is_no_server_and_hears_our_credentials_from_nobody_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "comfyfleet")
+    async with (
+        no_http() as url,
+        ComfyUI(url, tuned(headers={"X-Key": "our-secret"}, listen_s=0.05)) as connector,
+    ):
+        with pytest.raises(Exception, match="does not speak HTTP") as failed:
+            await connector.inventory()
+        await eventually(lambda: "no websocket" in caplog.text)
+    assert "secret" not in repr(failed.value) + caplog.text
 
 
 async def test_a_gate_that_does_not_let_us_in_is_told_at_once() -> None:

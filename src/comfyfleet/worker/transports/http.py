@@ -189,7 +189,7 @@ class HttpWorkerApi:
                         break
                 return b"".join(pieces)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not send a file: {error!r}") from error
+            raise Fault(f"the hub at {self._url} did not send a file: {plain(error)}") from error
 
     # what a run left
 
@@ -236,7 +236,7 @@ class HttpWorkerApi:
                     if response.status >= 300:
                         raise refusal_in(response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not take a file: {error!r}") from error
+            raise Fault(f"the hub at {self._url} did not take a file: {plain(error)}") from error
 
     # the way
 
@@ -268,7 +268,7 @@ class HttpWorkerApi:
                     return answer
                 raise refusal_in(response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer {name}: {error!r}") from error
+            raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error)}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -278,6 +278,12 @@ class HttpWorkerApi:
                 headers=self._headers,
             )
         return self._session
+
+
+def plain(error: Exception) -> str:
+    """What went wrong, for logs and people: some errors show the whole request as well, with its key and links."""
+    said = error.message if isinstance(error, aiohttp.ClientResponseError) else error
+    return f"{type(error).__name__}({said})"
 
 
 def _measure(path: Path) -> tuple[int, str]:

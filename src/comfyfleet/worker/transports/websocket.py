@@ -20,7 +20,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.tracing import traceparent
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import KINDS, refusal_in
-from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi
+from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi, plain
 
 _TYPES = {kind.route.removeprefix("worker_"): type_ for type_, kind in socket.AGENT_KINDS.items()}
 _PARKING = frozenset({"poll", "commands"})
@@ -71,7 +71,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         try:
             answer = await line.ask(call, wait_s + self._answer_s, is_parking=name in _PARKING)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer {name}: {error!r}") from error
+            raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error)}") from error
         if answer.type == socket.ERROR:
             raise refusal_in(answer.status, bytes(answer.body))
         return None if answer.status == 204 else bytes(answer.body)
@@ -104,7 +104,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         except aiohttp.WSServerHandshakeError as error:
             raise self._unwelcome(error) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer: {error!r}") from error
+            raise Fault(f"the hub at {self._url} did not answer: {plain(error)}") from error
         if connection.protocol != socket.AGENT_PROTOCOL:
             await connection.close()
             raise Fault(f"what answers at {self._url}/hub knows no agents: use HTTP, or a newer hub")

@@ -170,6 +170,9 @@ async def _reaching() -> AsyncIterator[None]:
         raise Unreachable("no connection in time", is_refused=True) from error
     except TimeoutError as error:
         raise Unreachable("no answer in time", is_timeout=True) from error
+    except aiohttp.ClientResponseError as error:
+        # All of it would show the request, and the credentials in it, to whoever reads of the failure.
+        raise Unreachable(f"what answers does not speak HTTP: {error.message}") from error
     except (aiohttp.ClientError, ConnectionError) as error:
         raise Unreachable(f"the connection was lost: {error!r}") from error
 

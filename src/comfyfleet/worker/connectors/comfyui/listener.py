@@ -109,7 +109,8 @@ class Listener:
                     delay_s = self._settings.reconnect_min_s
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 failed += 1
-                log.debug("no websocket to %s: %r", self._api.address.server_id, error)
+                # Not all of it: the request is in there, with its credentials.
+                log.debug("no websocket to %s: %s", self._api.address.server_id, str(error) or type(error))
             except Exception:
                 # Whatever it was, all the runs to come need a listener.
                 log.exception("the websocket to %s failed and is opened anew", self._api.address.server_id)
