@@ -89,9 +89,12 @@ class Switchboard:
         await receive()
         await send({"type": "websocket.accept", "subprotocol": AGENT_PROTOCOL})
         rate = Rate(self.limits.requests_per_s, self.limits.burst, time.monotonic)
-        caller = Caller(Role.WORKER, "somebody")
+
+        async def identify() -> Caller:
+            return Caller(Role.WORKER, "somebody")
+
         await AgentSession(
-            self.handlers, caller, "", self.limits, rate, Places(self.limits), scope, send
+            self.handlers, identify, "", self.limits, rate, Places(self.limits), scope, send
         ).run(receive)
 
     @asynccontextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.hub._hub import HubRig, hub_in_process
+from tests.hub._hub import HubRig, hub_in_process, running_hub
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
@@ -17,6 +17,7 @@ from comfyfleet.model.ids import WorkerId
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.tenancy.keys import Keys
+from comfyfleet.wire.socket import AGENT_PROTOCOL
 
 
 @pytest_asyncio.fixture
@@ -64,6 +65,23 @@ async def test_a_revoked_key_opens_nothing_from_that_moment_on(rig: HubRig) -> N
     assert (await rig.get("/api/stats", key=made["key"])).code == "unauthenticated"
     assert (await rig.post(f"/api/keys/{made['id']}/rotate")).code == "wrong_phase"
     assert (await rig.ask("DELETE", "/api/keys/nobody")).code == "not_found"
+
+
+@pytest.mark.parametrize("protocols", [(), (AGENT_PROTOCOL,)])
+async def test_nor_does_it_on_a_connection_that_it_had_opened(protocols: tuple[str, ...]) -> None:
+    async with running_hub() as rig:
+        made = (await rig.post("/api/keys", {"role": "worker"})).body
+        headers = {"authorization": f"Bearer {made['key']}"}
+        beat = {"worker_id": "gpu-a"}
+        message = {"type": "heartbeat", "request_id": 1, "body": beat, **beat}
+        async with rig.session.ws_connect(rig.url + "/hub", headers=headers, protocols=protocols) as socket:
+            codes = []
+            for _ in range(2):
+                await socket.send_json(message)
+                answer = await socket.receive_json(timeout=5)
+                codes.append((answer.get("problem") or answer["body"])["code"])
+                await rig.ask("DELETE", f"/api/keys/{made['id']}")
+    assert codes == ["not_found", "unauthenticated"]
 
 
 async def test_a_rotated_key_has_a_new_secret_and_the_old_one_for_as_long_as_was_said(rig: HubRig) -> None:

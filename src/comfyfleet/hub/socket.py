@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -30,7 +31,7 @@ from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.limits import Limits, Rate, check_json
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Room, Rooms
-from comfyfleet.hub.socket_agents import AgentSession
+from comfyfleet.hub.socket_agents import AgentSession, Identify
 from comfyfleet.hub.socket_workers import SocketWorkers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import AuditEntry, Caller
@@ -108,7 +109,8 @@ class Sockets:
                 raise Refusal(RefusalCode.NOT_FOUND, f"the WebSocket is at {PATH}")
             if self._is_closed:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
-            caller = await self._credentials.caller(headers, address, token_in(scope))
+            identify = partial(self._credentials.caller, headers, address, token_in(scope))
+            caller = await identify()
             place = ExitStack()
             place.enter_context(self._places.held("socket", caller.key_id, address))
         except (Refusal, Fault) as error:
@@ -119,11 +121,11 @@ class Sockets:
             if socket.AGENT_PROTOCOL in scope.get("subprotocols", ()):
                 await send({"type": "websocket.accept", "subprotocol": socket.AGENT_PROTOCOL})
                 session = AgentSession(
-                    self._agent_handlers, caller, address, self.limits, self.rate, self._places, scope, send
+                    self._agent_handlers, identify, address, self.limits, self.rate, self._places, scope, send
                 )
             else:
                 await send({"type": "websocket.accept"})
-                session = Session(self, caller, address, send)
+                session = Session(self, identify, caller, address, send)
             self._sessions[session] = None
             try:
                 await session.run(receive)
@@ -134,8 +136,9 @@ class Sockets:
 class Session:
     """One connection."""
 
-    def __init__(self, hub: Sockets, caller: Caller, address: str, send: Send) -> None:
+    def __init__(self, hub: Sockets, identify: Identify, caller: Caller, address: str, send: Send) -> None:
         self._hub = hub
+        self._identify = identify
         self.caller = caller
         self._address = address
         self._send = send
@@ -237,6 +240,7 @@ class Session:
         try:
             self._hub.rate.take(self.caller.key_id)
             message = self._decoded(frame)
+            await self._identify()
             await self._do(message)
         except (Refusal, Fault) as error:
             self._tell_error(error, message)

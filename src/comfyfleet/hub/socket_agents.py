@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,6 +31,9 @@ from comfyfleet.wire.routes import WORKER as WORKER_ROUTES
 
 _LOG = logging.getLogger(__name__)
 
+Identify = Callable[[], Awaitable[Caller]]
+"""Who speaks, if their key is still good."""
+
 _MAX_PARKED = 2_048
 _MAX_AT_WORK = 64
 _MAX_UNREAD = 256
@@ -48,7 +51,7 @@ class AgentSession:
     def __init__(
         self,
         handlers: Mapping[str, Handler],
-        caller: Caller,
+        identify: Identify,
         address: str,
         limits: Limits,
         rate: Rate,
@@ -57,7 +60,7 @@ class AgentSession:
         send: Send,
     ) -> None:
         self._handlers = handlers
-        self._caller = caller
+        self._identify = identify
         self._address = address
         self._places = places
         self._limits = limits
@@ -168,27 +171,28 @@ class AgentSession:
         self._tell(socket.ERROR, said.request_id, answered.status, answered.body)
 
     async def _handled(self, said: socket.AgentCall) -> Reply:
-        self._rate.take(self._caller.key_id)
+        # With each call, as over HTTP: a key that is revoked opens nothing more, on a line that is open neither.
+        caller = await self._identify()
+        self._rate.take(caller.key_id)
         kind = socket.AGENT_KINDS.get(said.type)
         if kind is None:
             known = ", ".join(socket.AGENT_KINDS)
             raise Refusal(RefusalCode.INVALID_REQUEST, f"a message has a 'type', one of {known}")
         route = _ROUTES[kind.route]
-        if self._caller.role not in route.roles:
+        if caller.role not in route.roles:
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
-                f"a key of role {self._caller.role.value!r} may not send {said.type!r}",
+                f"a key of role {caller.role.value!r} may not send {said.type!r}",
             )
         if route.parks and len(self._parked) > _MAX_PARKED:
             raise Refusal(
                 RefusalCode.UNAVAILABLE, f"a connection waits for at most {_MAX_PARKED} answers at a time"
             )
         call: Call[Any] = Call(route, self._scope, _nothing, {})
-        call.caller = self._caller
+        call.caller = caller
         call.given = decode(_BODIES[kind.route], bytes(said.body), self._limits.max_depth)
         # A poll that is parked here takes a place as one over HTTP does.
-        key = self._caller.key_id
-        with self._places.held("poll", key, self._address) if route.parks else nullcontext():
+        with self._places.held("poll", caller.key_id, self._address) if route.parks else nullcontext():
             reply = await self._handlers[kind.route](call)
         assert isinstance(reply, Reply), "the workers' door answers with values"
         return reply
