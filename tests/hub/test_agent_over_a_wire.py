@@ -32,9 +32,10 @@ from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.hub.socket_agents import AgentSession
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import Caller, Role
-from comfyfleet.model.calls import Poll, RegisterWorker
+from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import WorkerApi
@@ -50,6 +51,10 @@ from comfyfleet.worker.transports.http import HttpWorkerApi
 from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
 
 GPU = WorkerId("gpu-a")
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else []
 
 
 TRANSPORTS: dict[str, type[HttpWorkerApi]] = {"http": HttpWorkerApi, "websocket": WebSocketWorkerApi}
@@ -244,6 +249,20 @@ async def test_a_refusal_arrives_as_the_refusal_it_was(rig: HubRig, transport: t
         with pytest.raises(Refusal) as refused:
             await api.poll(Poll(GPU, PollId("1"), 0))
         assert refused.value.code is RefusalCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("outputs", [{"9": {"a": nested(100)}}, {"9": {"a": 1 << 70}}], ids=["deep", "big"])
+async def test_a_result_that_the_hub_cannot_read_is_refused_and_not_left_unanswered(
+    rig: HubRig, transport: type[HttpWorkerApi], outputs: dict[str, Any]
+) -> None:
+    async with transport(rig.url, rig.keys[Role.WORKER], answer_s=2.0) as api:
+        await api.register(RegisterWorker(GPU, Capabilities((Service("comfyui"),))))
+        await rig.submit()
+        job = await api.poll(Poll(GPU, PollId("1"), 5))
+        assert job is not None
+        with pytest.raises(Refusal) as refused:
+            await api.complete(Completion(job.ref, JobResult(outputs)))
+        assert refused.value.code is RefusalCode.INVALID_REQUEST
 
 
 async def test_a_hub_that_is_away_is_a_fault(transport: type[HttpWorkerApi]) -> None:

@@ -271,6 +271,11 @@ class Door:
 def decode(decoder: msgspec.json.Decoder[Any], body: bytes, max_depth: int) -> Any:
     """Whatever is wrong with a body is the sender's to put right."""
     check_json(body, max_depth)
+    return parse(decoder, body)
+
+
+def parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """As `decode`, of what may hold something unchecked in it, unread."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -18,7 +18,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet import tracing
-from comfyfleet.hub.door import Call, Handler, Reply, decode
+from comfyfleet.hub.door import Call, Handler, Reply, decode, parse
 from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
 from comfyfleet.model.access import Caller
@@ -133,7 +133,8 @@ class AgentSession:
                 raise Refusal(
                     RefusalCode.TOO_LARGE, f"a message has at most {self._limits.max_frame_bytes} bytes"
                 )
-            said: socket.AgentCall = decode(_CALL, frame, self._limits.max_depth)
+            # Its body is checked when it is read: who is to be told what is wrong with it is known by then.
+            said: socket.AgentCall = parse(_CALL, frame)
         except Refusal as refusal:
             # Nobody can be told which call it was.
             self._tell(socket.ERROR, 0, answer_to(refusal).status, answer_to(refusal).body)
