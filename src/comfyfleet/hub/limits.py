@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.wire.socket import AGENT_MESSAGE_BYTES
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
@@ -34,7 +35,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusals_burst: int = 50
     max_wait_s: float = 60.0
     """The longest a request is parked, whatever it asks for."""
-    max_frame_bytes: int = 16 * 1024 * 1024
+    max_frame_bytes: Annotated[int, Meta(ge=AGENT_MESSAGE_BYTES)] = 16 * 1024 * 1024
     """One message over the WebSocket."""
     max_connections: int = 30_000
     max_connections_per_address: int = 15_000

@@ -122,6 +122,9 @@ KINDS: dict[str, Kind] = {
 AGENT_PROTOCOL = "comfyfleet.worker.v1"
 """The subprotocol of agents: each message is a call of the workers' door with its body, each answer names its call."""
 
+AGENT_MESSAGE_BYTES = 1024 * 1024
+"""Every hub takes messages of this size. What is larger goes over HTTP: packed, and not in the way of heartbeats."""
+
 
 class AgentKind(NamedTuple):
     route: str

@@ -24,8 +24,6 @@ from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi, plain
 
 _TYPES = {kind.route.removeprefix("worker_"): type_ for type_, kind in socket.AGENT_KINDS.items()}
 _PARKING = frozenset({"poll", "commands"})
-_LARGEST_BYTES = 1024 * 1024
-"""A message that is larger goes over HTTP: packed, and not in the way of heartbeats."""
 _LARGEST_ANSWER_BYTES = 256 * 1024 * 1024
 _PING_S = 15.0
 """A hub that answers no ping for half of it is gone, whatever the network says."""
@@ -62,14 +60,16 @@ class WebSocketWorkerApi(HttpWorkerApi):
         await super().close()
 
     async def _send(self, name: str, body: msgspec.Struct, wait_s: float = 0.0) -> bytes | None:
-        type_, content = _TYPES.get(name), _ENCODER.encode(body)
-        if type_ is None or len(content) > _LARGEST_BYTES:
+        if (type_ := _TYPES.get(name)) is None:
             return await super()._send(name, body, wait_s)
         self._calls += 1
-        call = socket.AgentCall(type_, self._calls, msgspec.Raw(content), traceparent())
+        call_id, content = self._calls, msgspec.Raw(_ENCODER.encode(body))
+        frame = _ENCODER.encode(socket.AgentCall(type_, call_id, content, traceparent()))
+        if len(frame) > socket.AGENT_MESSAGE_BYTES:
+            return await super()._send(name, body, wait_s)
         line = await self._connected()
         try:
-            answer = await line.ask(call, wait_s + self._answer_s, is_parking=name in _PARKING)
+            answer = await line.ask(call_id, frame, wait_s + self._answer_s, is_parking=name in _PARKING)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error)}") from error
         if answer.type == socket.ERROR:
@@ -133,19 +133,21 @@ class _Line:
     def is_open(self) -> bool:
         return not self._is_over and not self._connection.closed
 
-    async def ask(self, call: socket.AgentCall, within_s: float, *, is_parking: bool) -> socket.AgentAnswer:
+    async def ask(
+        self, call_id: int, frame: bytes, within_s: float, *, is_parking: bool
+    ) -> socket.AgentAnswer:
         if not self.is_open:
             raise Fault(_LOST)
         answer: asyncio.Future[socket.AgentAnswer] = asyncio.get_running_loop().create_future()
-        self._waiting[call.request_id] = answer
+        self._waiting[call_id] = answer
         try:
             # Returns once there is room on the way: whoever has much to say waits here.
-            await self._connection.send_str(_ENCODER.encode(call).decode())
+            await self._connection.send_str(frame.decode())
             await asyncio.wait({answer}, timeout=within_s)
         finally:
-            del self._waiting[call.request_id]
+            del self._waiting[call_id]
             if is_parking and not answer.done() and self.is_open:
-                self._withdraw(call.request_id)
+                self._withdraw(call_id)
         if not answer.done():
             raise TimeoutError(f"no answer within {within_s:g} s")
         return answer.result()
