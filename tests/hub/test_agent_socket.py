@@ -227,3 +227,20 @@ async def test_a_wrong_key_is_refused_and_a_server_that_knows_no_agents_is_a_fau
     async with WebSocketWorkerApi(rig.url + "/elsewhere", rig.keys[Role.WORKER]) as api:
         with pytest.raises(Fault, match="opens no WebSocket"):
             await api.poll(Poll(GPU, PollId("1"), 0))
+
+
+async def test_a_hub_that_turns_an_agent_away_is_not_asked_by_each_of_its_slots() -> None:
+    asked = 0
+
+    async def turn_away(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        writer.close()
+
+    async with await asyncio.start_server(turn_away, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        async with WebSocketWorkerApi(f"http://127.0.0.1:{port}", "cfk_0_0") as api:
+            for number in range(50):
+                with pytest.raises(Fault):
+                    await api.poll(Poll(GPU, PollId(str(number)), 0))
+    assert 0 < asked < 5

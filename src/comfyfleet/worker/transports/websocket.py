@@ -1,8 +1,8 @@
 """The workers' door over one WebSocket: the calls of `http.py`, for any number of slots on a single connection.
 
 Every call carries a number and its answer brings it back. A connection that is lost fails what waits on it with a
-`Fault`, as HTTP does; whoever calls next connects anew. Leases live at the hub and outlive the connection. Files, and
-what is too large for a message, go over HTTP as before.
+`Fault`, as HTTP does; whoever calls next connects anew, in pauses that grow. Leases live at the hub and outlive the
+connection. Files, and what is too large for a message, go over HTTP as before.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.tracing import traceparent
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import KINDS, refusal_in
+from comfyfleet.worker.settings import AgentSettings, Backoff
 from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi, plain
 
 _TYPES = {kind.route.removeprefix("worker_"): type_ for type_, kind in socket.AGENT_KINDS.items()}
@@ -28,6 +29,8 @@ _LARGEST_ANSWER_BYTES = 256 * 1024 * 1024
 _PING_S = 15.0
 """A hub that answers no ping for half of it is gone, whatever the network says."""
 _CLOSE_S = 2.0
+_TRIES = AgentSettings(backoff_cap_s=2.0)
+"""How soon after a connection another one is tried, until a call is answered."""
 _LOST = "the connection to the hub was lost"
 _ENCODER = msgspec.json.Encoder()
 _ANSWER = msgspec.json.Decoder(socket.AgentAnswer)
@@ -49,6 +52,8 @@ class WebSocketWorkerApi(HttpWorkerApi):
         self._line: _Line | None = None
         self._connecting: asyncio.Task[_Line] | None = None
         self._calls = 0
+        self._backoff = Backoff(_TRIES)
+        self._again_at = 0.0
 
     async def close(self) -> None:
         if self._connecting is not None:
@@ -72,6 +77,8 @@ class WebSocketWorkerApi(HttpWorkerApi):
             answer = await line.ask(call_id, frame, wait_s + self._answer_s, is_parking=name in _PARKING)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error)}") from error
+        self._backoff.reset()
+        self._again_at = 0.0
         if answer.type == socket.ERROR:
             raise refusal_in(answer.status, bytes(answer.body))
         return None if answer.status == 204 else bytes(answer.body)
@@ -79,8 +86,11 @@ class WebSocketWorkerApi(HttpWorkerApi):
     async def _connected(self) -> _Line:
         if self._line is not None and self._line.is_open:
             return self._line
-        if self._connecting is None or self._connecting.done():
+        now = asyncio.get_running_loop().time()
+        if self._connecting is None or (self._connecting.done() and now >= self._again_at):
             # One attempt for all who wait, owned by none of them: the first to give up must not fail the rest.
+            # And one for all who come soon after: a hub that turns us away is not asked by each slot for itself.
+            self._again_at = now + self._backoff.next_s()
             self._connecting = asyncio.create_task(self._connect())
             self._connecting.add_done_callback(_look_at)
         await asyncio.wait({connecting := self._connecting})
@@ -146,7 +156,10 @@ class _Line:
             await asyncio.wait({answer}, timeout=within_s)
         finally:
             del self._waiting[call_id]
-            if is_parking and not answer.done() and self.is_open:
+            if answer.done():
+                # Looked at, also where whoever asked is gone: otherwise a lost connection is logged for each of them.
+                answer.exception()
+            elif is_parking and self.is_open:
                 self._withdraw(call_id)
         if not answer.done():
             raise TimeoutError(f"no answer within {within_s:g} s")
