@@ -203,6 +203,38 @@ async def test_another_job_that_comes_for_the_old_poll_is_run_as_any_other(tmp_p
     assert [run.job.job_id for run in connector.runs] == ["new"]
 
 
+async def test_what_was_begun_waits_for_its_own_service_while_others_work(tmp_path: Path) -> None:
+    api, job = ScriptedApi(), leased_job("begun", service="slow-to-start")
+    journal = opened(tmp_path)
+    journal.begin(job.ref, job.service, PollId("poll-begun"))
+    journal.close()
+    api._by_poll[PollId("poll-begun")] = job
+    up, down = SimulatedConnector(), SimulatedConnector("slow-to-start")
+    down.is_healthy = False
+    async with agent_with_journal(api, tmp_path, up, down):
+        api.give(leased_job("other"))
+        await until(lambda: api.named("complete"))
+        assert [call.ref.job_id for call in api.named("complete")] == ["other"]
+        await until(lambda: api.parked)
+        down.come_back()
+        await until(lambda: len(api.named("complete")) == 2)
+    assert api.named("complete")[1].ref == job.ref
+    assert (api.named("release"), left(tmp_path)) == ([], [])
+
+
+async def test_what_was_begun_with_a_service_that_is_offered_no_more_goes_back_for_good(
+    tmp_path: Path,
+) -> None:
+    api, job = ScriptedApi(), leased_job("begun", service="gone")
+    journal = opened(tmp_path)
+    journal.begin(job.ref, job.service, PollId("poll-begun"))
+    journal.close()
+    api._by_poll[PollId("poll-begun")] = api._given[job.ref] = job
+    async with agent_with_journal(api, tmp_path, SimulatedConnector()):
+        await until(lambda: api.named("release"))
+    assert left(tmp_path) == []
+
+
 @pytest.mark.parametrize("is_finished", [True, False])
 async def test_a_prompt_that_comfyui_ran_on_with_is_not_submitted_again(
     tmp_path: Path, is_finished: bool

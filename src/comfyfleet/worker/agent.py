@@ -87,8 +87,11 @@ class Agent:
             self._run,
             lambda: self._registration.number,
             self._registration.renew,
+            self._next_begun,
             self._clear_away,
         )
+        self._begun: list[Begun] = []
+        """What the journal knew at the start, until a slot asks for it."""
         self._runs: dict[LeaseRef, AttemptRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: asyncio.Task[None] | None = None
@@ -119,7 +122,7 @@ class Agent:
             if isinstance(server.connector, TellsConnection):
                 server.connector.on_connection = partial(self._connection_hint, server)
         if self._journal is not None:
-            self._slots.begun.extend(self._journal.open())
+            self._begun.extend(self._journal.open())
         self._own(self._keep_going(self._tend))
         self._own(self._keep_going(self._heart.run))
         self._own(self._keep_going(self._news.run))
@@ -216,6 +219,9 @@ class Agent:
         server = self._by_service.get(job.service)
         if server is None or not server.is_up or self._is_draining:
             await self._decline(job)
+            if server is None and self._journal is not None:
+                # Begun when this worker had that service; it is nothing to ask for at each start.
+                self._journal.end(job.ref)
             return
         run = AttemptRun(job, server.connector, self._api, self._news, self._settings)
         self._runs[job.ref] = run
@@ -245,6 +251,14 @@ class Agent:
             server.defect = failure.message
         if failure.kind in _SERVER_MAY_BE_GONE:
             await self._make_sure(server)
+
+    def _next_begun(self) -> Begun | None:
+        """Once its server is there: until then it can be neither gone on with nor stopped."""
+        for place, begun in enumerate(self._begun):
+            server = self._by_service.get(begun.service)
+            if server is None or server.is_up:
+                return self._begun.pop(place)
+        return None
 
     async def _clear_away(self, begun: Begun) -> None:
         if (server := self._by_service.get(begun.service)) is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -27,8 +26,9 @@ _LONGEST_TURN_S = 0.01
 
 
 class Slots:
-    """`take` runs a lease to its end, `clear_away` ends what runs without one. `register_again` is called when the
-    other side does not know the worker, with what `registration` said before the poll.
+    """`take` runs a lease to its end, `clear_away` ends what runs without one; `next_begun` was begun before the agent
+    came to life, and is asked for before anything new. `register_again` is called when the other side does not know
+    the worker, with what `registration` said before the poll.
     """
 
     def __init__(
@@ -39,10 +39,9 @@ class Slots:
         take: Callable[[LeasedJob, PollId], Awaitable[None]],
         registration: Callable[[], int],
         register_again: Callable[[int], Awaitable[None]],
+        next_begun: Callable[[], Begun | None],
         clear_away: Callable[[Begun], Awaitable[None]],
     ) -> None:
-        self.begun: deque[Begun] = deque()
-        """What was begun before the agent came to life; asked for before anything new."""
         self.quiet = asyncio.Event()
         """Set while every slot rests: nothing is polled, run or reported."""
         self._api = api
@@ -51,6 +50,7 @@ class Slots:
         self._take = take
         self._registration = registration
         self._register_again = register_again
+        self._next_begun = next_begun
         self._clear_away = clear_away
         self._gate = asyncio.Event()
         self._parked: set[asyncio.Task[Any]] = set()
@@ -85,28 +85,33 @@ class Slots:
         while True:
             if not self._gate.is_set():
                 await self._rest()
-            if poll is None and self.begun:
+            if begun is None:
+                begun = self._next_begun()
+            if begun is not None:
                 # The poll of back then gets the lease of back then, if that is still alive.
-                begun = self.begun.popleft()
-                poll = Poll(self._worker_id, PollId(begun.poll_id), 0.0)
-            elif poll is None:
-                self._polls += 1
-                poll_id = PollId(f"{self._poll_prefix}-{self._polls}")
-                poll = Poll(self._worker_id, poll_id, self._settings.poll_wait_s)
-            is_answered, job = await self._poll(poll, backoff)
+                asked = Poll(self._worker_id, PollId(begun.poll_id), 0.0)
+            else:
+                asked = poll = poll or self._new_poll()
+            is_answered, job = await self._poll(asked, backoff)
             if not is_answered:
                 # The answer may be lost, not the lease: the same poll is asked again.
                 continue
-            asked, poll = poll.poll_id, None
-            if begun is not None:
+            if begun is None:
+                poll = None
+            else:
                 if job is None or job.attempt_id != begun.attempt_id:
                     await self._clear_away(begun)
                 begun = None
             if job is not None:
-                await self._take(job, asked)
+                await self._take(job, asked.poll_id)
             if loop.time() >= turn_ends_at:
                 await asyncio.sleep(0)
                 turn_ends_at = loop.time() + _LONGEST_TURN_S
+
+    def _new_poll(self) -> Poll:
+        self._polls += 1
+        poll_id = PollId(f"{self._poll_prefix}-{self._polls}")
+        return Poll(self._worker_id, poll_id, self._settings.poll_wait_s)
 
     async def _rest(self) -> None:
         self._resting += 1
