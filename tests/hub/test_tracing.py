@@ -19,7 +19,9 @@ from tests.worker._comfyui import lab_fail, picture
 from tests.worker._scripted import quick, until
 
 from comfyfleet.cli import logs
+from comfyfleet.client.fleet import FleetClient
 from comfyfleet.model.access import Role
+from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.trace import parse_traceparent, trace_id_of, traceparent_of
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
@@ -92,6 +94,26 @@ async def test_a_trace_is_carried_from_the_caller_to_the_attempt_and_back(
     ]:
         line = told[logger, message]
         assert (line["trace_id"], line["attempt_id"]) == (TRACE, attempt), line
+
+
+async def test_a_trace_is_taken_from_the_client_and_from_a_message_of_the_socket_too() -> None:
+    graph = submission()["payload"]["workflow"]
+    async with running_hub() as rig, FleetClient(rig.url, rig.keys[Role.TENANT]) as client:
+        made = [(await client.submit(graph, traceparent=TRACEPARENT)).id]
+        for each in await client.submit_many([graph], traceparent=TRACEPARENT):
+            assert not isinstance(each, Refusal)
+            made.append(each.id)
+        headers = {"authorization": f"Bearer {rig.keys[Role.TENANT]}"}
+        async with rig.session.ws_connect(rig.url + "/hub", headers=headers) as socket:
+            for trace in (TRACEPARENT, 7):
+                await socket.send_json(
+                    {"type": "submit_job", "payload": {"workflow": graph}, "traceparent": trace}
+                )
+                while (said := await socket.receive_json(timeout=5))["type"] != "job_submitted":
+                    pass
+                made.append(said["job_id"])
+        traces = [(await client.get(job_id)).trace_id for job_id in made]
+    assert traces == [TRACE, TRACE, TRACE, made[-1].replace("-", "")]
 
 
 async def test_the_services_error_and_traceback_are_kept_with_the_attempt_and_logged_with_it(

@@ -103,15 +103,17 @@ class FleetClient:
         *,
         idempotency_key: str | None = None,
         attach: Mapping[str, FileLike] | None = None,
+        traceparent: str | None = None,
         **options: Unpack[SubmitOptions],
     ) -> answers.SubmittedBody:
         """Durable when it returns. The same `idempotency_key`, or `reference`, with the same content is one job.
 
         `attach={"10.image": "photo.png"}` uploads the file and gives it to the input `image` of node 10.
+        `traceparent`, the caller's own (W3C Trace Context), goes with the job to its attempts.
         """
         await self._attach(attach, options)
         body = submission(workflow, options)
-        headers = {}
+        headers = _traced(traceparent)
         if body.reference is None or idempotency_key is not None:
             headers["idempotency-key"] = idempotency_key or uuid.uuid4().hex
         return await self._link.ask("submit", answers.SubmittedBody, body=body, headers=headers)
@@ -122,6 +124,7 @@ class FleetClient:
         *,
         on_progress: Callable[[int, int], object] | None = None,
         attach: Mapping[str, FileLike] | None = None,
+        traceparent: str | None = None,
         **options: Unpack[SubmitOptions],
     ) -> list[answers.SubmittedBody | Refusal]:
         """Each workflow with the same options and files, in batches. In their order: the job, or why it was refused.
@@ -141,7 +144,7 @@ class FleetClient:
                 "submit_batch",
                 answers.BatchAnswer,
                 body=bodies.BatchBody(part),
-                headers={"idempotency-key": uuid.uuid4().hex},
+                headers={"idempotency-key": uuid.uuid4().hex, **_traced(traceparent)},
             )
             found += [_job_or_refusal(item) for item in answer.items]
             if on_progress is not None:
@@ -438,6 +441,10 @@ class FleetClient:
 
     async def health(self) -> answers.HealthBody:
         return await self._link.ask("health", answers.HealthBody)
+
+
+def _traced(traceparent: str | None) -> dict[str, str]:
+    return {} if traceparent is None else {"traceparent": traceparent}
 
 
 def _job_or_refusal(item: answers.BatchItem) -> answers.SubmittedBody | Refusal:

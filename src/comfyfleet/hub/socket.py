@@ -37,6 +37,7 @@ from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import AuditEntry, Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.trace import parse_traceparent
 from comfyfleet.wire import bodies, socket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.progress import EventsQuery
@@ -311,7 +312,10 @@ class Session:
         engine = self._hub.engine
         match name:
             case "submit_job":
-                submission = await self._hub.inputs.checked(bodies.submission(body, self.caller.owner))
+                trace = message.get("traceparent")
+                trace = parse_traceparent(trace) if isinstance(trace, str) else None
+                asked = bodies.submission(body, self.caller.owner, traceparent=trace)
+                submission = await self._hub.inputs.checked(asked)
                 submitted = await self._noted(
                     name, lambda: engine.submit(submission, is_own=True), lambda made: made.job_id
                 )

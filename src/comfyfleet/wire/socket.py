@@ -21,7 +21,7 @@ from comfyfleet.wire.route import CALLERS, READERS, WORKERS
 from comfyfleet.wire.spelling import Face, spell, understood
 from comfyfleet.wire.worker import LeaseBody, Slots, Wait, lease_body
 
-_BESIDE = frozenset({"type", "request_id", "message_id", "timestamp", "client_id"})
+_BESIDE = frozenset({"type", "request_id", "message_id", "timestamp", "client_id", "traceparent"})
 """May stand in any message: what kind it is, and what its sender knows it by."""
 
 
