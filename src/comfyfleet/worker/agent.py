@@ -28,7 +28,7 @@ from comfyfleet.worker.commands import CommandListener
 from comfyfleet.worker.heart import Heart
 from comfyfleet.worker.journal import Begun, Journal, stop_orphan
 from comfyfleet.worker.news import NewsSender
-from comfyfleet.worker.presence import Server, TellsConnection, check_all
+from comfyfleet.worker.presence import HasClientId, Server, TellsConnection, check_all
 from comfyfleet.worker.registration import Registration
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff
 from comfyfleet.worker.slots import Slots
@@ -123,6 +123,9 @@ class Agent:
                 server.connector.on_connection = partial(self._connection_hint, server)
         if self._journal is not None:
             self._begun.extend(self._journal.open())
+            for server in self._servers:
+                if isinstance(server.connector, HasClientId):
+                    server.connector.client_id = self._journal.client_id
         self._own(self._keep_going(self._tend))
         self._own(self._keep_going(self._heart.run))
         self._own(self._keep_going(self._news.run))

@@ -14,6 +14,7 @@ import io
 import logging
 import os
 import re
+import secrets
 import shutil
 import sys
 from pathlib import Path
@@ -78,6 +79,8 @@ class Journal:
         self._lock_path = folder / f"{name}.lock"
         self.spool = folder / f"{name}.files"
         """For files on their way. What is found there at the start is nobody's."""
+        self.client_id: str | None = None
+        """Who this worker is to its servers, at each start; of one process at a time."""
         self._worker_id = worker_id
         self._lock: io.FileIO | None = None
         self._file: io.BufferedWriter | None = None
@@ -119,7 +122,7 @@ class Journal:
             if file is not None:
                 with contextlib.suppress(OSError):
                     file.close()
-        self._file = self._lock = None
+        self._file = self._lock = self.client_id = None
 
     def _take_lock(self) -> bool:
         if sys.platform == "win32":
@@ -137,6 +140,12 @@ class Journal:
                 self._worker_id,
             )
             return False
+        self.client_id = self._lock.read().decode("ascii", "replace")
+        if re.fullmatch("[0-9a-f]{32}", self.client_id) is None:
+            self.client_id = secrets.token_hex(16)
+            self._lock.truncate(0)
+            self._lock.seek(0)
+            self._lock.write(self.client_id.encode())
         return True
 
     def _read(self) -> dict[str, Begun]:

@@ -24,6 +24,13 @@ class TellsConnection(Protocol):
     on_connection: Callable[[bool], None] | None
 
 
+@runtime_checkable
+class HasClientId(Protocol):
+    """A connector whose server tells of a run to the one who began it, known by this. Read when it is opened."""
+
+    client_id: str | None
+
+
 class Server:
     """One connector and what is known of the server behind it."""
 

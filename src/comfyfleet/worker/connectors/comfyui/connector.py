@@ -51,6 +51,9 @@ class ComfyUI:
         self.settings = settings or ComfyUISettings()
         self.on_connection: Callable[[bool], None] | None = None
         """Told when the websocket is lost against our will, and when it is back."""
+        self.client_id: str | None = None
+        """By which the server knows whom to tell of a prompt. One that is the same after a restart of this program
+        hears of what the server still runs from before."""
         self._api = Api(self.address, self.settings)
         self._listener: Listener | None = None
         self._client_id = ""
@@ -78,7 +81,7 @@ class ComfyUI:
         if self._listener is not None:
             return
         await self._api.open()
-        self._client_id = uuid.uuid4().hex
+        self._client_id = self.client_id or uuid.uuid4().hex
         self._losses_seen = 0
         self._listener = Listener(
             self._api, self.settings, self._client_id, self._restarted, self._tell_connection
