@@ -100,7 +100,7 @@ async def test_a_killed_worker_goes_on_with_its_run_when_it_is_back_in_time(
 ) -> None:
     async with fleet_of(tmp_path, transport) as fleet:
         worker = await fleet.start_worker()
-        job_id = await fleet.submit(3.0)
+        job_id = await fleet.submit(1.5)
         await fleet.running()
         await kill(worker)
         await fleet.start_worker()
@@ -130,7 +130,7 @@ async def test_a_worker_comes_back_with_its_server_and_runs_what_died_with_it_ag
 ) -> None:
     async with fleet_of(tmp_path, transport) as fleet:
         worker = await fleet.start_worker()
-        job_id = await fleet.submit(2.0)
+        job_id = await fleet.submit(1.0)
         await fleet.running()
         await fleet.fake.restart()
         assert (await fleet.ends(job_id))[-1] == "completed"
