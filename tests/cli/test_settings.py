@@ -133,12 +133,16 @@ def test_secrets_are_not_shown() -> None:
         "COMFYFLEET_KEY": "cfk_a_secret",
         "COMFYFLEET_ENROL": "cfe_a_secret",
         "COMFYFLEET_STORE": "redis://me:secret@host:1/0",
+        "COMFYFLEET_SERVERS": "http://me:se=secret@gpu:1/comfy,me:secret@gpu:2,gpu:3",
+        "COMFYFLEET_SERVICES": "comfyui=https://me:secret@gpu/x@y",
     }
     shown = {
         name: value for name, value, _ in read_settings(config=os.devnull, environment=environment).shown()
     }
     assert "secret" not in str(shown)
     assert shown["store"] == "redis://…@host:1/0"
+    assert shown["servers"] == ["http://…@gpu:1/comfy", "…@gpu:2", "gpu:3"]
+    assert shown["services"] == ["comfyui=https://…@gpu/x@y"]
 
 
 def test_the_usual_data_folder_is_the_users() -> None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 from msgspec import Meta
@@ -33,6 +33,9 @@ OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 LISTS = frozenset({"servers", "services", "webhook_allow"})
 """In the environment with commas or spaces between."""
 SECRET = frozenset({"key", "enrol"})
+ADDRESSES = frozenset({"store", "hub", "servers", "services"})
+_CREDENTIALS = re.compile(r"^((?:\w+=)?(?:\w+://)?)[^/]*@")
+"""A user and a password in an address, behind its scheme and the name of a service."""
 TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules}
 CAPS = frozenset({"max_waiting", "max_open_bytes"})
 """Rules of the engine that bound what it takes in: whoever looks for them looks among the limits."""
@@ -143,10 +146,9 @@ def masked(name: str, value: Any) -> Any:
         return None
     if name in SECRET:
         return "…"
-    if name in ("store", "hub") and "@" in value:
-        parts = urlsplit(value)
-        return urlunsplit(parts._replace(netloc="…@" + parts.netloc.rpartition("@")[2]))
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [masked(name, each) for each in value]
+    return _CREDENTIALS.sub(r"\1…@", value) if name in ADDRESSES else value
 
 
 def flag_of(name: str) -> str:
