@@ -17,6 +17,8 @@ from tests.worker._scripted import WORKER, ScriptedApi, leased_job, quick, until
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import Timeouts
+from comfyfleet.pool.agents import Agents
+from comfyfleet.pool.options import Server
 from comfyfleet.ports import Connector
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent
@@ -120,6 +122,21 @@ def test_files_on_their_way_are_nobodys_after_a_crash(tmp_path: Path) -> None:
     again = opened(tmp_path)
     assert list(again.spool.iterdir()) == []
     again.close()
+
+
+@pytest.mark.parametrize(
+    ("server", "has_one"),
+    [
+        (Server("http://gpu:1", id="gpu"), True),
+        (Server(id="gpu", connector=ComfyUI("http://gpu:1")), True),
+        (Server(id="gpu", connector=SimulatedConnector(), more=(ComfyUI("http://gpu:1"),)), True),
+        (Server(id="gpu", connector=SimulatedConnector()), False),
+    ],
+)
+def test_a_worker_has_one_where_something_may_outlive_it(
+    tmp_path: Path, server: Server, has_one: bool
+) -> None:
+    assert (Agents(lambda *_: None, journals=tmp_path).journal_of(server) is not None) == has_one
 
 
 def test_a_folder_that_cannot_be_written_costs_no_job(

@@ -18,6 +18,7 @@ from comfyfleet.pool.options import Server
 from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings
+from comfyfleet.worker.connectors.simulated import SimulatedConnector
 from comfyfleet.worker.journal import Journal
 from comfyfleet.worker.settings import AgentSettings, AgentState
 
@@ -67,7 +68,9 @@ class Agents:
 
     def journal_of(self, server: Server) -> Journal | None:
         """None for what ends with this process: there is nothing to go on with."""
-        if self._journals is None or server.connector is not None:
+        connectors = [*((server.connector,) if server.connector is not None else ()), *server.more]
+        is_pretended = all(isinstance(connector, SimulatedConnector) for connector in connectors)
+        if self._journals is None or (server.url is None and is_pretended):
             return None
         return Journal(self._journals, WorkerId(str(server.id)))
 
