@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
 from tests.engine._rig import Rig, graph
 
+from comfyfleet.model.calls import Poll
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.ids import PollId
 
 
 async def test_a_job_runs_and_completes() -> None:
@@ -29,6 +34,22 @@ async def test_a_parked_poll_gets_the_job_that_arrives() -> None:
         leased = parked.result()
         assert leased is not None
         assert leased.job_id == job_id
+
+
+async def test_a_lease_that_runs_stays_when_whoever_asked_for_it_again_hangs_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        await rig.submit()
+        leased = await rig.take("a")
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.store.records, "get", lambda _: asyncio.Event().wait())
+            again = asyncio.create_task(rig.engine.poll(Poll(leased.worker_id, PollId("poll-1"), 0)))
+            await rig.settle()
+            again.cancel()
+            await asyncio.wait({again})
+        assert (await rig.complete(leased)).phase is Phase.COMPLETED
 
 
 async def test_the_only_worker_takes_the_job_again_by_itself_when_the_cooldown_ends() -> None:

@@ -158,7 +158,8 @@ class WorkerDesk:
     async def _forsake(self, poll_id: PollId) -> None:
         """Nobody waits for the answer of this poll any more: what was leased for it goes back at once."""
         granted = await self._context.store.leased_by_poll(poll_id)
-        if granted is not None:
+        # One that is acknowledged was told before, and runs: it was only asked for again, by an agent that came back.
+        if granted is not None and granted.lease is not None and not granted.lease.is_acknowledged:
             await self._context.give_back(granted)
 
     async def _leased_job(self, dispatch: Dispatch) -> LeasedJob:
