@@ -1,4 +1,4 @@
-"""`comfyfleet worker --hub` as a real process over both transports: killed, told to stop, left by its server."""
+"""`comfyfleet worker --hub` as a real process over both transports: killed, told to stop, left by its server or hub."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.hub._hub import HubRig, running_hub, submission
 from tests.worker._comfyui import slow
 from tests.worker._scripted import until
 
+from comfyfleet.cli.local import read_hub
+from comfyfleet.client.fleet import FleetClient
 from comfyfleet.policy.rules import Rules
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 
@@ -168,3 +170,28 @@ async def test_a_drain_gives_back_what_does_not_end_in_its_grace(tmp_path: Path,
         assert (await asyncio.to_thread(stop, worker, signal.SIGTERM))[0] == 0
         assert await fleet.ends(job_id, "queued") == ["released"]
         await until(lambda: fleet.outcomes == ["interrupted"])
+
+
+async def test_a_run_outlives_its_hub_and_is_reported_to_the_next_under_its_lease(
+    tmp_path: Path, transport: str
+) -> None:
+    env = {"COMFYFLEET_DATA": str(tmp_path), "COMFYFLEET_LOG_LEVEL": "error"}
+    hub = (*CLI, "hub", "--store", f"sqlite:///{tmp_path}/fleet.db")
+    async with FakeComfyUI() as fake, AsyncExitStack() as stack:
+        with started(*hub, "--port", "0", env=env) as first:
+            await said(first, "The hub answers at")
+            here = read_hub(tmp_path)
+            assert here is not None
+            worker = started(
+                *CLI, "worker", "--transport", transport, "--name", "gpu", "--server", fake.url, env=env
+            )
+            await said(stack.enter_context(worker), ": online")
+            client = await stack.enter_async_context(FleetClient(here.url, here.key))
+            job = await client.submit(slow(steps=30, step_seconds=0.05))
+            await until(lambda: fake.stats.prompt_log, within_s=20)
+            await kill(first)
+        with started(*hub, "--port", here.url.rpartition(":")[2], env=env):
+            assert (await client.wait(job.id, timeout=30)).status == "completed"
+            ended = await client.get(job.id)
+        assert [attempt.outcome for attempt in ended.history] == ["completed"]
+        assert [run.outcome for run in fake.stats.prompt_log] == ["success"]
