@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import pytest_asyncio
 from tests.hub._hub import HubRig, hub_in_process, running_hub
 
+from comfyfleet.hub.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import WorkerId
@@ -67,21 +69,41 @@ async def test_a_revoked_key_opens_nothing_from_that_moment_on(rig: HubRig) -> N
     assert (await rig.ask("DELETE", "/api/keys/nobody")).code == "not_found"
 
 
-@pytest.mark.parametrize("protocols", [(), (AGENT_PROTOCOL,)])
-async def test_nor_does_it_on_a_connection_that_it_had_opened(protocols: tuple[str, ...]) -> None:
-    async with running_hub() as rig:
-        made = (await rig.post("/api/keys", {"role": "worker"})).body
-        headers = {"authorization": f"Bearer {made['key']}"}
-        beat = {"worker_id": "gpu-a"}
-        message = {"type": "heartbeat", "request_id": 1, "body": beat, **beat}
-        async with rig.session.ws_connect(rig.url + "/hub", headers=headers, protocols=protocols) as socket:
-            codes = []
-            for _ in range(2):
-                await socket.send_json(message)
-                answer = await socket.receive_json(timeout=5)
-                codes.append((answer.get("problem") or answer["body"])["code"])
-                await rig.ask("DELETE", f"/api/keys/{made['id']}")
-    assert codes == ["not_found", "unauthenticated"]
+@pytest.mark.parametrize("is_here", [True, False], ids=["at this hub", "at another"])
+async def test_connections_that_a_key_had_opened_end_when_it_is_revoked(is_here: bool) -> None:
+    async with running_hub(limits=Limits(beat_s=3600 if is_here else 0.05)) as rig, asyncio.timeout(20):
+        job_id = await rig.submit()
+        worker = (await rig.post("/api/keys", {"role": "worker"})).body
+        viewer = (await rig.post("/api/keys", {"role": "viewer"})).body
+        polling, looking = ({"authorization": f"Bearer {made['key']}"} for made in (worker, viewer))
+        offer = {"services": [{"name": "another"}]}
+        await rig.post("/api/worker/register", {"worker_id": "gpu-b", "capabilities": offer})
+        poll = {"worker_id": "gpu-b", "poll_id": "1", "wait_s": 30}
+        async with AsyncExitStack() as staying:
+            sockets = [
+                await staying.enter_async_context(
+                    rig.session.ws_connect(rig.url + "/hub", headers=polling, protocols=protocols)
+                )
+                for protocols in ((), (AGENT_PROTOCOL,))
+            ]
+            streams = [
+                await staying.enter_async_context(rig.session.get(rig.url + path, headers=looking))
+                for path in (f"/api/jobs/{job_id}/progress", "/api/events")
+            ]
+            parked = asyncio.ensure_future(rig.ask("POST", "/api/worker/poll", poll, key=worker["key"]))
+            while rig.hub.places.counts() != {"stream": 2, "socket": 2, "poll": 1}:
+                await asyncio.sleep(0.01)
+            for made in (worker, viewer):
+                if is_here:
+                    await rig.ask("DELETE", f"/api/keys/{made['id']}")
+                else:
+                    await rig.hub.keys.revoke(made["id"])
+            for stream in streams:
+                await stream.content.read()
+            assert [(await socket.receive()).data for socket in sockets] == [1008, 1008]
+            assert (await parked).code == "unauthenticated"
+            while any(rig.hub.places.counts().values()):
+                await asyncio.sleep(0.01)
 
 
 async def test_a_rotated_key_has_a_new_secret_and_the_old_one_for_as_long_as_was_said(rig: HubRig) -> None:

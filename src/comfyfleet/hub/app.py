@@ -11,7 +11,7 @@ from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance
 from comfyfleet.hub.audit import Audit
-from comfyfleet.hub.credentials import Credentials
+from comfyfleet.hub.credentials import Credentials, KeyWatch
 from comfyfleet.hub.delivering import Delivering
 from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.events import FleetFeed
@@ -71,6 +71,7 @@ class Hub:
         sender = Sender(engine, book, webhooks, guard, SystemChance())
         self._delivering = Delivering(engine, book, webhooks, guard, sender)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
+        self._key_watch = KeyWatch(self.keys, places, self.limits.beat_s)
         inputs = InputDesk(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
         handlers: dict[str, Handler] = {
@@ -80,7 +81,7 @@ class Hub:
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
             **workers.bound(),
-            **KeyHandlers(self.keys, credentials, self.audit).bound(),
+            **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
             **PageHandlers(engine, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
             **HealthHandlers(engine.store, ROUTES, lambda: self._is_stopping).bound(),
@@ -120,12 +121,15 @@ class Hub:
         return len(self._rooms)
 
     def start(self) -> None:
-        """Facts go out to their receivers from now on. Can be called twice."""
+        """Facts go out to their receivers from now on, and open connections are asked for their keys. Can be called
+        twice."""
         self._delivering.start()
+        self._key_watch.start()
 
     async def finish(self) -> None:
         """After `stop`: nothing of the hub runs any more. Can be called twice."""
         await self._delivering.close()
+        await self._key_watch.close()
 
     def stop(self) -> None:
         """Answers whoever is parked and ends every stream, so that nobody keeps the server from ending. Can be called

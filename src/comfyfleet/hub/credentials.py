@@ -1,21 +1,27 @@
 """Who stands at the door: a bearer key, a token in the query where a browser can do no better, or an open loopback.
 
 What a key is, and whether it is good, is `tenancy/keys.py`'s. A good key is remembered for a few seconds, so that a
-request costs no look into the store; revoked here it is forgotten at once, at another hub within those seconds.
+request costs no look into the store; revoked here it is forgotten at once, at another hub within those seconds. Who
+stays, on a stream or a socket, is asked again as long as it stays.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import ipaddress
+import logging
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from comfyfleet.hub.limits import Limits, Rate
+from comfyfleet.hub.places import Places
 from comfyfleet.model.access import Caller, Role
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.ports import Clock
 from comfyfleet.tenancy.keys import Keys
+
+_LOG = logging.getLogger(__name__)
 
 _REMEMBER_S = 5.0
 _MAX_REMEMBERED = 10_000
@@ -67,6 +73,35 @@ class Credentials:
         """The key was changed: what is remembered of it is not good any more."""
         for digest in [digest for digest, (caller, _) in self._known.items() if caller.key_id == key_id]:
             del self._known[digest]
+
+
+class KeyWatch:
+    """Ends connections whose key was revoked at another hub, or has expired, within `every_s`."""
+
+    def __init__(self, keys: Keys, places: Places, every_s: float) -> None:
+        self._keys = keys
+        self._places = places
+        self._every_s = every_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                for key_id in self._places.holders():
+                    if key_id != _OPEN.key_id and await self._keys.is_over(key_id):
+                        self._places.end(key_id)
+            except Fault as fault:
+                _LOG.warning("open connections could not be asked for their keys: %s", fault)
 
 
 def is_loopback(host: str) -> bool:

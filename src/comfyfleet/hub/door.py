@@ -14,6 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
@@ -26,7 +27,7 @@ from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.limits import HungUp, Limits, Rate, check_json, read_body
 from comfyfleet.hub.paths import Found, Paths
-from comfyfleet.hub.places import Places
+from comfyfleet.hub.places import Place, Places
 from comfyfleet.hub.queries import read_query
 from comfyfleet.model.access import AuditEntry, Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -220,8 +221,8 @@ class Door:
             return await handler(call)
         if self._is_closing:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
-        with self._places.held("poll", call.caller.key_id, call.address):
-            return await self._attend(call, _coroutine(handler(call)))
+        with self._places.held("poll", call.caller.key_id, call.address) as place:
+            return await self._attend(call, place, _coroutine(handler(call)))
 
     async def _audited(self, call: Call[Any], handler: Handler) -> Reply | Response:
         caller, route = call.caller, call.route
@@ -247,18 +248,23 @@ class Door:
             body = b"{}"
         return decode(self._decoders[call.route.name], body, self._limits.max_depth)
 
-    async def _attend(self, call: Call[Any], work: Coroutine[Any, Any, Reply | Response]) -> Reply | Response:
-        """Whoever hangs up is not waited for: a parked poll ends with its connection."""
+    async def _attend(
+        self, call: Call[Any], place: Place, work: Coroutine[Any, Any, Reply | Response]
+    ) -> Reply | Response:
+        """Whoever hangs up is not waited for: a parked poll ends with its connection, and with its key."""
         task = asyncio.ensure_future(work)
+        place.end = partial(_cancel, task)
         watch = asyncio.ensure_future(_until_hung_up(call.receive))
         self._parked.add(task)
         try:
             await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not task.cancelled():
                 return task.result()
-            if self._is_closing and not watch.done():
+            if watch.done():
+                raise HungUp
+            if self._is_closing:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
-            raise HungUp
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "the key is not good any more")
         finally:
             self._parked.discard(task)
             for each in (task, watch):
@@ -292,6 +298,10 @@ def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> 
         takes = get_type_hints(handlers[route.name])["call"].__args__[0]
         given = next((kind for kind in (route.decodes, route.query) if kind is not None), type(None))
         assert takes is given, f"the handler of {route.name} takes {takes}, the table says {given}"
+
+
+def _cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
 
 
 def _made(reply: Reply | Response) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfyfleet.hub.audit import Audit, start_after
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.places import Places
 from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.wire import bodies, worker
@@ -12,10 +13,11 @@ from comfyfleet.wire import keys as wire
 
 
 class KeyHandlers:
-    def __init__(self, keys: Keys, credentials: Credentials, audit: Audit) -> None:
+    def __init__(self, keys: Keys, credentials: Credentials, places: Places, audit: Audit) -> None:
         self._keys = keys
         self._audit = audit
         self._credentials = credentials
+        self._places = places
 
     def bound(self) -> dict[str, Handler]:
         return {
@@ -49,6 +51,7 @@ class KeyHandlers:
     async def revoke(self, call: Call[None]) -> Reply:
         key = await self._keys.revoke(call.parameters["key_id"])
         self._credentials.forget(key.key_id)
+        self._places.end(key.key_id)
         return Reply(200, wire.view(key))
 
     async def rotate_own(self, call: Call[wire.RotateBody]) -> Reply:

@@ -57,7 +57,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_held_per_address: int = 10_000
     """… and as many from one address, which may be a proxy's."""
     beat_s: float = 15.0
-    """How often a stream that has nothing to say says that it lives."""
+    """How often a stream that has nothing to say says that it lives, and whoever stays is asked for its key."""
     max_in_flight: int = 20_000
     """Requests that are being answered, parked polls among them."""
 

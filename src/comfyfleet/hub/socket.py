@@ -112,13 +112,13 @@ class Sockets:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
             identify = partial(self._credentials.caller, headers, address, token_in(scope))
             caller = await identify()
-            place = ExitStack()
-            place.enter_context(self._places.held("socket", caller.key_id, address))
+            staying = ExitStack()
+            place = staying.enter_context(self._places.held("socket", caller.key_id, address))
         except (Refusal, Fault) as error:
             await _refuse(scope, error, send)
             return
         session: Session | AgentSession
-        with place:
+        with staying:
             if socket.AGENT_PROTOCOL in scope.get("subprotocols", ()):
                 await send({"type": "websocket.accept", "subprotocol": socket.AGENT_PROTOCOL})
                 session = AgentSession(
@@ -128,6 +128,8 @@ class Sockets:
                 await send({"type": "websocket.accept"})
                 session = Session(self, identify, caller, address, send)
             self._sessions[session] = None
+            # 1008: what it does is not allowed (any more).
+            place.end = partial(session.close, 1008, "the key is not good any more")
             try:
                 await session.run(receive)
             finally:
@@ -151,7 +153,7 @@ class Session:
         self._workers = SocketWorkers(
             hub.engine, hub.inputs, caller, hub.limits.max_wait_s, self.tell, hub.workers.check_files
         )
-        self._is_closed = False
+        self._closing: tuple[int, str] | None = None
 
     async def run(self, receive: Receive) -> None:
         reading, writing = (
@@ -172,8 +174,9 @@ class Session:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     _LOG.debug("a connection ended: %r", error)
 
-    def close(self) -> None:
-        self._is_closed = True
+    def close(self, code: int = 1012, reason: str = "the hub is stopping") -> None:
+        """1012: the service restarts; come again."""
+        self._closing = self._closing or (code, reason)
         self._news.set()
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -201,9 +204,9 @@ class Session:
                 ):
                     self._unsubscribe(job_id)
             await self._write_monitor()
-            if self._is_closed:
-                # 1012: the service restarts; come again.
-                await self._send({"type": "websocket.close", "code": 1012, "reason": "the hub is stopping"})
+            if self._closing is not None:
+                code, reason = self._closing
+                await self._send({"type": "websocket.close", "code": code, "reason": reason})
                 return
 
     async def _write_monitor(self) -> None:

@@ -72,10 +72,11 @@ class AgentSession:
         self._room_for_more = asyncio.Event()
         self._parked: dict[int, asyncio.Task[None]] = {}
         self._at_work: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self._closing: tuple[int, str] | None = None
 
-    def close(self) -> None:
-        self._is_closed = True
+    def close(self, code: int = 1012, reason: str = "the hub is stopping") -> None:
+        """1012: the service restarts; come again."""
+        self._closing = self._closing or (code, reason)
         self._news.set()
 
     async def run(self, receive: Receive) -> None:
@@ -102,9 +103,9 @@ class AgentSession:
             while self._answers:
                 await self._send({"type": "websocket.send", "text": self._answers.popleft().decode()})
             self._room_for_more.set()
-            if self._is_closed:
-                # 1012: the service restarts; come again.
-                await self._send({"type": "websocket.close", "code": 1012, "reason": "the hub is stopping"})
+            if self._closing is not None:
+                code, reason = self._closing
+                await self._send({"type": "websocket.close", "code": code, "reason": reason})
                 return
 
     def _tell(self, type_: str, request_id: int, status: int, body: Any) -> None:

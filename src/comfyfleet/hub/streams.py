@@ -63,6 +63,12 @@ class Watcher:
         self._is_closed = True
         self.wake()
 
+    def end(self) -> None:
+        self.close()
+        if self.is_writing:
+            # It reads so slowly that it would not see the end in time.
+            self.drop()
+
     def drop(self) -> None:
         """It takes nothing: what is being written to it is given up."""
         if self.task is not None:
@@ -163,10 +169,7 @@ class StreamHandlers:
         if self._timer is not None:
             self._timer.cancel()
         for watcher in list(self._watchers):
-            watcher.close()
-            if watcher.is_writing:
-                # It reads so slowly that it would not see the end in time.
-                watcher.drop()
+            watcher.end()
 
     # one job
 
@@ -201,7 +204,7 @@ class StreamHandlers:
                 watcher.wake()
 
         with ExitStack() as staying:
-            staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
+            place = staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
             room = await self._rooms.enter(job_id, wake)
             staying.callback(self._rooms.leave, room, wake)
             if not call.caller.sees(room.tenant):
@@ -210,6 +213,7 @@ class StreamHandlers:
                 # Nothing is left to say; a browser that gets this does not ask again.
                 return Reply(204)
             watcher = Watcher(room, room.first(min(after, room.told)))
+            place.end = watcher.end
             return self._watched(watcher, staying.pop_all().close)
 
     # the fleet
@@ -219,7 +223,8 @@ class StreamHandlers:
         wanted = Wanted(call.given, _scope(call.caller, call.given))
         watcher = Watcher(self._fleet, Entry("resync", {"reason": "begin: read the lists first"}).sse, wanted)
         with ExitStack() as staying:
-            staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
+            place = staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
+            place.end = watcher.end
             self._fleet.join(watcher.wake)
             staying.callback(self._fleet.leave, watcher.wake)
             return self._watched(watcher, staying.pop_all().close)

@@ -77,8 +77,12 @@ class Keys:
         is_good = hmac.compare_digest(key.digest, digest)
         if key.old_digest is not None and key.old_until is not None and now < key.old_until:
             is_good |= hmac.compare_digest(key.old_digest, digest)
-        is_over = key.revoked_at is not None or (key.expires_at is not None and now >= key.expires_at)
-        return key if is_good and not is_over else None
+        return key if is_good and not _is_over(key, now) else None
+
+    async def is_over(self, key_id: str) -> bool:
+        """Whether nobody can have this key (any more), whatever its secret."""
+        document = await self._cabinet.get(_KEYS, key_id)
+        return document is None or _is_over(_key(document), self._clock.now())
 
     async def rotate(self, key_id: str, overlap_s: float = 0.0) -> tuple[ApiKey, str]:
         secret = secrets.token_hex(32)
@@ -165,6 +169,10 @@ class Keys:
 
 def _key(document: Document) -> ApiKey:
     return msgspec.json.decode(document.body, type=ApiKey)
+
+
+def _is_over(key: ApiKey, now: float) -> bool:
+    return key.revoked_at is not None or (key.expires_at is not None and now >= key.expires_at)
 
 
 def _digest(secret: str) -> str:
