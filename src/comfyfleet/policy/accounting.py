@@ -1,0 +1,242 @@
+"""What things cost, what follows for the book, and whether a book is right. Pure: databases write what is made here.
+
+A price gives two numbers: a *ceiling* that is held when a round begins, and a *cost* when it completed, which never
+exceeds what was held. Every change of an account is a posting; an account is nothing but their sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import assert_never
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.ledger import (
+    MAX_CREDITS,
+    Account,
+    Adjustment,
+    Book,
+    CreditGrant,
+    FlatPrice,
+    GpuPrice,
+    GrantState,
+    Hold,
+    HoldId,
+    Outcome,
+    OutputPrice,
+    Posting,
+    PostingKind,
+    Price,
+    ServicePrice,
+    Settlement,
+    Usage,
+)
+
+_MILLISECONDS = 1000
+
+
+def ceiling(price: Price, service: str) -> int:
+    """The most a round can cost: what is held for it."""
+    match price:
+        case FlatPrice(credits=amount):
+            pass
+        case ServicePrice():
+            amount = _of_service(price, service)
+        case OutputPrice():
+            amount = price.base + price.credits_each * price.most_outputs
+        case GpuPrice():
+            amount = price.base + price.credits_per_second * price.most_seconds
+        case _:
+            assert_never(price)
+    _check_amount(amount, "the price of a job")
+    return amount
+
+
+def cost(price: Price, usage: Usage) -> int:
+    """What a completed round costs, at most its ceiling. A part of a credit counts as a whole one."""
+    match price:
+        case FlatPrice(credits=amount):
+            return amount
+        case ServicePrice():
+            return _of_service(price, usage.service)
+        case OutputPrice():
+            return price.base + price.credits_each * min(max(usage.outputs, 0), price.most_outputs)
+        case GpuPrice():
+            milliseconds = min(max(usage.gpu_milliseconds, 0), price.most_seconds * _MILLISECONDS)
+            # In whole numbers throughout: two machines must not differ by a rounding.
+            return price.base - (-price.credits_per_second * milliseconds // _MILLISECONDS)
+    assert_never(price)
+
+
+def _of_service(price: ServicePrice, service: str) -> int:
+    amount = price.services.get(service, price.otherwise)
+    if amount is None:
+        raise Refusal(
+            RefusalCode.NOT_ALLOWED,
+            f"there is no price for the service {service!r}, so it cannot be charged; choose one of "
+            f"{', '.join(sorted(price.services)) or 'none'}, or ask whoever runs this hub for a price",
+        )
+    return amount
+
+
+def reserve(hold_id: HoldId, tenant: TenantId, amount: int, now: float) -> Hold:
+    _check_amount(amount, "a hold")
+    return Hold(hold_id, tenant, amount, now)
+
+
+def consume(hold: Hold, amount: int, now: float, note: str = "") -> Settlement:
+    """Takes what it cost, never more than was held; the rest goes back in the same entry."""
+    _check_amount(amount, "what a job cost")
+    return Settlement(hold.hold_id, Outcome.CONSUMED, min(amount, hold.amount), now, note)
+
+
+def refund(hold: Hold, now: float, note: str = "") -> Settlement:
+    return Settlement(hold.hold_id, Outcome.REFUNDED, 0, now, note)
+
+
+def settle(hold: Hold, phase: Phase, amount: int, now: float, note: str = "") -> Settlement:
+    """Consumed if and only if completed."""
+    assert phase.is_final, "a round that goes on keeps its hold"
+    return consume(hold, amount, now, note) if phase is Phase.COMPLETED else refund(hold, now, note)
+
+
+def posting_of(entry: Hold | CreditGrant | Adjustment) -> Posting:
+    match entry:
+        case Hold(hold_id=hold_id, tenant=tenant, amount=amount, at=at):
+            return Posting(tenant, PostingKind.RESERVE, 0, amount, at, str(hold_id))
+        case CreditGrant(grant_id=reference, tenant=tenant, amount=amount, at=at, note=note):
+            assert entry.state is GrantState.GRANTED, "what is pending is not in the book"
+            return Posting(tenant, PostingKind.GRANT, amount, 0, at, reference, note)
+        case Adjustment(adjustment_id=reference, tenant=tenant, amount=amount, at=at, note=note):
+            return Posting(tenant, PostingKind.ADJUST, amount, 0, at, reference, note)
+    assert_never(entry)
+
+
+def settling_posting(hold: Hold, settlement: Settlement) -> Posting:
+    assert hold.hold_id == settlement.hold_id, "a settlement belongs to one hold"
+    assert 0 <= settlement.consumed <= hold.amount, "nothing is taken that was not held"
+    is_consumed = settlement.outcome is Outcome.CONSUMED
+    assert is_consumed or not settlement.consumed, "a refund takes nothing"
+    kind = PostingKind.CONSUME if is_consumed else PostingKind.REFUND
+    return Posting(
+        hold.tenant,
+        kind,
+        -settlement.consumed,
+        -hold.amount,
+        settlement.at,
+        str(hold.hold_id),
+        settlement.note,
+    )
+
+
+def grant(
+    grant_id: str, tenant: TenantId, amount: int, now: float, *, is_pending: bool = False, note: str = ""
+) -> CreditGrant:
+    _check_amount(amount, "a grant", least=1)
+    state = GrantState.PENDING if is_pending else GrantState.GRANTED
+    return CreditGrant(grant_id, tenant, amount, now, state, note)
+
+
+def adjust(adjustment_id: str, tenant: TenantId, amount: int, now: float, note: str) -> Adjustment:
+    _check_amount(abs(amount), "an adjustment", least=1)
+    return Adjustment(adjustment_id, tenant, amount, now, note)
+
+
+def credits_short(tenant: TenantId, amount: int, account: Account) -> Refusal:
+    waiting = f"; {account.pending} more are granted but not confirmed yet" if account.pending else ""
+    return Refusal(
+        RefusalCode.CREDITS_SHORT,
+        f"this needs {amount} credits and tenant {tenant} has {account.available} "
+        f"({account.balance}, of which {account.held} are held for open jobs{waiting}). "
+        "Add credits, or wait until open jobs have ended",
+        needed=amount,
+        available=account.available,
+    )
+
+
+def total(tenant: TenantId, postings: Iterable[Posting]) -> Account:
+    """The account these postings add up to."""
+    balance = held = 0
+    for each in postings:
+        balance += each.balance
+        held += each.held
+    return Account(tenant, balance, held)
+
+
+def problems(book: Book) -> list[str]:
+    """What is wrong with a book, in words; nothing if every invariant holds."""
+    return [*_wrong_sums(book), *_wrong_holds(book), *_wrong_endings(book)]
+
+
+def _wrong_sums(book: Book) -> list[str]:
+    found, account = [], book.account
+    summed = total(account.tenant, book.postings)
+    settled = {each.hold_id for each in book.settlements}
+    open_credits = sum(each.amount for each in book.holds if each.hold_id not in settled)
+    pending = sum(each.amount for each in book.grants if each.state is GrantState.PENDING)
+    if (account.balance, account.held) != (summed.balance, summed.held):
+        found.append(
+            f"the account says {account.balance} with {account.held} held, its postings add up to {summed.balance} "
+            f"with {summed.held} held"
+        )
+    if account.held != open_credits:
+        found.append(f"{account.held} are held, the open holds add up to {open_credits}")
+    if account.pending != pending:
+        found.append(f"{account.pending} are said to be pending, the pending grants add up to {pending}")
+    if account.available < 0:
+        found.append(f"{-account.available} more are held than there are")
+    return found
+
+
+def _wrong_holds(book: Book) -> list[str]:
+    found = []
+    holds = {each.hold_id: each for each in book.holds}
+    counted = Counter(each.hold_id for each in book.settlements)
+    found += [f"hold {hold_id} is settled {times} times" for hold_id, times in counted.items() if times > 1]
+    expected: Counter[Posting] = Counter(posting_of(each) for each in book.holds)
+    expected.update(posting_of(each) for each in book.grants if each.state is GrantState.GRANTED)
+    for each in book.settlements:
+        if each.hold_id not in holds:
+            found.append(f"{each.hold_id} is settled and was never held")
+        else:
+            expected[settling_posting(holds[each.hold_id], each)] += 1
+    written = Counter(_unnumbered(each) for each in book.postings if each.kind is not PostingKind.ADJUST)
+    found += [f"{each.kind} of {each.reference} is not in the book" for each in expected - written]
+    found += [
+        f"{each.kind} of {each.reference} is in the book without a cause" for each in written - expected
+    ]
+    return found
+
+
+def _wrong_endings(book: Book) -> list[str]:
+    """Consumed ⇔ completed; refunded ⇔ failed or cancelled; open ⇔ the round goes on."""
+    found = []
+    outcomes = {each.hold_id: each.outcome for each in book.settlements}
+    for hold in book.holds:
+        ended, outcome = book.endings.get(hold.hold_id), outcomes.get(hold.hold_id)
+        due = None if ended is None else Outcome.CONSUMED if ended == Phase.COMPLETED else Outcome.REFUNDED
+        if due is not outcome:
+            found.append(f"round {hold.hold_id} is {ended or 'open'} and its hold is {outcome or 'open'}")
+    return found
+
+
+def _unnumbered(posting: Posting) -> Posting:
+    return Posting(
+        posting.tenant,
+        posting.kind,
+        posting.balance,
+        posting.held,
+        posting.at,
+        posting.reference,
+        posting.note,
+    )
+
+
+def _check_amount(amount: int, what: str, least: int = 0) -> None:
+    if not least <= amount <= MAX_CREDITS:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"{what} must be a whole number of credits from {least} to {MAX_CREDITS}, not {amount}",
+        )
