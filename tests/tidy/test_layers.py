@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"model", "policy", "ports", "bus"},
     "worker": {"model", "ports", "wire", "tracing"},
     "wire": {"model"},
-    "tenancy": {"model", "ports"},
+    "tenancy": {"model", "ports", "stores"},
     "assets": {"model", "ports"},
     "outbound": {"model"},
     "hub": {"model", "policy", "ports", "engine", "wire", "tenancy", "assets", "outbound", "tracing"},
@@ -30,7 +30,7 @@ ALLOWED: dict[str, set[str]] = {
     "sim": {"model", "ports"},
     "pool": {"model", "policy", "ports", "bus", "stores", "engine", "worker"},
     # For tests: it plays the engine's part against a store.
-    "contract": {"model", "policy", "ports", "sim", "stores"},
+    "contract": {"model", "policy", "ports", "sim", "stores", "tenancy"},
     "cli": {
         "model",
         "policy",

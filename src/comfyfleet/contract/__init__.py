@@ -19,5 +19,6 @@ _MODULES = (
     "moving",
     "racing",
     "refusing",
+    "tenants",
 )
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _MODULES))

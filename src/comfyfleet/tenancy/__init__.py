@@ -1,1 +1,1 @@
-"""Tenants and the keys that name them."""
+"""Tenants, the keys that name them, and the databases that are theirs."""

@@ -1,0 +1,394 @@
+"""What every tenant database keeps to, as tests for any: subclass `TenantDatabaseContract` and give it `connect`.
+
+A `Teller` plays the part of engine and policy: it makes the holds, settlements and postings that the database keeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.errors import Refusal
+from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkflowHash
+from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.ledger import Account, Hold, HoldId, Outcome
+from comfyfleet.policy import accounting
+from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, TenantDatabase
+
+Connect = Callable[[], TenantDatabase]
+"""Each call is another process' view of the same database, which was empty at the beginning and is not yet opened."""
+
+ACME, BORG = TenantId("acme"), TenantId("borg")
+DONE, KNOWN, SHORT, REFUSED = Entered.DONE, Entered.KNOWN, Entered.SHORT, Entered.REFUSED
+
+
+class Teller:
+    def __init__(self, database: TenantDatabase, prefix: str = "job") -> None:
+        self.database = database
+        self._prefix = prefix
+        self._numbers = itertools.count(1)
+
+    def new_name(self) -> JobId:
+        return JobId(f"{self._prefix}-{next(self._numbers):06d}")
+
+    async def grant(self, amount: int, tenant: TenantId = ACME, grant_id: str | None = None) -> Entered:
+        given = accounting.grant(grant_id or self.new_name(), tenant, amount, 1.0)
+        return await self.database.grant(given, accounting.posting_of(given))
+
+    def opening(
+        self,
+        amount: int,
+        tenant: TenantId = ACME,
+        *,
+        job_id: JobId | None = None,
+        round_: int = 1,
+        reference: str | None = None,
+    ) -> Opening:
+        job_id = job_id or self.new_name()
+        hold = accounting.reserve(HoldId(job_id, round_), tenant, amount, 2.0)
+        payload = Submission({"1": {"class_type": "X", "inputs": {"text": "ж\u2028"}}}, reference=reference)
+        text = WorkflowHash("hash")
+        return Opening(
+            Job(job_id, tenant, text, 2.0, payload, reference=reference, round=round_),
+            hold,
+            accounting.posting_of(hold),
+            Dispatch(job_id, ClassKey("class"), text, 0, tenant=tenant, round=round_),
+        )
+
+    async def submit(self, amount: int, tenant: TenantId = ACME) -> Hold:
+        opening = self.opening(amount, tenant)
+        opened = await self.database.open_round(opening)
+        assert opened.outcome is DONE
+        return opening.hold
+
+    async def end(self, hold: Hold, phase: Phase, cost: int = 0, event_id: str = "") -> Ended:
+        return await self.database.end_round(self.ending(hold, phase, cost, event_id))
+
+    def ending(self, hold: Hold, phase: Phase, cost: int = 0, event_id: str = "") -> Ending:
+        settlement = accounting.settle(hold, phase, cost, 3.0)
+        posting = accounting.settling_posting(hold, settlement)
+        changes = {"result": JobResult({"9": {"images": []}})} if phase is Phase.COMPLETED else {}
+        return Ending(event_id or f"event {hold.hold_id}", settlement, posting, phase, changes)
+
+    async def retry(self, hold: Hold) -> Opened:
+        job_id, round_ = hold.hold_id
+        return await self.database.open_round(
+            self.opening(hold.amount, hold.tenant, job_id=job_id, round_=round_ + 1)
+        )
+
+    async def check(self, *tenants: TenantId) -> None:
+        for tenant in tenants or (ACME,):
+            assert accounting.problems(await self.database.book(tenant)) == []
+
+
+class TenantDatabaseContract:
+    @pytest.fixture
+    async def teller(self, connect: Connect) -> AsyncIterator[Teller]:
+        database = connect()
+        await database.open()
+        teller = Teller(database)
+        yield teller
+        await teller.check(ACME, BORG)
+        # Another by now, perhaps: a test may have opened it anew.
+        await teller.database.close()
+
+    # S1
+
+    async def test_a_job_comes_back_as_it_was_submitted(self, teller: Teller) -> None:
+        await teller.grant(100)
+        opening = teller.opening(30, reference="mine")
+        opened = await teller.database.open_round(opening)
+        assert opened == Opened(DONE, Account(ACME, 100, 30), opening.job)
+        assert await teller.database.get(opening.job.job_id) == opening.job
+        assert await teller.database.by_reference(ACME, "mine") == opening.job
+        assert await teller.database.by_reference(BORG, "mine") is None
+        assert await teller.database.hold(opening.hold.hold_id) == opening.hold
+
+    async def test_a_job_the_account_does_not_cover_leaves_nothing_behind(self, teller: Teller) -> None:
+        await teller.grant(100)
+        await teller.submit(60)
+        opening = teller.opening(41)
+        assert await teller.database.open_round(opening) == Opened(SHORT, Account(ACME, 100, 60))
+        assert await teller.database.get(opening.job.job_id) is None
+        assert await teller.database.hold(opening.hold.hold_id) is None
+        assert len(await teller.database.outbox(is_sent=False, after=None, limit=10)) == 1
+        assert (await teller.database.open_round(teller.opening(40))).outcome is DONE
+
+    async def test_a_job_that_costs_nothing_needs_no_account(self, teller: Teller) -> None:
+        await teller.submit(0)
+        assert await teller.database.account(ACME) == Account(ACME)
+
+    async def test_a_submit_that_is_repeated_is_known_and_holds_once(self, teller: Teller) -> None:
+        await teller.grant(100)
+        opening = teller.opening(80, reference="mine")
+        await teller.database.open_round(opening)
+        same = await teller.database.open_round(opening)
+        assert (same.outcome, same.account.held, same.job) == (KNOWN, 80, opening.job)
+        other = await teller.database.open_round(teller.opening(80, reference="mine"))
+        assert (other.outcome, other.job) == (KNOWN, opening.job), "whatever the account covers"
+
+    async def test_an_id_that_another_tenant_has_is_refused_without_a_word_about_it(
+        self, teller: Teller
+    ) -> None:
+        await teller.submit(0)
+        opened = await teller.database.open_round(teller.opening(0, BORG, job_id=JobId("job-000001")))
+        assert (opened.outcome, opened.job) == (REFUSED, None)
+
+    async def test_credits_that_are_pending_fund_nothing(self, teller: Teller) -> None:
+        for grant_id in ("paid", "bounced"):
+            pending = accounting.grant(grant_id, ACME, 100, 1.0, is_pending=True)
+            assert await teller.database.grant(pending, None) is DONE
+            assert await teller.database.grant(pending, None) is KNOWN
+        assert await teller.database.open_round(teller.opening(1)) == Opened(SHORT, Account(ACME, 0, 0, 200))
+        assert await teller.grant(100, grant_id="paid") is REFUSED, "it is to be confirmed"
+        more = accounting.posting_of(accounting.grant("paid", ACME, 101, 5.0))
+        assert await teller.database.confirm(more) is REFUSED, "not what was promised"
+        confirmed = accounting.posting_of(accounting.grant("paid", ACME, 100, 5.0))
+        assert [await teller.database.confirm(confirmed) for _ in range(2)] == [DONE, KNOWN]
+        assert [await teller.database.void(ACME, "bounced") for _ in range(2)] == [DONE, KNOWN]
+        assert await teller.database.void(ACME, "paid") is REFUSED
+        assert (
+            await teller.database.confirm(accounting.posting_of(accounting.grant("no", ACME, 1, 5.0)))
+            is REFUSED
+        )
+        assert await teller.database.account(ACME) == Account(ACME, 100)
+        assert (await teller.database.open_round(teller.opening(100))).outcome is DONE
+
+    async def test_of_two_spends_at_the_same_instant_one_is_short(
+        self, teller: Teller, connect: Connect
+    ) -> None:
+        another = connect()
+        await another.open()
+        try:
+            for number in range(20):
+                tenant = TenantId(f"tenant-{number}")
+                await teller.grant(100, tenant)
+                opened = await asyncio.gather(
+                    *(each.open_round(teller.opening(80, tenant)) for each in (teller.database, another))
+                )
+                assert sorted(each.outcome for each in opened) == [DONE, SHORT]
+                await teller.check(tenant)
+        finally:
+            await another.close()
+
+    # S2, S3, L2
+
+    async def test_the_outbox_gives_what_is_to_be_sent_page_by_page(self, teller: Teller) -> None:
+        holds = [await teller.submit(0) for _ in range(5)]
+        first = await teller.database.outbox(is_sent=False, after=None, limit=3)
+        rest = await teller.database.outbox(is_sent=False, after=first[-1].hold_id, limit=3)
+        assert [each.hold_id for each in (*first, *rest)] == [each.hold_id for each in holds]
+        assert first[0].dispatch == teller.opening(0, job_id=holds[0].hold_id.job_id).dispatch
+        assert [await teller.database.mark_sent(holds[0].hold_id) for _ in range(2)] == [True, True]
+        assert len(await teller.database.outbox(is_sent=False, after=None, limit=9)) == 4
+        (sent,) = await teller.database.outbox(is_sent=True, after=None, limit=9)
+        assert sent.hold_id == holds[0].hold_id
+        assert await teller.database.send_again(sent.hold_id)
+        assert len(await teller.database.outbox(is_sent=False, after=None, limit=9)) == 5
+
+    async def test_what_has_ended_is_closed_and_is_never_sent_again(self, teller: Teller) -> None:
+        hold = await teller.submit(0)
+        other = await teller.submit(0)
+        assert await teller.database.closed([hold.hold_id, other.hold_id]) == []
+        await teller.end(hold, Phase.CANCELLED)
+        assert not await teller.database.mark_sent(hold.hold_id)
+        assert not await teller.database.send_again(hold.hold_id)
+        assert await teller.database.closed([hold.hold_id, other.hold_id]) == [hold.hold_id]
+        assert [e.hold_id for e in await teller.database.outbox(is_sent=False, after=None, limit=9)] == [
+            other.hold_id
+        ]
+
+    async def test_a_round_is_open_until_it_has_ended(self, teller: Teller) -> None:
+        hold = await teller.submit(0)
+        assert await teller.database.is_open(hold.hold_id)
+        assert not await teller.database.is_open(HoldId(hold.hold_id.job_id, 2))
+        assert not await teller.database.is_open(HoldId(JobId("nobody's"), 1))
+        await teller.end(hold, Phase.FAILED)
+        assert not await teller.database.is_open(hold.hold_id)
+
+    # T1
+
+    async def test_a_completed_round_takes_what_it_cost_and_returns_the_rest(self, teller: Teller) -> None:
+        await teller.grant(100)
+        hold = await teller.submit(80)
+        ended = await teller.end(hold, Phase.COMPLETED, 30)
+        assert ended.outcome is DONE and ended.settlement is not None and ended.settlement.consumed == 30
+        assert await teller.database.account(ACME) == Account(ACME, 70)
+        job = await teller.database.get(hold.hold_id.job_id)
+        assert job is not None and job.phase is Phase.COMPLETED
+        assert job.result == JobResult({"9": {"images": []}}) and job.payload.workflow
+
+    @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.CANCELLED])
+    async def test_any_other_end_gives_everything_back(self, teller: Teller, phase: Phase) -> None:
+        await teller.grant(100)
+        hold = await teller.submit(80)
+        await teller.end(hold, phase, 30)
+        assert await teller.database.account(ACME) == Account(ACME, 100)
+
+    async def test_a_hold_is_settled_once_whoever_says_what_later(self, teller: Teller) -> None:
+        await teller.grant(100)
+        hold = await teller.submit(80)
+        first = await teller.end(hold, Phase.COMPLETED, 30, "first")
+        assert await teller.end(hold, Phase.COMPLETED, 30, "first") == Ended(KNOWN, first.settlement)
+        assert await teller.end(hold, Phase.CANCELLED, 0, "second") == Ended(KNOWN, first.settlement)
+        assert await teller.database.forget_events(10.0, 10) == 2
+        assert await teller.end(hold, Phase.FAILED, 0, "first") == Ended(KNOWN, first.settlement)
+        assert await teller.database.account(ACME) == Account(ACME, 70)
+
+    async def test_an_event_is_taken_in_once(self, teller: Teller) -> None:
+        first, second = await teller.submit(0), await teller.submit(0)
+        assert (await teller.end(first, Phase.FAILED, 0, "event")).outcome is DONE
+        assert await teller.end(second, Phase.FAILED, 0, "event") == Ended(KNOWN, None)
+        assert await teller.database.is_open(second.hold_id)
+
+    async def test_of_two_settlements_at_the_same_instant_one_stands(
+        self, teller: Teller, connect: Connect
+    ) -> None:
+        another = connect()
+        await another.open()
+        try:
+            await teller.grant(1000)
+            for number in range(20):
+                hold = await teller.submit(50)
+                one, two = await asyncio.gather(
+                    teller.end(hold, Phase.COMPLETED, 20, "same" * (number % 2) + str(number)),
+                    another.end_round(
+                        teller.ending(hold, Phase.FAILED, 0, "same" * (number % 2) + str(number))
+                    ),
+                )
+                assert sorted([one.outcome, two.outcome]) == [DONE, KNOWN]
+                assert one.settlement == two.settlement
+        finally:
+            await another.close()
+
+    async def test_an_end_of_something_unknown_is_refused_and_may_come_again(self, teller: Teller) -> None:
+        opening = teller.opening(0)
+        assert await teller.end(opening.hold, Phase.FAILED) == Ended(REFUSED, None)
+        await teller.database.open_round(opening)
+        assert (await teller.end(opening.hold, Phase.FAILED)).outcome is DONE
+
+    # rounds
+
+    async def test_a_retry_by_hand_has_a_hold_of_its_own(self, teller: Teller) -> None:
+        await teller.grant(100)
+        hold = await teller.submit(80)
+        assert (await teller.retry(hold)).outcome is REFUSED, "the first round goes on"
+        await teller.end(hold, Phase.FAILED)
+        assert [(await teller.retry(hold)).outcome for _ in range(2)] == [DONE, KNOWN]
+        late = await teller.end(hold, Phase.FAILED, 0, "a late copy")
+        assert late.outcome is KNOWN
+        assert await teller.database.account(ACME) == Account(ACME, 100, 80), "the second hold is untouched"
+        second = HoldId(hold.hold_id.job_id, 2)
+        assert await teller.database.is_open(second) and not await teller.database.is_open(hold.hold_id)
+        again = await teller.database.hold(second)
+        assert again is not None
+        await teller.end(again, Phase.COMPLETED, 80)
+        assert await teller.database.account(ACME) == Account(ACME, 20)
+
+    async def test_a_retry_the_account_does_not_cover_leaves_the_job_as_it_was(self, teller: Teller) -> None:
+        await teller.grant(100)
+        hold = await teller.submit(80)
+        await teller.end(hold, Phase.FAILED)
+        await teller.submit(50)
+        assert (await teller.retry(hold)).outcome is SHORT
+        job = await teller.database.get(hold.hold_id.job_id)
+        assert job is not None and (job.round, job.phase) == (1, Phase.FAILED)
+
+    async def test_no_round_is_left_out(self, teller: Teller) -> None:
+        hold = await teller.submit(0)
+        await teller.end(hold, Phase.FAILED)
+        third = teller.opening(0, job_id=hold.hold_id.job_id, round_=3)
+        assert (await teller.database.open_round(third)).outcome is REFUSED
+        assert (await teller.retry(hold)).outcome is DONE
+
+    async def test_a_completed_job_has_no_further_round(self, teller: Teller) -> None:
+        hold = await teller.submit(0)
+        await teller.end(hold, Phase.COMPLETED)
+        assert (await teller.retry(hold)).outcome is REFUSED
+
+    # the book
+
+    async def test_a_correction_never_takes_what_is_held(self, teller: Teller) -> None:
+        await teller.grant(100)
+        await teller.submit(80)
+        down = accounting.posting_of(accounting.adjust("a1", ACME, -21, 4.0, "too much"))
+        assert await teller.database.adjust(down) is SHORT
+        fitting = accounting.posting_of(accounting.adjust("a2", ACME, -20, 4.0, "typing error"))
+        assert [await teller.database.adjust(fitting) for _ in range(2)] == [DONE, KNOWN]
+        other = accounting.posting_of(accounting.adjust("a2", ACME, 7, 4.0, "another under its name"))
+        assert await teller.database.adjust(other) is REFUSED
+        assert await teller.database.account(ACME) == Account(ACME, 80, 80)
+
+    async def test_a_grant_that_is_repeated_is_given_once(self, teller: Teller) -> None:
+        assert [await teller.grant(5, grant_id="once") for _ in range(2)] == [DONE, KNOWN]
+        assert await teller.grant(6, grant_id="once") is REFUSED, "another one under its name"
+        assert await teller.grant(5, BORG, grant_id="once") is DONE, "ids are the tenant's own"
+        assert await teller.database.account(ACME) == Account(ACME, 5)
+
+    async def test_a_statement_reads_on_behind_the_last_number(self, teller: Teller) -> None:
+        await teller.grant(100)
+        await teller.grant(7, BORG)
+        hold = await teller.submit(10)
+        await teller.end(hold, Phase.COMPLETED, 10)
+        first = await teller.database.statement(ACME, after=0, limit=2)
+        rest = await teller.database.statement(ACME, after=first[-1].number, limit=2)
+        assert [each.kind for each in (*first, *rest)] == ["grant", "reserve", "consume"]
+        assert [each.balance for each in (*first, *rest)] == [100, 0, -10]
+
+    async def test_holds_that_are_open_for_long_are_found(self, teller: Teller) -> None:
+        await teller.submit(0)
+        settled = await teller.submit(0)
+        await teller.end(settled, Phase.FAILED)
+        assert [each.hold_id.job_id for each in await teller.database.open_holds(2.5, 10)] == ["job-000001"]
+        assert await teller.database.open_holds(2.0, 10) == []
+
+    async def test_jobs_are_listed_by_tenant_and_phase_either_way(self, teller: Teller) -> None:
+        holds = [await teller.submit(0, tenant) for tenant in (ACME, BORG, ACME, ACME)]
+        await teller.end(holds[2], Phase.FAILED)
+        names = [each.hold_id.job_id for each in holds]
+
+        async def listed(phase: Phase | None, after: JobId | None, newest_first: bool) -> list[JobId]:
+            found = await teller.database.listing(
+                tenant=ACME, phase=phase, limit=2, after=after, newest_first=newest_first
+            )
+            return [each.job_id for each in found]
+
+        assert await listed(None, None, False) == [names[0], names[2]]
+        assert await listed(None, names[2], False) == [names[3]]
+        assert await listed(None, None, True) == [names[3], names[2]]
+        assert await listed(Phase.FAILED, None, False) == [names[2]]
+
+    async def test_what_was_answered_is_there_after_a_restart(self, teller: Teller, connect: Connect) -> None:
+        await teller.grant(100)
+        hold = await teller.submit(80)
+        await teller.database.close()
+        teller.database = connect()
+        await teller.database.open()
+        assert await teller.database.account(ACME) == Account(ACME, 100, 80)
+        ended = await teller.end(hold, Phase.COMPLETED, 80)
+        assert ended.settlement is not None and ended.settlement.outcome is Outcome.CONSUMED
+
+    async def test_a_caller_that_gives_up_leaves_all_or_nothing(self, teller: Teller) -> None:
+        await teller.grant(1000)
+        for waits in range(12):
+            opening = teller.opening(10)
+            submitting = asyncio.ensure_future(teller.database.open_round(opening))
+            for _ in range(waits):
+                await asyncio.sleep(0)
+            submitting.cancel()
+            await asyncio.gather(submitting, return_exceptions=True)
+            is_there = await teller.database.get(opening.job.job_id) is not None
+            assert await teller.database.is_open(opening.hold.hold_id) == is_there
+            await teller.check()
+
+    async def test_what_cannot_be_kept_is_refused_and_changes_nothing(self, teller: Teller) -> None:
+        opening = teller.opening(0)
+        payload = Submission({"1": {"value": 2**80}})
+        job = Job(opening.job.job_id, ACME, opening.job.workflow_hash, 2.0, payload)
+        with pytest.raises(Refusal):
+            await teller.database.open_round(Opening(job, opening.hold, opening.posting, opening.dispatch))
+        assert await teller.database.get(job.job_id) is None

@@ -1,0 +1,135 @@
+"""The port of tenants' databases: jobs with payload and result, rounds with their outbox, the book of credits.
+
+One database may serve many tenants. It keeps what policy made and guards it in the same write; it decides nothing.
+Each method is one transaction, whole or not at all, and may be repeated: what is known already is answered, not done
+again. The steps S1 … T2 are those of `docs/ledger.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+import msgspec
+
+from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.model.ledger import Account, Book, CreditGrant, Hold, HoldId, Posting, Settlement
+from comfyfleet.ports import Records
+
+MAX_PAGE = 1_000
+MAX_BOOK = 100_000
+"""So many postings a book may have to be read as a whole."""
+
+
+class Entered(StrEnum):
+    """What became of an entry."""
+
+    DONE = "done"
+    KNOWN = "known"
+    """It was made before, and nothing was changed."""
+    SHORT = "short"
+    """The account does not cover it, and nothing was changed."""
+    REFUSED = "refused"
+    """It does not fit what is there (a round before the last one ended, a grant that is void); nothing was changed."""
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """One round of a job that is to begin: S1."""
+
+    job: Job
+    hold: Hold
+    posting: Posting
+    dispatch: Dispatch
+    """What the relay brings to the central store."""
+
+
+class Opened(msgspec.Struct, frozen=True):
+    outcome: Entered
+    account: Account
+    job: Job | None = None
+    """As it is kept now. Of a known one, the one that has this id or reference."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """The end of a round as the central store committed it: T1."""
+
+    event_id: str
+    """Of the central store's outbox entry: a second copy is known by it."""
+    settlement: Settlement
+    posting: Posting
+    phase: Phase
+    changes: dict[str, Any] = {}
+    """New values for the job's record, its result among them."""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    outcome: Entered
+    settlement: Settlement | None
+    """The one that stands. None: there is no such hold, or the event was another's."""
+
+
+class OutboxEntry(msgspec.Struct, frozen=True):
+    """An open round and what is to be in the central store for it."""
+
+    hold_id: HoldId
+    tenant: TenantId
+    opened_at: float
+    dispatch: Dispatch
+
+
+class TenantDatabase(Records, Protocol):
+    async def open(self) -> None:
+        """Connects and migrates. Called once, before anything else."""
+
+    async def close(self) -> None: ...
+
+    # the protocol
+    async def open_round(self, opening: Opening) -> Opened:
+        """S1: the job (or its next round), the hold and the outbox entry, if the account covers it."""
+
+    async def outbox(self, *, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
+        """Open rounds in the order of their ids: for the relay those not sent, for the reconciler the others."""
+
+    async def mark_sent(self, hold_id: HoldId) -> bool:
+        """S3. False: it is closed, or was never there."""
+
+    async def send_again(self, hold_id: HoldId) -> bool:
+        """The central store does not know an open round any more. False: it is not open."""
+
+    async def is_open(self, hold_id: HoldId) -> bool:
+        """L2: the round is there and goes on, and its hold is held."""
+
+    async def end_round(self, ending: Ending) -> Ended:
+        """T1: settles the hold, ends the round, closes its outbox entry, all of it once."""
+
+    async def closed(self, hold_ids: Sequence[HoldId]) -> list[HoldId]:
+        """Those whose outbox entry is closed: their tombstones may go."""
+
+    async def forget_events(self, before: float, limit: int) -> int:
+        """Of the inbox; the settlements stay, so a copy that comes later still than that changes nothing either."""
+
+    # the book
+    async def hold(self, hold_id: HoldId) -> Hold | None: ...
+    async def settlement(self, hold_id: HoldId) -> Settlement | None: ...
+    async def open_holds(self, before: float, limit: int) -> list[Hold]:
+        """Those made before then that are not settled, the oldest first."""
+
+    async def account(self, tenant: TenantId) -> Account: ...
+    async def grant(self, grant: CreditGrant, posting: Posting | None) -> Entered:
+        """A pending one comes without a posting."""
+
+    async def confirm(self, posting: Posting) -> Entered:
+        """A pending grant, named by the posting, is granted."""
+
+    async def void(self, tenant: TenantId, grant_id: str) -> Entered:
+        """A pending grant comes to nothing."""
+
+    async def adjust(self, posting: Posting) -> Entered: ...
+    async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
+        """Postings in their order, behind that number."""
+
+    async def book(self, tenant: TenantId) -> Book:
+        """Everything, as of one moment, for whoever checks it. Refused if there is too much of it."""

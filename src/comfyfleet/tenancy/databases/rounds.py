@@ -1,0 +1,237 @@
+"""Jobs and their rounds: opened with a hold, sent, ended with a settlement. Each function is one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.ledger import HoldId
+from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OutboxEntry
+from comfyfleet.tenancy.databases import ledger
+from comfyfleet.tenancy.databases.work import Row, Work, row, rows
+
+_NO_PAYLOAD = Submission({})
+_encoder = msgspec.msgpack.Encoder()
+_jobs = msgspec.msgpack.Decoder(Job)
+_payloads = msgspec.msgpack.Decoder(Submission)
+_results = msgspec.msgpack.Decoder(JobResult)
+_dispatches = msgspec.msgpack.Decoder(Dispatch)
+
+_INSERT_JOB = """
+INSERT INTO @jobs (job_id, tenant, reference, round, phase, record, payload, result)
+VALUES (:job_id, :tenant, :reference, :round, :phase, :record, :payload, NULL)
+ON CONFLICT DO NOTHING RETURNING job_id
+"""
+# Only a round that has ended without success is followed by another.
+_REOPEN_JOB = """
+UPDATE @jobs SET round = :round, phase = :phase, record = :record, result = NULL
+WHERE job_id = :job_id AND tenant = :tenant AND round = :round - 1 AND phase IN ('failed', 'cancelled') RETURNING job_id
+"""
+_INSERT_ROUND = """
+INSERT INTO @rounds (job_id, round, tenant, phase, outbox, envelope, opened_at)
+VALUES (:job_id, :round, :tenant, 'open', 'unsent', :envelope, :opened_at)
+"""
+_SELECT_JOB = "SELECT job_id, tenant, reference, round, phase, record, payload, result FROM @jobs"
+_END_ROUND = """
+UPDATE @rounds SET phase = :phase, outbox = 'closed', envelope = NULL, ended_at = :ended_at
+WHERE job_id = :job_id AND round = :round
+"""
+_END_JOB = """
+UPDATE @jobs SET phase = :phase, record = :record, result = :result WHERE job_id = :job_id AND round = :round
+"""
+_OUTBOX = """
+SELECT job_id, round, tenant, opened_at, envelope FROM @rounds
+WHERE outbox = :outbox AND (job_id > :job_id OR (job_id = :job_id AND round > :round))
+ORDER BY job_id, round LIMIT :limit
+"""
+_MOVE = """
+UPDATE @rounds SET outbox = :outbox WHERE job_id = :job_id AND round = :round AND outbox <> 'closed' RETURNING outbox
+"""
+_IS_OPEN = """
+SELECT 1 FROM @rounds r JOIN @jobs j ON j.job_id = r.job_id AND j.round = r.round
+JOIN @holds h ON h.job_id = r.job_id AND h.round = r.round
+WHERE r.job_id = :job_id AND r.round = :round AND r.phase = 'open'
+AND NOT EXISTS (SELECT 1 FROM @settlements s WHERE s.job_id = r.job_id AND s.round = r.round)
+"""
+_CLOSED = "SELECT job_id, round FROM @rounds WHERE outbox = 'closed' AND (job_id, round) IN (VALUES {})"
+_FORGET = """
+DELETE FROM @inbox WHERE event_id IN (SELECT event_id FROM @inbox WHERE at < :before ORDER BY at LIMIT :limit)
+RETURNING event_id
+"""
+
+
+def encode(value: object) -> bytes:
+    try:
+        return _encoder.encode(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"this cannot be stored: {error}. Values must be plain JSON: text in UTF-8, numbers of 64 bits",
+        ) from error
+
+
+def open_round(opening: Opening) -> Work[Opened]:
+    job, hold = opening.job, opening.hold
+    assert hold.hold_id == HoldId(job.job_id, job.round), "a round has a hold of its own"
+    assert job.tenant == hold.tenant == opening.posting.tenant, "a tenant pays for its own jobs"
+    assert (opening.posting.balance, opening.posting.held) == (0, hold.amount), (
+        "what is posted is what is held"
+    )
+    values = {
+        "job_id": job.job_id,
+        "tenant": job.tenant,
+        "round": job.round,
+        "phase": job.phase.value,
+        "record": encode(_record(job)),
+    }
+    if job.round == 1:
+        payload = encode(job.payload)
+        found = yield from row(_INSERT_JOB, **values, reference=job.reference, payload=payload)
+    else:
+        found = yield from row(_REOPEN_JOB, **values)
+    if found is None:
+        known = yield from _known(job)
+        is_known = known is not None and (known.job_id != job.job_id or known.round >= job.round)
+        account = yield from ledger.account(job.tenant)
+        return Opened(Entered.KNOWN if is_known else Entered.REFUSED, account, known)
+    yield from ledger.post(opening.posting)
+    yield from ledger.insert_hold(hold)
+    yield from rows(
+        _INSERT_ROUND,
+        job_id=job.job_id,
+        round=job.round,
+        tenant=job.tenant,
+        envelope=encode(opening.dispatch),
+        opened_at=hold.at,
+    )
+    return Opened(Entered.DONE, (yield from ledger.account(job.tenant)), job)
+
+
+def _known(job: Job) -> Work[Job | None]:
+    """By its id, or else by its reference. Another tenant's job is nobody's business."""
+    known = yield from get(job.job_id)
+    if known is None and job.reference is not None:
+        known = yield from by_reference(job.tenant, job.reference)
+    return known if known is not None and known.tenant == job.tenant else None
+
+
+def end_round(ending: Ending) -> Work[Ended]:
+    settlement, hold_id = ending.settlement, ending.settlement.hold_id
+    is_new = yield from row(
+        "INSERT INTO @inbox (event_id, at) VALUES (:event_id, :at) ON CONFLICT DO NOTHING RETURNING event_id",
+        event_id=ending.event_id,
+        at=settlement.at,
+    )
+    hold = yield from ledger.hold(hold_id)
+    if hold is None:
+        # With the event, which was not taken in: the job may yet come back from a backup.
+        raise ledger.TakenBack(Entered.REFUSED)
+    posting = ending.posting
+    assert posting.tenant == hold.tenant, "a tenant pays for its own jobs"
+    assert (posting.balance, posting.held) == (-settlement.consumed, -hold.amount), (
+        "all that was held is let go"
+    )
+    if is_new is None or not (yield from ledger.insert_settlement(settlement, hold, ending.phase)):
+        return Ended(Entered.KNOWN, (yield from ledger.settlement(hold_id)))
+    yield from ledger.post(posting)
+    named = {"job_id": hold_id.job_id, "round": hold_id.round, "phase": ending.phase.value}
+    yield from rows(_END_ROUND, **named, ended_at=settlement.at)
+    job = yield from get(hold_id.job_id)
+    if job is not None and job.round == hold_id.round:
+        changed = msgspec.structs.replace(job, **{**ending.changes, "phase": ending.phase})
+        result = None if changed.result is None else encode(changed.result)
+        yield from rows(_END_JOB, **named, record=encode(_record(changed)), result=result)
+    return Ended(Entered.DONE, settlement)
+
+
+def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxEntry]]:
+    last = after or HoldId(JobId(""), 0)
+    found = yield from rows(
+        _OUTBOX, outbox="sent" if is_sent else "unsent", job_id=last.job_id, round=last.round, limit=limit
+    )
+    return [
+        OutboxEntry(HoldId(JobId(job_id), number), TenantId(tenant), at, _dispatches.decode(envelope))
+        for job_id, number, tenant, at, envelope in found
+    ]
+
+
+def mark(hold_id: HoldId, state: str) -> Work[bool]:
+    moved = yield from row(_MOVE, outbox=state, job_id=hold_id.job_id, round=hold_id.round)
+    return moved is not None
+
+
+def is_open(hold_id: HoldId) -> Work[bool]:
+    return (yield from row(_IS_OPEN, job_id=hold_id.job_id, round=hold_id.round)) is not None
+
+
+def closed(hold_ids: Sequence[HoldId]) -> Work[list[HoldId]]:
+    if not hold_ids:
+        return []
+    places = ", ".join(f"(:job_{place}, :round_{place})" for place in range(len(hold_ids)))
+    values: dict[str, object] = {}
+    for place, each in enumerate(hold_ids):
+        values[f"job_{place}"], values[f"round_{place}"] = each
+    found = yield from rows(_CLOSED.format(places), **values)
+    are_closed = {HoldId(JobId(job_id), number) for job_id, number in found}
+    return [each for each in hold_ids if each in are_closed]
+
+
+def forget_events(before: float, limit: int) -> Work[int]:
+    return len((yield from rows(_FORGET, before=before, limit=limit)))
+
+
+# records
+
+
+def get(job_id: JobId) -> Work[Job | None]:
+    found = yield from row(f"{_SELECT_JOB} WHERE job_id = :job_id", job_id=job_id)
+    return None if found is None else _job(found)
+
+
+def by_reference(tenant: TenantId, reference: str) -> Work[Job | None]:
+    found = yield from row(
+        f"{_SELECT_JOB} WHERE tenant = :tenant AND reference = :reference", tenant=tenant, reference=reference
+    )
+    return None if found is None else _job(found)
+
+
+def listing(
+    tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None, newest_first: bool
+) -> Work[list[Job]]:
+    """Ids are ordered in time."""
+    beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
+    conditions = ["1 = 1"]
+    values: dict[str, object] = {"limit": limit}
+    for column, comparison, value in (
+        ("tenant", "=", tenant),
+        ("phase", "=", phase),
+        ("job_id", beyond, after),
+    ):
+        if value is not None:
+            conditions.append(f"{column} {comparison} :{column}")
+            values[column] = str(value)
+    found = yield from rows(
+        f"{_SELECT_JOB} WHERE {' AND '.join(conditions)} ORDER BY job_id {order} LIMIT :limit", **values
+    )
+    return [_job(each) for each in found]
+
+
+def _record(job: Job) -> Job:
+    """Without what may be large and has a column of its own."""
+    return msgspec.structs.replace(job, payload=_NO_PAYLOAD, result=None)
+
+
+def _job(found: Row) -> Job:
+    _, _, _, number, phase, record, payload, result = found
+    return msgspec.structs.replace(
+        _jobs.decode(record),
+        round=number,
+        phase=Phase(phase),
+        payload=_payloads.decode(payload),
+        result=None if result is None else _results.decode(result),
+    )

@@ -1,0 +1,138 @@
+"""The port of tenants' databases over anything that can carry out a transaction; which one, its own folder says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.model.ledger import Account, Book, CreditGrant, Hold, HoldId, Posting, Settlement
+from comfyfleet.tenancy.database import MAX_PAGE, Ended, Ending, Entered, Opened, Opening, OutboxEntry
+from comfyfleet.tenancy.databases import ledger, rounds
+from comfyfleet.tenancy.databases.work import Work
+
+_Answer = TypeVar("_Answer")
+
+
+class Carrier(Protocol):
+    """Carries out work on one database."""
+
+    async def open(self) -> None: ...
+    async def close(self) -> None: ...
+    async def transact(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
+        """In one transaction. Begun anew where others were in the way."""
+
+    async def read(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
+        """What changes nothing. Each of its questions is answered as of its own moment …"""
+
+    async def snapshot(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
+        """… and here all of them as of one."""
+
+
+class SqlTenantDatabase:
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+
+    async def open(self) -> None:
+        await self._carrier.open()
+
+    async def close(self) -> None:
+        await self._carrier.close()
+
+    # the protocol
+
+    async def open_round(self, opening: Opening) -> Opened:
+        try:
+            return await self._carrier.transact(lambda: rounds.open_round(opening))
+        except ledger.TakenBack as answer:
+            return Opened(answer.outcome, await self.account(opening.job.tenant))
+
+    async def outbox(self, *, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
+        return await self._carrier.read(lambda: rounds.outbox(is_sent, after, _page(limit)))
+
+    async def mark_sent(self, hold_id: HoldId) -> bool:
+        return await self._carrier.transact(lambda: rounds.mark(hold_id, "sent"))
+
+    async def send_again(self, hold_id: HoldId) -> bool:
+        return await self._carrier.transact(lambda: rounds.mark(hold_id, "unsent"))
+
+    async def is_open(self, hold_id: HoldId) -> bool:
+        return await self._carrier.read(lambda: rounds.is_open(hold_id))
+
+    async def end_round(self, ending: Ending) -> Ended:
+        try:
+            return await self._carrier.transact(lambda: rounds.end_round(ending))
+        except ledger.TakenBack as answer:
+            return Ended(answer.outcome, await self.settlement(ending.settlement.hold_id))
+
+    async def closed(self, hold_ids: Sequence[HoldId]) -> list[HoldId]:
+        assert len(hold_ids) <= MAX_PAGE, "a page at a time"
+        return await self._carrier.read(lambda: rounds.closed(hold_ids))
+
+    async def forget_events(self, before: float, limit: int) -> int:
+        return await self._carrier.transact(lambda: rounds.forget_events(before, _page(limit)))
+
+    # records
+
+    async def get(self, job_id: JobId) -> Job | None:
+        return await self._carrier.read(lambda: rounds.get(job_id))
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        return await self._carrier.read(lambda: rounds.by_reference(tenant, reference))
+
+    async def listing(
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
+    ) -> list[Job]:
+        return await self._carrier.read(
+            lambda: rounds.listing(tenant, phase, _page(limit), after, newest_first)
+        )
+
+    # the book
+
+    async def hold(self, hold_id: HoldId) -> Hold | None:
+        return await self._carrier.read(lambda: ledger.hold(hold_id))
+
+    async def settlement(self, hold_id: HoldId) -> Settlement | None:
+        return await self._carrier.read(lambda: ledger.settlement(hold_id))
+
+    async def open_holds(self, before: float, limit: int) -> list[Hold]:
+        return await self._carrier.read(lambda: ledger.open_holds(before, _page(limit)))
+
+    async def account(self, tenant: TenantId) -> Account:
+        return await self._carrier.read(lambda: ledger.account(tenant))
+
+    async def grant(self, grant: CreditGrant, posting: Posting | None) -> Entered:
+        return await self._enter(lambda: ledger.grant(grant, posting))
+
+    async def confirm(self, posting: Posting) -> Entered:
+        return await self._enter(lambda: ledger.confirm(posting))
+
+    async def void(self, tenant: TenantId, grant_id: str) -> Entered:
+        return await self._enter(lambda: ledger.void(tenant, grant_id))
+
+    async def adjust(self, posting: Posting) -> Entered:
+        return await self._enter(lambda: ledger.adjust(posting))
+
+    async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
+        return await self._carrier.read(lambda: ledger.statement(tenant, after, _page(limit)))
+
+    async def book(self, tenant: TenantId) -> Book:
+        return await self._carrier.snapshot(lambda: ledger.book(tenant))
+
+    async def _enter(self, begin: Callable[[], Work[Entered]]) -> Entered:
+        try:
+            return await self._carrier.transact(begin)
+        except ledger.TakenBack as answer:
+            return answer.outcome
+
+
+def _page(limit: int) -> int:
+    return max(1, min(limit, MAX_PAGE))

@@ -1,0 +1,107 @@
+"""Two processes spend at the same instant, a hundred times: of two submits of 80 against 100 one is accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.tenancy._databases import tenant_schema
+
+from comfyfleet.contract.tenants import Teller
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.ledger import Account
+from comfyfleet.tenancy.databases import open_tenant_database
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMES = 100
+
+
+class Spender:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        self._to, self._from = process.stdin, process.stdout
+
+        self.kill = process.kill
+
+    def spend(self, tenant: TenantId, amount: int) -> None:
+        self._to.write(f"{tenant} {amount}\n".encode())
+
+    async def answer(self) -> str:
+        return (await self._from.readline()).decode().strip()
+
+
+@asynccontextmanager
+async def spender(url: str) -> AsyncIterator[Spender]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.tenancy._spender",
+        url,
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Spender(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'pool.db'}"
+    return tenant_schema(request.config)
+
+
+async def test_two_submits_of_80_against_100_from_two_processes_one_is_accepted(url: str) -> None:
+    async with AsyncExitStack() as stack:
+        # Both set the database up, too, at the same time.
+        spenders = [await stack.enter_async_context(spender(url)) for _ in range(2)]
+        assert [await each.answer() for each in spenders] == ["ready", "ready"]
+        database = open_tenant_database(url)
+        await database.open()
+        stack.push_async_callback(database.close)
+        teller = Teller(database, "grant")
+        tenants = [TenantId(f"tenant-{number:03d}") for number in range(TIMES)]
+        for tenant in tenants:
+            await teller.grant(100, tenant)
+        for tenant in tenants:
+            for each in spenders:
+                each.spend(tenant, 80)
+            assert sorted([await each.answer() for each in spenders]) == ["done", "short"]
+            assert await database.account(tenant) == Account(tenant, 100, 80)
+        await teller.check(*tenants)
+
+
+async def test_a_process_that_is_killed_while_it_spends_leaves_a_book_that_is_right(url: str) -> None:
+    tenant = TenantId("acme")
+    database = open_tenant_database(url)
+    await database.open()
+    teller = Teller(database, "grant")
+    await teller.grant(100_000, tenant)
+    accepted = 0
+    for answers in (1, 7, 20):
+        async with spender(url) as killed:
+            assert await killed.answer() == "ready"
+            for _ in range(2000):
+                killed.spend(tenant, 3)
+            for _ in range(answers):
+                assert await killed.answer() == "done"
+            killed.kill()
+        accepted += answers
+        await teller.check(tenant)
+        book = await database.book(tenant)
+        assert len(book.holds) >= accepted, "what was answered is there"
+        accepted = len(book.holds)
+        # One more may have been on its way to the server when its process died.
+        sent = await database.outbox(is_sent=False, after=None, limit=1000)
+        assert len(sent) >= min(accepted, 1000)
+    assert accepted < 6000, "nobody was killed before the end"
+    await database.close()
