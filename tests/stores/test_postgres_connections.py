@@ -288,3 +288,36 @@ def test_no_statement_keeps_a_state_in_its_connection() -> None:
     for file in package.iterdir():
         if file.name.endswith(".py"):
             assert not words.search(file.read_text()), file.name
+
+
+async def test_a_call_that_is_given_up_twice_leaves_no_connection_open(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time while what it had begun is being taken back."""
+    connections, begun = Pool(url), asyncio.Event()
+    opened: list[Connection] = []
+    connect = connections.connect
+
+    async def remembered() -> Connection:
+        opened.append(await connect())
+        return opened[-1]
+
+    async def never(*_: object) -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def work(step: Step) -> None:
+        await step.rows("SELECT 1")
+        monkeypatch.setattr(opened[0], "rollback", never)
+        await never()
+
+    monkeypatch.setattr(connections, "connect", remembered)
+    call = asyncio.ensure_future(connections.transact(work))
+    for _ in range(2):
+        await begun.wait()
+        begun.clear()
+        call.cancel()
+    with suppress(asyncio.CancelledError):
+        await call
+    assert [connection.closed for connection in opened] == [True]
+    await connections.close()

@@ -7,6 +7,7 @@ may start at once, and a failing step leaves the schema as it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import psycopg
 
@@ -14,59 +15,57 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.stores.migrations import Migration, migrations_of
 from comfyfleet.stores.postgres.pool import Connection
 
-# "comfy" in ASCII: a number only this product takes.
-_LOCK = 0x636F6D6679
+
+class Schema(NamedTuple):
+    """Tables that have their versions together."""
+
+    name: str
+    lock: int
+    """A number that only their migrations take."""
+
+
+# The number is "comfy" in ASCII.
+JOBS = Schema("comfyfleet", 0x636F6D6679)
+
+_TABLE = """
+CREATE TABLE IF NOT EXISTS {schema}.migrations (number integer PRIMARY KEY, name text NOT NULL, checksum text NOT NULL,
+    applied_at timestamptz NOT NULL DEFAULT clock_timestamp())
+"""
 
 
 def known_migrations() -> list[Migration]:
     return migrations_of("comfyfleet.stores.postgres")
 
 
-async def migrate(connection: Connection, migrations: Sequence[Migration]) -> None:
+async def migrate(connection: Connection, migrations: Sequence[Migration], schema: Schema = JOBS) -> None:
     """Brings the schema up to date, or raises a fault and changes nothing."""
-    if not _missing(await _applied(connection), migrations):
+    if not await missing_migrations(connection, migrations, schema):
         return
     try:
         async with connection.transaction():
-            await connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
+            await connection.execute("SELECT pg_advisory_xact_lock(%s)", (schema.lock,))
             # Another process may have done it while this one waited for the lock.
-            missing = _missing(await _applied(connection), migrations)
+            missing = await missing_migrations(connection, migrations, schema)
             if missing and missing[0] is migrations[0]:
-                await connection.execute("CREATE SCHEMA IF NOT EXISTS comfyfleet")
-                await connection.execute(
-                    "CREATE TABLE IF NOT EXISTS comfyfleet.migrations (number integer PRIMARY KEY, name text NOT NULL,"
-                    " checksum text NOT NULL, applied_at timestamptz NOT NULL DEFAULT clock_timestamp())"
-                )
+                await connection.execute(f"CREATE SCHEMA IF NOT EXISTS {schema.name}".encode())
+                await connection.execute(_TABLE.format(schema=schema.name).encode())
             for each in missing:
                 await connection.execute(each.sql)
                 await connection.execute(
-                    "INSERT INTO comfyfleet.migrations (number, name, checksum) VALUES (%s, %s, %s)",
+                    f"INSERT INTO {schema.name}.migrations (number, name, checksum) VALUES (%s, %s, %s)".encode(),
                     (each.number, each.name, each.checksum),
                 )
     except psycopg.Error as error:
         raise Fault(
-            f"PostgreSQL refused to set up the tables of ComfyFleet and nothing was changed: {error}; "
-            "the user of the URL needs the right to create in this database (or a schema `comfyfleet` of its own)"
+            f"PostgreSQL refused to set up the tables of ComfyFleet and nothing was changed: {error}; the user of "
+            f"the URL needs the right to create in this database (or a schema `{schema.name}` of its own)"
         ) from error
 
 
-async def missing_migrations(connection: Connection, migrations: Sequence[Migration]) -> list[Migration]:
-    return _missing(await _applied(connection), migrations)
-
-
-async def _applied(connection: Connection) -> dict[int, str]:
-    # Asked of the catalogue itself: `to_regclass` may answer from what this connection remembers.
-    cursor = await connection.execute(
-        "SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
-        "WHERE n.nspname = 'comfyfleet' AND c.relname = 'migrations'"
-    )
-    if await cursor.fetchone() is None:
-        return {}
-    cursor = await connection.execute("SELECT number, checksum FROM comfyfleet.migrations")
-    return dict(await cursor.fetchall())
-
-
-def _missing(applied: dict[int, str], migrations: Sequence[Migration]) -> list[Migration]:
+async def missing_migrations(
+    connection: Connection, migrations: Sequence[Migration], schema: Schema = JOBS
+) -> list[Migration]:
+    applied = await _applied(connection, schema)
     newest = migrations[-1].number
     if applied and max(applied) > newest:
         raise Fault(
@@ -78,6 +77,19 @@ def _missing(applied: dict[int, str], migrations: Sequence[Migration]) -> list[M
             raise Fault(
                 f"migration {each.number:04d}_{each.name} was applied to this database from another text than this "
                 "program has: one of the two was changed by hand; use the release that set the database up, or "
-                "move the jobs to a fresh database"
+                "move what it holds to a fresh database"
             )
     return [each for each in migrations if each.number not in applied]
+
+
+async def _applied(connection: Connection, schema: Schema) -> dict[int, str]:
+    # Asked of the catalogue itself: `to_regclass` may answer from what this connection remembers.
+    cursor = await connection.execute(
+        "SELECT FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace "
+        "WHERE n.nspname = %s AND c.relname = 'migrations'",
+        (schema.name,),
+    )
+    if await cursor.fetchone() is None:
+        return {}
+    cursor = await connection.execute(f"SELECT number, checksum FROM {schema.name}.migrations".encode())
+    return dict(await cursor.fetchall())

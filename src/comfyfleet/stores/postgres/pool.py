@@ -195,6 +195,10 @@ class Pool:
             except psycopg.Error:
                 await connection.close()
                 return
+            except asyncio.CancelledError:
+                # Given up a second time, by now nobody else would ever close it.
+                await connection.close()
+                raise
         elif status is not TransactionStatus.IDLE:
             await connection.close()
             return

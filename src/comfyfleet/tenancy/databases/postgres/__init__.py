@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
 import psycopg
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.stores.postgres.pool import Connection, Pool, Step
-from comfyfleet.tenancy.databases.postgres.migrating import known_migrations, migrate
+from comfyfleet.stores.migrations import migrations_of
+from comfyfleet.stores.postgres.migrate import Schema, migrate
+from comfyfleet.stores.postgres.pool import Pool, Step
 from comfyfleet.tenancy.databases.shell import SqlTenantDatabase
 from comfyfleet.tenancy.databases.work import Work, for_postgres
 
 _Answer = TypeVar("_Answer")
+
+# The number is "tenant" in ASCII: another than a store takes, which may lie in the same database.
+_TENANTS = Schema("comfyfleet_tenants", 0x74656E616E74)
 
 
 class PostgresTenantDatabase(SqlTenantDatabase):
@@ -22,25 +25,15 @@ class PostgresTenantDatabase(SqlTenantDatabase):
         super().__init__(PostgresCarrier(url, connections))
 
 
-class _Pool(Pool):
-    async def _put_back(self, connection: Connection) -> None:
-        try:
-            await super()._put_back(connection)
-        except asyncio.CancelledError:
-            # Given up while its transaction was being taken back: nobody else would ever close it.
-            await connection.close()
-            raise
-
-
 class PostgresCarrier:
     def __init__(self, url: str, connections: int) -> None:
-        self._pool = _Pool(url, connections)
+        self._pool = Pool(url, connections)
 
     async def open(self) -> None:
         connection = await self._pool.connect()
         try:
             async with connection:
-                await migrate(connection, known_migrations())
+                await migrate(connection, migrations_of(__name__), _TENANTS)
         except psycopg.Error as error:
             raise Fault(
                 f"PostgreSQL at {self._pool.address} hung up while a tenant database was being opened: "
