@@ -7,7 +7,7 @@ are the only sources of time and randomness.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 
@@ -398,8 +398,12 @@ class NodeKeeper(Protocol):
 class InputSource(Protocol):
     """A workers' door that has the files a job brings."""
 
-    async def fetch_input(self, job: LeasedJob, file: InputFile) -> bytes:
-        """What is kept, as it is; whoever asks compares. `not_found`: nothing is kept there (any more)."""
+    def spooling(self) -> Path | None:
+        """Where files may lie on their way. None: where the system has its temporary ones."""
+
+    async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
+        """What is kept, as it is, to a path that it is written anew to; whoever asks compares. `not_found`: nothing is
+        kept there (any more)."""
 
 
 class Assets(Protocol):
@@ -425,11 +429,13 @@ class Assets(Protocol):
     def is_old(self, record: FileRecord) -> bool:
         """Its time is over: no other job may bring it, and it stays for those that do."""
 
-    async def complete(self, file_id: str) -> FileRecord: ...
+    async def complete(self, file_id: str) -> FileRecord:
+        """It is there and is what was said of it, which is looked at here. Asked again, the same answer."""
+
     async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> Grant: ...
     async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord: ...
-    async def read(self, record: FileRecord) -> bytes:
-        """All of it; bounded by what a job may bring."""
+    def read(self, record: FileRecord) -> AsyncGenerator[bytes, None]:
+        """Piece by piece, none larger than a mebibyte or so. `not_found`: it is not here."""
 
 
 class Timer(Protocol):

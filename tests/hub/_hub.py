@@ -13,7 +13,8 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from comfyfleet.assets.local import MAX_FILE_BYTES, LocalAssets
+from comfyfleet.assets.local import LocalAssets
+from comfyfleet.assets.records import MAX_FILE_BYTES
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.hub.app import Hub

@@ -350,9 +350,9 @@ async def test_a_hub_that_is_away_for_a_while_costs_no_attempt(tmp_path: Path) -
             self._check()
             return await super().heartbeat(worker_id, refs)
 
-        async def fetch_input(self, job: LeasedJob, file: InputFile) -> bytes:
+        async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
             self._try(f"fetch {file.file_id}")
-            return await super().fetch_input(job, file)
+            await super().fetch_input(job, file, path)
 
         async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
             self._try(f"keep {ref.job_id}")
@@ -374,7 +374,7 @@ async def test_a_job_is_cancelled_while_its_file_is_fetched(tmp_path: Path) -> N
     class Stuck(InsideApi):
         fetching = asyncio.Event()
 
-        async def fetch_input(self, job: LeasedJob, file: Any) -> bytes:
+        async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
             self.fetching.set()
             await asyncio.Event().wait()
             raise AssertionError("it is torn off")
@@ -400,10 +400,12 @@ async def test_a_link_that_has_expired_is_renewed_with_the_lease(tmp_path: Path)
             old = msgspec.structs.replace(
                 file, url=f"/api/files/{file.file_id}/content?expires=1&signature=0"
             )
-            assert await api.fetch_input(job, old) == PICTURE
+            fetched = tmp_path / "fetched"
+            await api.fetch_input(job, old, fetched)
+            assert fetched.read_bytes() == PICTURE
             lost = msgspec.structs.replace(job, ref=msgspec.structs.replace(job.ref, token="stolen"))
             with pytest.raises(Refusal) as refused:
-                await api.fetch_input(lost, old)
+                await api.fetch_input(lost, old, fetched)
             assert refused.value.code is RefusalCode.LEASE_LOST
 
 
@@ -420,7 +422,8 @@ async def test_a_hub_that_kept_no_files_is_asked_again_after_a_registration(tmp_
     ):
         for rig in (without, with_files):
             # As if the hub had been started anew with a folder, at the same address.
-            api._url, api._headers["authorization"] = rig.url, f"Bearer {rig.keys[Role.WORKER]}"
+            api._url = api._links._hub = rig.url
+            api._headers["authorization"] = f"Bearer {rig.keys[Role.WORKER]}"
             await api.close()
             await api.register(call)
             await submitted(rig, submission())
@@ -469,7 +472,7 @@ async def test_a_file_that_an_open_job_brings_is_not_swept(tmp_path: Path) -> No
 async def test_old_files_in_use_do_not_keep_others_from_being_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.assets.local._PRUNE", 2)
+    monkeypatch.setattr("comfyfleet.assets.records.PAGE", 2)
     clock = ManualClock()
     assets = LocalAssets(tmp_path, MemoryStore(clock).cabinet, clock, keep_s=1000)
     files = []

@@ -6,6 +6,7 @@ Agents far away have the same over HTTP (`worker/transports/http.py`); an agent 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -78,11 +79,17 @@ class InsideApi:
 
     # files
 
-    async def fetch_input(self, job: LeasedJob, file: InputFile) -> bytes:
+    def spooling(self) -> Path | None:
+        return None
+
+    async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
         record = None if file.url is None else await self._assets.get(file.file_id)
         if record is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file.file_id!r} (any more)")
-        return await self._assets.read(record)
+        with await asyncio.to_thread(path.open, "wb") as target:
+            async with contextlib.aclosing(self._assets.read(record)) as pieces:
+                async for piece in pieces:
+                    await asyncio.to_thread(target.write, piece)
 
     async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
         with TemporaryDirectory(prefix="comfyfleet-") as folder:

@@ -12,7 +12,7 @@ import msgspec
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
-from comfyfleet.model.file import InputFile
+from comfyfleet.model.file import FetchedFile, InputFile
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Attachment, Job, JobResult, Timeouts
 from comfyfleet.model.worker import Capabilities, LiveState
@@ -107,7 +107,9 @@ class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
     include_outputs: tuple[str, ...] = ()
     attachments: tuple[Attachment, ...] = ()
     inputs: tuple[InputFile, ...] = ()
-    """Files to fetch from the hub before the run; they become attachments."""
+    """Files to fetch from the hub before the run."""
+    fetched: tuple[FetchedFile, ...] = ()
+    """Those that its worker has fetched; on its own disk, never on a wire."""
     attempt: int = 1
     metadata: dict[str, Any] | None = None
     traceparent: str | None = None

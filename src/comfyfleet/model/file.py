@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -43,9 +44,21 @@ class InputFile(msgspec.Struct, frozen=True, omit_defaults=True):
     url: str | None = None
 
 
-class Grant(msgspec.Struct, frozen=True):
+class FetchedFile(msgspec.Struct, frozen=True):
+    """An input on the worker's own disk, before its run. Of such a path nobody far away tells: it is never sent."""
+
+    filename: str
+    path: Path
+    node: str
+    input: str
+    kind: Literal["image", "mask"] = "image"
+
+
+class Grant(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file, one method, for a short while."""
 
     method: Literal["GET", "PUT"]
     url: str
     expires_at: float
+    headers: dict[str, str] = {}
+    """What must be sent along, exactly so: it is part of what was signed."""

@@ -11,6 +11,8 @@ import logging
 import traceback
 from collections.abc import Awaitable, Callable
 from enum import Enum
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import msgspec
@@ -20,8 +22,8 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, bounded
 from comfyfleet.model.job import JobResult, OutputFile
-from comfyfleet.ports import Connector, OutputKeeper, OutputSource, WorkerApi
-from comfyfleet.worker.fetching import Patience, with_inputs
+from comfyfleet.ports import Connector, InputSource, OutputKeeper, OutputSource, WorkerApi
+from comfyfleet.worker.fetching import Patience, no_source, side_by_side, with_inputs
 from comfyfleet.worker.news import NewsSender, Outbox
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
 
@@ -157,12 +159,9 @@ class AttemptRun:
         runner = self._runner = asyncio.current_task()
         assert runner is not None
         try:
-            job = self.job
-            if job.inputs:
-                job = await with_inputs(self._api, job, self._settings, lambda: self.confirmed_at)
-                if self._stop_reason is not None:
-                    return None
-            return await self._connector.process_job(job, self._tell)
+            if self.job.inputs:
+                return await self._process_with_inputs()
+            return await self._connector.process_job(self.job, self._tell)
         except ServiceFailed as failed:
             return failed.failure
         except asyncio.CancelledError as error:
@@ -178,6 +177,17 @@ class AttemptRun:
                 runner.uncancel()
             if self._left is not None:
                 self._left.set()
+
+    async def _process_with_inputs(self) -> JobResult | None:
+        if not isinstance(self._api, InputSource):
+            raise no_source(self.job)
+        with TemporaryDirectory(prefix="comfyfleet-", dir=self._api.spooling()) as folder:
+            job = await with_inputs(
+                self._api, self.job, self._settings, lambda: self.confirmed_at, Path(folder)
+            )
+            if self._stop_reason is not None:
+                return None
+            return await self._connector.process_job(job, self._tell)
 
     def _tell(self, report: Report) -> None:
         if self._runner is None:
@@ -244,31 +254,36 @@ class AttemptRun:
         """With its files where the caller can have them, if the hub keeps any; the lease is renewed meanwhile."""
         if not isinstance(self._api, OutputKeeper) or not isinstance(self._connector, OutputSource):
             return result
-        files = []
-        for file in result.files:
-            file_id = await self._keep(file)
-            if isinstance(file_id, Failure):
-                return file_id
-            files.append(msgspec.structs.replace(file, file_id=file_id))
+        if not result.files:
+            return result
+        try:
+            files = await side_by_side([self._keep(file) for file in result.files])
+        except ServiceFailed as failed:
+            return failed.failure
         return msgspec.structs.replace(result, files=tuple(files))
 
-    async def _keep(self, file: OutputFile) -> str | Failure | None:
+    async def _keep(self, file: OutputFile) -> OutputFile:
+        """With the hub's name for it. Raises `ServiceFailed`."""
         assert isinstance(self._api, OutputKeeper) and isinstance(self._connector, OutputSource)
         patience = Patience(self._settings, lambda: self.confirmed_at)
         while True:
             try:
-                return await self._api.keep(self.ref, file, self._connector)
+                file_id = await self._api.keep(self.ref, file, self._connector)
+                return msgspec.structs.replace(file, file_id=file_id)
             except Exception as error:
                 if isinstance(error, Refusal) and error.code is RefusalCode.TOO_LARGE:
                     # The work is done: better a file on its server alone than none.
                     _log.warning("%s stays on its server: %s", file.filename, error)
-                    return None
+                    return file
                 is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_OVER
                 is_lost = self._stop_reason is not None and self._stop_reason.release is None
                 if is_over or is_lost or patience.is_over():
-                    return Failure(
-                        FailureKind.TRANSIENT, f"The output {file.filename} could not be uploaded: {error}"
-                    )
+                    raise ServiceFailed(
+                        Failure(
+                            FailureKind.TRANSIENT,
+                            f"The output {file.filename} could not be uploaded: {error}",
+                        )
+                    ) from error
             await patience.pause()
 
     async def _complete(self, result: JobResult, seconds: float) -> Failure | None:

@@ -1,6 +1,6 @@
-"""What a job brings, before its run: each file fetched from the hub, compared with what was promised, and attached.
+"""What a job brings, before its run: each file fetched to this machine's disk and compared with what was promised.
 
-From here on a file is an attachment like any other: how a server takes it in is the connector's. A file that is gone or
+How a server takes it in is the connector's. A file that is gone or
 altered is nobody's but the caller's to replace; a hub that cannot be reached is tried again, then another attempt may.
 """
 
@@ -9,19 +9,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
-from comfyfleet.model.file import InputFile
-from comfyfleet.model.job import Attachment
-from comfyfleet.ports import InputSource, WorkerApi
+from comfyfleet.model.file import FetchedFile, InputFile
+from comfyfleet.ports import InputSource
 from comfyfleet.worker.settings import AgentSettings, Backoff
 
+T = TypeVar("T")
+
 _TRIES = 4
+_AT_A_TIME = 4
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}$")
 
 
@@ -47,11 +51,9 @@ class Patience:
 
 
 async def with_inputs(
-    api: WorkerApi, job: LeasedJob, settings: AgentSettings, confirmed_at: Callable[[], float]
+    api: InputSource, job: LeasedJob, settings: AgentSettings, confirmed_at: Callable[[], float], folder: Path
 ) -> LeasedJob:
     """`confirmed_at`: when the hub last answered for the lease. Raises `ServiceFailed`."""
-    if not isinstance(api, InputSource):
-        raise _failed(FailureKind.UNKNOWN, job.inputs[0], "this worker has no hub to fetch files from")
     size = sum(file.size or 0 for file in job.inputs)
     if size > settings.max_input_bytes:
         most = settings.max_input_bytes
@@ -60,22 +62,57 @@ async def with_inputs(
             job.inputs[0],
             f"the inputs have {size} bytes together and at most {most} are taken. Bring smaller files",
         )
-    contents: dict[str, bytes] = {}
-    for file in job.inputs:
-        if file.file_id not in contents:
-            contents[file.file_id] = await _fetched(api, job, file, Patience(settings, confirmed_at))
-    attached = tuple(
-        Attachment(_own_name(file), contents[file.file_id], file.node, file.input, file.kind)
+    # One file may go into several inputs.
+    files = {file.file_id: file for file in job.inputs}
+    paths = {file_id: folder / f"{index}" for index, file_id in enumerate(files)}
+    await side_by_side(
+        [
+            _fetch(api, job, file, paths[file_id], Patience(settings, confirmed_at))
+            for file_id, file in files.items()
+        ]
+    )
+    fetched = tuple(
+        FetchedFile(_own_name(file), paths[file.file_id], file.node, file.input, file.kind)
         for file in job.inputs
     )
-    return msgspec.structs.replace(job, attachments=(*job.attachments, *attached), inputs=())
+    return msgspec.structs.replace(job, fetched=fetched, inputs=())
 
 
-async def _fetched(api: InputSource, job: LeasedJob, file: InputFile, patience: Patience) -> bytes:
+def no_source(job: LeasedJob) -> ServiceFailed:
+    return _failed(FailureKind.UNKNOWN, job.inputs[0], "this worker has no hub to fetch files from")
+
+
+async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """A few at a time. The first that fails ends the others, and what it raised is raised."""
+    if len(works) < 2:
+        return [await work for work in works]
+    free = asyncio.Semaphore(_AT_A_TIME)
+
+    async def one(work: Coroutine[Any, Any, T]) -> T:
+        async with free:
+            return await work
+
+    tasks = [asyncio.create_task(one(work)) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for work in works:
+            # One whose turn never came would complain that nobody awaited it.
+            work.close()
+
+
+async def _fetch(api: InputSource, job: LeasedJob, file: InputFile, path: Path, patience: Patience) -> None:
     is_altered = False
     while True:
         try:
-            content = await api.fetch_input(job, file)
+            await api.fetch_input(job, file, path)
         except Refusal as refusal:
             if refusal.code is RefusalCode.NOT_FOUND:
                 raise _failed(
@@ -87,9 +124,9 @@ async def _fetched(api: InputSource, job: LeasedJob, file: InputFile, patience: 
             if patience.is_over():
                 raise _failed(FailureKind.TRANSIENT, file, f"it did not arrive: {error}") from error
         else:
-            differs = _difference(file, content)
+            differs = await asyncio.to_thread(_difference, file, path)
             if differs is None:
-                return content
+                return
             # Once may have been the way; twice is what lies at the hub.
             if is_altered:
                 raise _failed(
@@ -101,12 +138,20 @@ async def _fetched(api: InputSource, job: LeasedJob, file: InputFile, patience: 
         await patience.pause()
 
 
-def _difference(file: InputFile, content: bytes) -> str | None:
-    if file.size is not None and len(content) != file.size:
-        return f"{len(content)} bytes came, {file.size} were promised"
-    if file.sha256 is not None and hashlib.sha256(content).hexdigest() != file.sha256:
+def _difference(file: InputFile, path: Path) -> str | None:
+    size, digest = measured(path)
+    if file.size is not None and size != file.size:
+        return f"{size} bytes came, {file.size} were promised"
+    if file.sha256 is not None and digest != file.sha256:
         return "its SHA-256 differs"
     return None
+
+
+def measured(path: Path) -> tuple[int, str]:
+    """Size and SHA-256."""
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+        return content.tell(), digest
 
 
 def _own_name(file: InputFile) -> str:

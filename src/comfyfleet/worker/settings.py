@@ -37,7 +37,7 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """After that a run may end by itself for this long before it is torn off."""
     reconcile_timeout_s: float = 10.0
     max_input_bytes: int = 256 * 1024 * 1024
-    """What the files of a job may have together: they are held in memory."""
+    """What the files of a job may have together: they lie on the disk of the worker during the run."""
 
     # news
     batch_s: float = 0.005

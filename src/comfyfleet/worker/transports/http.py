@@ -7,7 +7,6 @@ tries again. Capabilities go over once; polls carry their hash, and a hub that d
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import ssl
 from collections.abc import Sequence
@@ -43,13 +42,15 @@ from comfyfleet.tracing import traceparent
 from comfyfleet.wire import files
 from comfyfleet.wire import worker as wire
 from comfyfleet.wire.problems import refusal_in
+from comfyfleet.worker.fetching import measured
+from comfyfleet.worker.transports.links import Links
 
 T = TypeVar("T")
 
 ANSWER_S = 15.0
 """What a call may take beyond what it waits for."""
 _PACK_FROM_BYTES = 16 * 1024
-_UPLOAD_S = 120.0
+_QUIET_S = 120.0
 _ASK_AGAIN_S = 60.0
 """A hub that keeps no files is asked again after this long, and when it does not know its workers any more."""
 
@@ -75,6 +76,7 @@ class HttpWorkerApi:
         self._spool = spool
         self._hashes: dict[WorkerId, str] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._links = Links(self._url, connect_s=answer_s, quiet_s=_QUIET_S, trust=trust)
         self._keeps_none_until = 0.0
 
     async def __aenter__(self) -> Self:
@@ -89,6 +91,7 @@ class HttpWorkerApi:
         if self._session is not None:
             await self._session.close()
             self._session = None
+        await self._links.close()
 
     # the door
 
@@ -152,11 +155,11 @@ class HttpWorkerApi:
 
     # what a job brings
 
-    async def fetch_input(self, job: LeasedJob, file: InputFile) -> bytes:
+    async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
         if file.url is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file.file_id!r} (any more)")
         try:
-            return await self._get(file.url, file)
+            return await self._links.get(file.url, path, file.size)
         except Refusal as refusal:
             if refusal.code is not RefusalCode.UNAUTHENTICATED:
                 raise
@@ -165,31 +168,10 @@ class HttpWorkerApi:
         answer = await self._ask("heartbeat", body, wire.BeatAnswer)
         for each in (each for lease in answer.inputs for each in lease.inputs):
             if each.file_id == file.file_id and each.url is not None:
-                return await self._get(each.url, file)
+                return await self._links.get(each.url, path, file.size)
         if not answer.alive:
             raise Refusal(RefusalCode.LEASE_LOST, "the lease is over")
         raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file.file_id!r} (any more)")
-
-    async def _get(self, url: str, file: InputFile) -> bytes:
-        assert self._session is not None, "the link came with a lease"
-        try:
-            async with self._session.get(
-                self._url + url,
-                timeout=aiohttp.ClientTimeout(total=None, sock_read=_UPLOAD_S, sock_connect=self._answer_s),
-                allow_redirects=False,
-            ) as response:
-                if response.status >= 300:
-                    raise refusal_in(response.status, await response.read())
-                pieces, size = [], 0
-                async for piece in response.content.iter_any():
-                    pieces.append(piece)
-                    size += len(piece)
-                    # More than was promised is not what was promised, however much more it is.
-                    if file.size is not None and size > file.size:
-                        break
-                return b"".join(pieces)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not send a file: {plain(error)}") from error
 
     # what a run left
 
@@ -198,10 +180,10 @@ class HttpWorkerApi:
         loop = asyncio.get_running_loop()
         if loop.time() < self._keeps_none_until:
             return None
-        with TemporaryDirectory(prefix="comfyfleet-", dir=self._spooling()) as folder:
+        with TemporaryDirectory(prefix="comfyfleet-", dir=self.spooling()) as folder:
             path = Path(folder) / "output"
             await source.save(file, path)
-            size, digest = await asyncio.to_thread(_measure, path)
+            size, digest = await asyncio.to_thread(measured, path)
             body = files.GrantsBody(wire.lease_body(ref), (files.output_body(file.filename, size, digest),))
             try:
                 (granted,) = (await self._ask("grants", body, files.FileGrants)).files
@@ -212,31 +194,12 @@ class HttpWorkerApi:
                 self._keeps_none_until = loop.time() + _ASK_AGAIN_S
                 return None
             assert granted.link is not None, "a grant is a link"
-            await self._put(granted.link.url, path)
+            await self._links.put(granted.link.url, path, granted.link.headers)
             return granted.id
 
-    def _spooling(self) -> Path | None:
+    def spooling(self) -> Path | None:
         """Where files lie on their way; unless said, where the system has its temporary ones."""
         return self._spool if self._spool is not None and self._spool.is_dir() else None
-
-    async def _put(self, url: str, path: Path) -> None:
-        assert self._session is not None, "the link was asked for a moment ago"
-        try:
-            with path.open("rb") as content:
-                async with self._session.put(
-                    self._url + url,
-                    data=content,
-                    headers={"content-type": "application/octet-stream"},
-                    timeout=aiohttp.ClientTimeout(
-                        total=None, sock_read=_UPLOAD_S, sock_connect=self._answer_s
-                    ),
-                    allow_redirects=False,
-                ) as response:
-                    answer = await response.read()
-                    if response.status >= 300:
-                        raise refusal_in(response.status, answer)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not take a file: {plain(error)}") from error
 
     # the way
 
@@ -284,12 +247,6 @@ def plain(error: Exception) -> str:
     """What went wrong, for logs and people: some errors show the whole request as well, with its key and links."""
     said = error.message if isinstance(error, aiohttp.ClientResponseError) else error
     return f"{type(error).__name__}({said})"
-
-
-def _measure(path: Path) -> tuple[int, str]:
-    with path.open("rb") as content:
-        digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return path.stat().st_size, digest
 
 
 def _decode(content: bytes, kind: type[T]) -> T:

@@ -11,7 +11,8 @@ import base64
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import aiohttp
@@ -51,7 +52,8 @@ class Upload(msgspec.Struct, frozen=True):
     """A file to place in the server's input folder."""
 
     filename: str
-    data: bytes
+    data: bytes | Path
+    """What is in it, or where it lies on this machine."""
     subfolder: str
     original: dict[str, str] | None = None
     """For a mask: the image it is laid upon."""
@@ -116,10 +118,14 @@ class Api:
         return await self._ask("GET", path, timeout_s)
 
     async def upload(self, upload: Upload) -> Answer:
+        if isinstance(upload.data, bytes):
+            return await self._upload(upload, upload.data)
+        with await asyncio.to_thread(upload.data.open, "rb") as content:
+            return await self._upload(upload, content)
+
+    async def _upload(self, upload: Upload, content: bytes | BinaryIO) -> Answer:
         form = aiohttp.FormData()
-        form.add_field(
-            "image", upload.data, filename=upload.filename, content_type="application/octet-stream"
-        )
+        form.add_field("image", content, filename=upload.filename, content_type="application/octet-stream")
         form.add_field("subfolder", upload.subfolder)
         form.add_field("type", "input")
         form.add_field("overwrite", "true")

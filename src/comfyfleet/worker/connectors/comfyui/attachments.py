@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
+from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.job import Attachment
 from comfyfleet.model.workflow import Workflow, with_input
 from comfyfleet.worker.connectors.comfyui import failures
@@ -23,7 +24,11 @@ _ANNOTATED = re.compile(r"^(?P<path>.*?)(?: \[(?P<folder>input|output|temp)\])?$
 
 
 async def place(
-    api: Api, settings: ComfyUISettings, attachments: Iterable[Attachment], workflow: Workflow, folder: str
+    api: Api,
+    settings: ComfyUISettings,
+    attachments: Iterable[Attachment | FetchedFile],
+    workflow: Workflow,
+    folder: str,
 ) -> Workflow:
     """Upload all and give back the graph that names them. Raises `ServiceFailed` or `InvalidWorkflow`."""
     used: set[str] = set()
@@ -33,7 +38,8 @@ async def place(
         # Checked before the upload: a wrong node id must not leave files behind.
         workflow = with_input(workflow, attachment.node, attachment.input, filename)
         original = _reference(current.get(attachment.input)) if attachment.kind == "mask" else None
-        upload = Upload(filename, attachment.data, folder, original)
+        content = attachment.data if isinstance(attachment, Attachment) else attachment.path
+        upload = Upload(filename, content, folder, original)
         answer = await _patiently(api, settings, upload)
         workflow = with_input(workflow, attachment.node, attachment.input, _name_in_graph(answer, filename))
     return workflow

@@ -235,7 +235,7 @@ class ComfyUI:
     async def _place(self, job: LeasedJob, workflow: Workflow, prompt_id: str) -> Workflow:
         folder = f"{self.settings.subfolder}/{prompt_id}"
         try:
-            return await place(self._api, self.settings, job.attachments, workflow, folder)
+            return await place(self._api, self.settings, (*job.attachments, *job.fetched), workflow, folder)
         except InvalidWorkflow as error:
             raise ServiceFailed(failures.invalid_workflow(error)) from error
 

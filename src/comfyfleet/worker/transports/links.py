@@ -1,0 +1,92 @@
+"""Moving files by links: piece by piece between this machine's disk and a hub or its storage, never through memory.
+
+A link is its own proof. So this session knows no key: wherever a link leads, the worker's key does not travel along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+from yarl import URL
+
+from comfyfleet.model.errors import Fault
+from comfyfleet.wire.links import place, refusal_by_link, resolved
+
+_PIECE = 1 << 20
+_MAX_REFUSAL = 1 << 16
+
+
+class Links:
+    """Closing twice is harmless."""
+
+    def __init__(self, hub: str, *, connect_s: float, quiet_s: float, trust: ssl.SSLContext | None) -> None:
+        self._hub = hub
+        self._trust = trust
+        # However large a file is: a transfer may take as long as it moves.
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_read=quiet_s, sock_connect=connect_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get(self, link: str, path: Path, bound: int | None) -> None:
+        """To the path, written anew. More than `bound` is not fetched: it is not what was promised already."""
+        url = resolved(self._hub, link)
+        try:
+            async with self._opened().get(
+                URL(url, encoded=True), timeout=self._timeout, allow_redirects=False
+            ) as response:
+                if response.status != 200:
+                    raise refusal_by_link(link, response.status, await response.content.read(_MAX_REFUSAL))
+                size = 0
+                with await asyncio.to_thread(path.open, "wb") as target:
+                    async for piece in response.content.iter_chunked(_PIECE):
+                        await asyncio.to_thread(target.write, piece)
+                        size += len(piece)
+                        if bound is not None and size > bound:
+                            break
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"a file did not arrive from {place(url)}: {_told(error)}") from error
+
+    async def put(self, link: str, path: Path, headers: Mapping[str, str]) -> None:
+        """`headers`: those that the link was made for."""
+        url = resolved(self._hub, link)
+        sent = {"content-type": "application/octet-stream", **headers}
+        try:
+            with await asyncio.to_thread(path.open, "rb") as content:
+                async with self._opened().put(
+                    URL(url, encoded=True),
+                    data=content,
+                    headers=sent,
+                    timeout=self._timeout,
+                    allow_redirects=False,
+                ) as response:
+                    answer = await response.content.read(_MAX_REFUSAL)
+                    if response.status >= 300:
+                        raise refusal_by_link(link, response.status, answer)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"a file did not get to {place(url)}: {_told(error)}") from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=True if self._trust is None else self._trust),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"accept-encoding": "identity"},
+            )
+        return self._session
+
+
+def _told(error: Exception) -> str:
+    """Without the link, which some errors repeat."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return str(error.os_error)
+    return (
+        type(error).__name__ if isinstance(error, aiohttp.ClientError) else str(error) or "it took too long"
+    )
