@@ -19,7 +19,7 @@ READY_WITHIN_S = 10.0
 VARIABLE = "COMFYFLEET_TEST_REDIS"
 
 # A test run that is killed takes its servers along: the child asks the kernel for that, then becomes the server.
-_DIE_WITH_PARENT = """
+DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 try:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -75,7 +75,7 @@ class RedisServer:
         command = [binary(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder)]
         command += ["--save", "", "--daemonize", "no", "--logfile", str(self.folder / "log")]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, *command, *appending, *bus, *self._settings],
+            [sys.executable, "-I", "-S", "-c", DIE_WITH_PARENT, *command, *appending, *bus, *self._settings],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -174,12 +174,10 @@ def check_is_open(record: FileRecord) -> None:
         raise Refusal(RefusalCode.WRONG_PHASE, "this file has been received already: make a new one")
 
 
-def check_is(record: FileRecord, size: int, digest: str) -> None:
+def check_is(record: FileRecord, size: int, digest: str, then: str = "send it again") -> None:
     if record.size is not None and size != record.size:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"{size} bytes came, {record.size} were announced: send it again"
-        )
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"{size} bytes came, {record.size} were announced: {then}")
     if record.sha256 is not None and not hmac.compare_digest(digest, record.sha256):
         raise Refusal(
-            RefusalCode.INVALID_REQUEST, "what came has another SHA-256 than was announced: send it again"
+            RefusalCode.INVALID_REQUEST, f"what came has another SHA-256 than was announced: {then}"
         )
