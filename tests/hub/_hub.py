@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.ids import TenantId
 from comfyfleet.outbound.guard import Guard
 from comfyfleet.policy.rules import Rules
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import Assets, Cabinet, Clock
 from comfyfleet.stores.opening import open_store
 
 TENANT = TenantId("acme")
@@ -170,6 +170,7 @@ async def hub_in_process(
     folder: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     guard: Guard | None = None,
+    assets_on: Callable[[Cabinet, Clock], Assets] | None = None,
 ) -> AsyncIterator[HubRig]:
     clock = SystemClock()
     store = open_store(store_url, clock)
@@ -183,7 +184,7 @@ async def hub_in_process(
             limits=limits,
             is_open=is_open,
             legacy_websocket=legacy_websocket,
-            assets=assets,
+            assets=assets if assets_on is None else assets_on(cabinet, clock),
             guard=guard,
         )
         keys = {}

@@ -16,6 +16,7 @@ from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 import msgspec
+from yarl import URL
 
 from comfyfleet.client.link import Link, Tries, filled
 from comfyfleet.client.options import (
@@ -40,6 +41,7 @@ from comfyfleet.wire import keys as key_bodies
 from comfyfleet.wire import webhooks as webhook_bodies
 from comfyfleet.wire import worker as worker_bodies
 from comfyfleet.wire.files import FileView
+from comfyfleet.wire.links import place, refusal_by_link, told
 from comfyfleet.wire.problems import refusal_in
 
 DEFAULT_URL = "http://127.0.0.1:3001"
@@ -287,14 +289,16 @@ class FleetClient:
         url = urljoin(f"{self.url}/", file.url or "about:nowhere")
         if urlsplit(url).scheme not in ("http", "https"):
             raise Refusal(RefusalCode.NOT_FOUND, f"nobody has said where {file.filename!r} can be fetched")
+        # Links that a hub has signed are taken as they are.
+        address = URL(url, encoded=file.file_id is not None)
         try:
-            async with self._link.session.get(url, allow_redirects=False) as response:
+            async with self._link.session.get(address, allow_redirects=False) as response:
                 content = await response.read()
                 if response.status != 200:
-                    raise refusal_in(response.status, content)
+                    raise refusal_by_link(file.url or "", response.status, content)
                 return content
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"{file.filename!r} cannot be fetched from {url}: {error}") from error
+            raise Fault(f"{file.filename!r} cannot be fetched from {place(url)}: {told(error)}") from error
 
     # change
 

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 import aiohttp
+from yarl import URL
 
 from comfyfleet.client.link import NOT_NOW, Link, Tries
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.file import Grant
 from comfyfleet.wire.files import FileBody, FileView
-from comfyfleet.wire.problems import refusal_in
+from comfyfleet.wire.links import place, refusal_by_link, resolved, told
 
 FileLike = str | Path | bytes
 """The path of a file, or what is in one."""
@@ -34,31 +36,29 @@ async def upload(link: Link, source: FileLike, name: str | None, content_type: s
     made = await link.ask("create_file", FileView, body=FileBody(name, kind, size, digest))
     if made.link is None:
         raise Fault(f"the hub at {link.url} announced {name!r} without a link to put it to")
-    url = made.link.url
-    await _put(link, url if "://" in url else link.url + url, lambda: _opened(source))
+    await _put(link, made.link, lambda: _opened(source))
     return await link.ask("complete_file", FileView, file_id=made.id)
 
 
-async def _put(link: Link, url: str, opened: Callable[[], BinaryIO]) -> None:
+async def _put(link: Link, grant: Grant, opened: Callable[[], BinaryIO]) -> None:
+    url = resolved(link.url, grant.url)
     tries = Tries(link.patience_s)
     while True:
         with await asyncio.to_thread(opened) as content:
             try:
                 # The link is the proof: our key does not travel with it.
                 async with link.session.put(
-                    url,
+                    URL(url, encoded=True),
                     data=content,
-                    headers={"content-type": "application/octet-stream"},
+                    headers={"content-type": "application/octet-stream", **grant.headers},
                     timeout=aiohttp.ClientTimeout(total=None, sock_read=_QUIET_S, sock_connect=_QUIET_S),
                     allow_redirects=False,
                 ) as response:
                     if response.status < 300:
                         return
-                    error: Exception = refusal_in(response.status, await response.read())
+                    error: Exception = refusal_by_link(grant.url, response.status, await response.read())
             except (TimeoutError, aiohttp.ClientError, OSError) as broken:
-                error = Fault(
-                    f"the hub at {link.url} did not take a file: {str(broken) or 'it took too long'}"
-                )
+                error = Fault(f"{place(url)} did not take a file: {told(broken)}")
         if isinstance(error, Refusal):
             if error.code is RefusalCode.WRONG_PHASE:
                 # It was received before and the answer was lost; whether it is whole is asked next.

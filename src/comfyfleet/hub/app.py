@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance
 from comfyfleet.hub.audit import Audit
@@ -32,7 +31,7 @@ from comfyfleet.hub.streams import StreamHandlers
 from comfyfleet.hub.webhooks import WebhookHandlers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.outbound.guard import Guard
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.ports import Assets, Cabinet, Clock
 from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.tenancy.webhooks import Webhooks
@@ -53,7 +52,7 @@ class Hub:
         limits: Limits | None = None,
         is_open: bool = False,
         legacy_websocket: LegacyWebsocket = "on",
-        assets: LocalAssets | None = None,
+        assets: Assets | None = None,
         guard: Guard | None = None,
     ) -> None:
         self.engine = engine

@@ -17,6 +17,7 @@ from comfyfleet.hub.limits import HungUp
 from comfyfleet.model.dispatch import Dispatch, LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
+from comfyfleet.ports import Assets
 from comfyfleet.wire import files as wire
 from comfyfleet.wire.route import CALLERS
 from comfyfleet.wire.worker import lease_ref
@@ -25,7 +26,7 @@ from comfyfleet.wire.worker import lease_ref
 class FileHandlers:
     """`assets` None: this hub keeps no files."""
 
-    def __init__(self, engine: Engine, assets: LocalAssets | None) -> None:
+    def __init__(self, engine: Engine, assets: Assets | None) -> None:
         self._engine = engine
         self._kept = assets
 
@@ -40,10 +41,17 @@ class FileHandlers:
         }
 
     @property
-    def _assets(self) -> LocalAssets:
+    def _assets(self) -> Assets:
         if self._kept is None:
             raise Refusal(RefusalCode.NOT_FOUND, "this hub keeps no files: give it a folder for them")
         return self._kept
+
+    @property
+    def _here(self) -> LocalAssets:
+        """For links that lead to this hub; it makes none where the files lie elsewhere."""
+        if not isinstance(self._assets, LocalAssets):
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "the link is not good (any more): ask for a new one")
+        return self._assets
 
     async def create(self, call: Call[wire.FileBody]) -> Reply:
         body = call.given
@@ -81,8 +89,8 @@ class FileHandlers:
 
     async def put_content(self, call: Call[wire.LinkQuery]) -> Reply:
         asked = call.given
-        record = await self._assets.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
-        received = await self._assets.receive(record, _pieces(call))
+        record = await self._here.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
+        received = await self._here.receive(record, _pieces(call))
         if received.kind == "output":
             # What a worker announces it announces with size and SHA-256: there is nothing left to verify.
             received = await self._assets.complete(received.file_id)
@@ -90,8 +98,8 @@ class FileHandlers:
 
     async def get_content(self, call: Call[wire.LinkQuery]) -> Reply | FileResponse:
         asked = call.given
-        record = await self._assets.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
-        path = self._assets.path(record)
+        record = await self._here.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
+        path = self._here.path(record)
         if record.received_at is None or not path.is_file():
             raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} is not here")
         return FileResponse(

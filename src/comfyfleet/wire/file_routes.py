@@ -27,7 +27,7 @@ FILES = of_noun(
         "Say that a file is whole; it is compared with what was announced",
         CALLERS,
         files.FileView,
-        refuses=(RefusalCode.WRONG_PHASE,),
+        refuses=(RefusalCode.INVALID_REQUEST, RefusalCode.WRONG_PHASE),
     ),
     Route(
         "put_content",

@@ -31,6 +31,14 @@ def place(url: str) -> str:
     return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
 
 
+def told(error: Exception) -> str:
+    """What a way broke by, without the address that some errors repeat."""
+    cause = getattr(error, "os_error", error)
+    if isinstance(cause, TimeoutError):
+        return "it took too long"
+    return str(cause) if isinstance(cause, OSError) and cause.errno is not None else type(cause).__name__
+
+
 def refusal_by_link(link: str, status: int, body: bytes) -> Refusal | Fault:
     return storage_refusal(status, body) if is_elsewhere(link) else refusal_in(status, body)
 

@@ -14,7 +14,7 @@ import aiohttp
 from yarl import URL
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.wire.links import place, refusal_by_link, resolved
+from comfyfleet.wire.links import place, refusal_by_link, resolved, told
 
 _PIECE = 1 << 20
 _MAX_REFUSAL = 1 << 16
@@ -52,7 +52,7 @@ class Links:
                         if bound is not None and size > bound:
                             break
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"a file did not arrive from {place(url)}: {_told(error)}") from error
+            raise Fault(f"a file did not arrive from {place(url)}: {told(error)}") from error
 
     async def put(self, link: str, path: Path, headers: Mapping[str, str]) -> None:
         """`headers`: those that the link was made for."""
@@ -71,7 +71,7 @@ class Links:
                     if response.status >= 300:
                         raise refusal_by_link(link, response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"a file did not get to {place(url)}: {_told(error)}") from error
+            raise Fault(f"a file did not get to {place(url)}: {told(error)}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -81,12 +81,3 @@ class Links:
                 headers={"accept-encoding": "identity"},
             )
         return self._session
-
-
-def _told(error: Exception) -> str:
-    """Without the link, which some errors repeat."""
-    if isinstance(error, aiohttp.ClientConnectorError):
-        return str(error.os_error)
-    return (
-        type(error).__name__ if isinstance(error, aiohttp.ClientError) else str(error) or "it took too long"
-    )
