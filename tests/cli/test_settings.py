@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from comfyfleet.assets.presigning import Credentials
+from comfyfleet.cli.assets import storage
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.cli.local import (
     LocalHub,
@@ -135,14 +137,57 @@ def test_secrets_are_not_shown() -> None:
         "COMFYFLEET_STORE": "redis://me:secret@host:1/0",
         "COMFYFLEET_SERVERS": "http://me:se=secret@gpu:1/comfy,me:secret@gpu:2,gpu:3",
         "COMFYFLEET_SERVICES": "comfyui=https://me:secret@gpu/x@y",
+        "COMFYFLEET_S3_SECRET_KEY": "a secret",
+        "COMFYFLEET_S3_SESSION_TOKEN": "a secret",
     }
     shown = {
         name: value for name, value, _ in read_settings(config=os.devnull, environment=environment).shown()
     }
-    assert "secret" not in str(shown)
+    assert "secret" not in str(list(shown.values()))
     assert shown["store"] == "redis://…@host:1/0"
     assert shown["servers"] == ["http://…@gpu:1/comfy", "…@gpu:2", "gpu:3"]
     assert shown["services"] == ["comfyui=https://…@gpu/x@y"]
+
+
+def test_a_storage_is_named_by_us_or_as_for_every_program_but_never_by_halves(file: Path) -> None:
+    others = {
+        "AWS_ACCESS_KEY_ID": "theirs",
+        "AWS_SECRET_ACCESS_KEY": "their-secret",
+        "AWS_SESSION_TOKEN": "their-token",
+        "AWS_REGION": "eu-west-1",
+        "AWS_ENDPOINT_URL": "https://theirs.example",
+    }
+    found = read_settings({"assets": "s3://videos/a%20b/"}, config=os.devnull, environment=others)
+    bucket, prefix, credentials = storage(found)
+    assert (bucket.name, bucket.region, bucket.endpoint) == ("videos", "eu-west-1", "https://theirs.example")
+    assert prefix == "a b" and credentials == Credentials("theirs", "their-secret", "their-token")
+    said(
+        file,
+        'assets = "s3://videos"\n[s3]\nendpoint = "https://storage.example/"\npath_style = false\n'
+        'access_key = "ours"\nsecret_key = "our-secret"\n',
+    )
+    bucket, prefix, credentials = storage(read_settings(config=file, environment=others))
+    assert (bucket.host, bucket.region, prefix) == ("videos.storage.example", "eu-west-1", "")
+    assert credentials == Credentials("ours", "our-secret"), "their token would not fit"
+    assert read_settings(config=os.devnull, environment=others).values.s3 == {}, "nobody asked for a storage"
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ('assets = "/srv/files"', "'assets'"),
+        ('assets = "s3://me:secret@videos"', "'assets'"),
+        ('assets = "s3://videos"', "'s3.endpoint'"),
+        ('assets = "s3://videos"\n[s3]\nendpoint = "storage.example"', "'s3.endpoint'"),
+        ('assets = "s3://videos"\n[s3]\nendpoint = "https://storage.example"', "'s3.access_key'"),
+    ],
+)
+def test_a_storage_that_cannot_be_understood_is_told_by_its_setting(
+    file: Path, content: str, told: str
+) -> None:
+    with pytest.raises(CommandFailed, match=told) as failed:
+        storage(read_settings(config=said(file, content), environment={}))
+    assert failed.value.code is ExitCode.USAGE and "secret" not in str(failed.value)
 
 
 def test_the_usual_data_folder_is_the_users() -> None:
@@ -151,7 +196,7 @@ def test_the_usual_data_folder_is_the_users() -> None:
 
 
 def test_every_flag_is_a_settings() -> None:
-    assert _OPTIONS.keys() - {"config"} == set(Settings.__struct_fields__) - {"limits", "rules"}
+    assert _OPTIONS.keys() - {"config"} == set(Settings.__struct_fields__) - {"limits", "rules", "s3"}
     assert flag_of("servers") == "--server"
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.cli.options import as_json, settings
+
+if TYPE_CHECKING:
+    from comfyfleet.cli.settings import Resolved
 
 
 @click.group("config")
@@ -49,6 +52,7 @@ def check(config: str | None, as_json: bool) -> None:
     except CommandFailed as error:
         problems.append(str(error))
     else:
+        problems += _storage(resolved)
         for name in resolved.unheard:
             problems.append(f"{name} means nothing{nearest(name, variables(), PREFIX)}")
     if as_json:
@@ -60,6 +64,18 @@ def check(config: str | None, as_json: bool) -> None:
             click.echo("the settings can be understood")
     if problems:
         raise SystemExit(ExitCode.USAGE)
+
+
+def _storage(resolved: Resolved) -> list[str]:
+    """What a hub would find wrong about where its files lie; those who only ask a hub need not know it."""
+    from comfyfleet.cli.assets import storage
+
+    try:
+        if resolved.values.assets is not None:
+            storage(resolved)
+    except CommandFailed as error:
+        return [str(error)]
+    return []
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -21,7 +21,7 @@ from urllib.parse import quote
 import click
 import msgspec
 
-from comfyfleet.assets.local import LocalAssets
+from comfyfleet.cli.assets import open_assets
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
 from comfyfleet.cli.settings import Resolved
@@ -76,8 +76,8 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     known = read_hub(resolved.data)
     clock = SystemClock()
     store = open_store(settings.store or embedded_store(resolved.data), clock)
-    async with Engine(store, rules=resolved.rules(), clock=clock) as engine:
-        assets = LocalAssets(resolved.data / "files", store.cabinet, clock)
+    async with Engine(store, rules=resolved.rules(), clock=clock) as engine, AsyncExitStack() as stack:
+        assets = await stack.enter_async_context(open_assets(resolved, store.cabinet, clock))
         hub = Hub(
             engine,
             store.cabinet,
@@ -170,6 +170,8 @@ def greet(house: House, resolved: Resolved) -> None:
     settings = resolved.values
     click.echo(f"The hub answers at {house.url}")
     click.echo(f"  keeps its jobs in {'the store' if settings.store else resolved.data}")
+    if settings.assets is not None:
+        click.echo(f"  keeps its files in {settings.assets}")
     if settings.open:
         click.echo("  asks nobody on this machine for a key")
     elif house.is_key_new:

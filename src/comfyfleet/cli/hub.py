@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @click.command("hub")
 @settings(
     "store",
+    "assets",
     "host",
     "port",
     "open",

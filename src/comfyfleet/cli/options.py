@@ -39,6 +39,11 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="URL",
         help="Where jobs are kept: sqlite:///…, redis://…, rediss://… or postgresql://…",
     ),
+    "assets": _option(
+        "--assets",
+        metavar="URL",
+        help="Where files are kept: s3://BUCKET/PREFIX, the storage itself in [s3]; the data folder unless given.",
+    ),
     "host": _option("--host", metavar="ADDRESS", help="Where to listen; 127.0.0.1 unless given."),
     "port": _option(
         "-p", "--port", type=click.IntRange(0, 65535), help="3001 unless given; 0 takes a free one."

@@ -32,15 +32,24 @@ OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 """What others called them in the environment."""
 LISTS = frozenset({"servers", "services", "webhook_allow"})
 """In the environment with commas or spaces between."""
-SECRET = frozenset({"key", "enrol"})
-ADDRESSES = frozenset({"store", "hub", "servers", "services"})
+SECRET = frozenset({"key", "enrol", "s3.secret_key", "s3.session_token"})
+ADDRESSES = frozenset({"store", "hub", "servers", "services", "assets", "s3.endpoint"})
 _CREDENTIALS = re.compile(r"^((?:\w+=)?(?:\w+://)?)[^/]*@")
 """A user and a password in an address, behind its scheme and the name of a service."""
-TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules}
 CAPS = frozenset({"max_waiting", "max_open_bytes"})
 """Rules of the engine that bound what it takes in: whoever looks for them looks among the limits."""
 ELSEWHERE = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}DEBUG", f"{PREFIX}COMPLETE"})
 """Variables of ours that are no settings."""
+
+OTHERS = {
+    "access_key": ("AWS_ACCESS_KEY_ID",),
+    "secret_key": ("AWS_SECRET_ACCESS_KEY",),
+    "session_token": ("AWS_SESSION_TOKEN",),
+    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+}
+"""What other programs call the settings of a storage in the environment."""
+_TOGETHER = frozenset({"access_key", "secret_key", "session_token"})
 
 _FLAGS = {"servers": "--server", "services": "--service", "grace_s": "--grace"}
 
@@ -48,11 +57,29 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=1_000)]
 
 
+class S3Settings(msgspec.Struct, frozen=True):
+    """The storage that `assets` names a bucket of."""
+
+    endpoint: str = ""
+    """Its address, as hub, workers and callers reach it."""
+    region: str = "us-east-1"
+    path_style: bool = True
+    """Whether the bucket stands in the path; else it stands before the host's name."""
+    access_key: str = ""
+    secret_key: str = ""
+    session_token: str = ""
+
+
+TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules, "s3": S3Settings}
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str = ""
     """The folder of what a program keeps: the embedded store, keys. Unless said, the user's folder for data."""
     store: str | None = None
     """Where jobs are kept. Unless said, SQLite in the data folder."""
+    assets: str | None = None
+    """Where files are kept: s3://bucket/prefix. Unless said, in the data folder."""
     host: str = "127.0.0.1"
     port: Port = 3001
     certificate: str | None = None
@@ -82,6 +109,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: Literal["text", "json"] = "text"
     limits: dict[str, Any] = {}
     rules: dict[str, Any] = {}
+    s3: dict[str, Any] = {}
 
 
 class Origin(msgspec.Struct, frozen=True, order=True):
@@ -122,6 +150,9 @@ class Resolved(msgspec.Struct, frozen=True):
         except ValueError as error:
             raise self.wrong("webhook_allow", str(error)) from error
 
+    def s3(self) -> S3Settings:
+        return msgspec.convert(self.values.s3, S3Settings)
+
     @property
     def data(self) -> Path:
         return Path(self.values.data)
@@ -136,7 +167,8 @@ class Resolved(msgspec.Struct, frozen=True):
             value = getattr(self.values, name)
             if name in TABLES:
                 for field in sorted(value):
-                    yield f"{name}.{field}", value[field], self.origin(f"{name}.{field}").place
+                    full = f"{name}.{field}"
+                    yield full, masked(full, value[field]), self.origin(full).place
                 continue
             yield name, masked(name, value), self.origin(name).place
 
@@ -179,6 +211,8 @@ def read_settings(
     for name, value in (flags or {}).items():
         if value is not None and value != ():
             _put(values, origins, name, value, Origin(3, f"flag {flag_of(name)}"))
+    if values.get("assets"):
+        _take_others(values, origins, environment)
     if not values.get("data"):
         values["data"] = str(_usual_data(environment))
     resolved = Resolved(msgspec.convert(values, Settings), origins, unheard)
@@ -248,6 +282,20 @@ def _take_environment(
         value: Any = text.replace(",", " ").split() if name in LISTS else text
         _put(values, origins, name, value, Origin(2, f"environment {variable}"))
     return tuple(unheard)
+
+
+def _take_others(values: dict[str, Any], origins: dict[str, Origin], environment: Mapping[str, str]) -> None:
+    """What the machine's environment says to every program that uses a storage, where nobody said it to us. Credentials
+    are taken together or not at all: halves of two would open nothing."""
+    has_own = not _TOGETHER.isdisjoint(values.get("s3", {}))
+    for field, names in OTHERS.items():
+        if field in values.get("s3", {}) or (has_own and field in _TOGETHER):
+            continue
+        for variable in names:
+            if environment.get(variable):
+                origin = Origin(2, f"environment {variable}")
+                _put(values, origins, f"s3.{field}", environment[variable], origin)
+                break
 
 
 def _put(values: dict[str, Any], origins: dict[str, Origin], name: str, value: Any, origin: Origin) -> None:

@@ -35,6 +35,7 @@ _LOOK_S = 10.0
     "certificate_key",
     "data",
     "store",
+    "assets",
     "name",
     "grace_s",
     "legacy_websocket",
