@@ -118,7 +118,10 @@ async def test_a_fault_is_not_now_and_a_defect_is_an_incident(
 
 async def test_a_path_that_is_not_and_a_method_it_has_not(rig: HubRig) -> None:
     for path in ("//", "/api", "/api/jobs/", "/api//jobs", "/api/jobs/1/2/3"):
-        assert (await rig.get(path)).code == "not_found"
-    answer = await rig.ask("PUT", "/api/jobs")
+        answer = await rig.get(path)
+        assert answer.code == "not_found"
+        assert answer.headers["x-request-id"] == answer.body["request_id"] != ""
+    answer = await rig.ask("PUT", "/api/jobs", headers={"x-request-id": "mine"})
     assert answer.status == 405
+    assert answer.headers["x-request-id"] == answer.body["request_id"] == "mine"
     assert set(answer.headers["allow"].split(", ")) == {"GET", "POST"}

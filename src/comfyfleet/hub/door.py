@@ -59,10 +59,7 @@ class Call(Generic[G]):
         self.scope = scope
         self.receive = receive
         self.parameters = parameters
-        # Names come in lower case. Of those that are sent twice the first counts.
-        self.headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])
-        }
+        self.headers = _headers(scope)
         self.request_id = _request_id(self.headers)
         self.caller = _NOBODY
         self.given: G
@@ -323,6 +320,11 @@ def _raw_path(scope: Scope) -> str:
     return scope["path"] if raw is None else raw.partition(b"?")[0].decode("latin-1")
 
 
+def _headers(scope: Scope) -> dict[str, str]:
+    # Names come in lower case. Of those that are sent twice the first counts.
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+
+
 def _request_id(headers: Mapping[str, str]) -> str:
     given = headers.get("x-request-id", "")
     # Only to be told apart, so no secret: those are fetched from the kernel.
@@ -370,15 +372,16 @@ async def _send_refusal_page(answered: Answered, request_id: str, send: Send) ->
 
 async def _respond_nowhere(scope: Scope, methods: tuple[str, ...], send: Send) -> None:
     """Neither a route nor a caller: a path that is not, or a method it does not have."""
-    path = scope["path"]
+    path, request_id = scope["path"], _request_id(_headers(scope))
     if not methods:
-        answered = answer_to(Refusal(RefusalCode.NOT_FOUND, f"there is nothing at {path!r}"))
-        await _send_problem(answered, "", send)
+        answered = answer_to(Refusal(RefusalCode.NOT_FOUND, f"there is nothing at {path!r}"), request_id)
+        await _send_problem(answered, request_id, send)
         return
     allow = ", ".join(methods)
     message = f"{path!r} has no {scope['method']}: it has {allow}"
-    body = answer_to(Refusal(RefusalCode.INVALID_REQUEST, message)).body | {"status": 405}
+    body = answer_to(Refusal(RefusalCode.INVALID_REQUEST, message), request_id).body | {"status": 405}
     headers = [(b"content-type", CONTENT_TYPE.encode()), (b"allow", allow.encode())]
+    headers.append((b"x-request-id", request_id.encode("latin-1")))
     await _send(send, 405, headers, b"" if scope["method"] == "HEAD" else _ENCODER.encode(body))
 
 
