@@ -34,7 +34,9 @@ class Credentials:
         self._keys = keys
         self._clock = clock
         self._is_open = is_open
-        self._refusals = Rate(limits.refusals_per_s, limits.refusals_burst, clock.now)
+        self._refusals = Rate(
+            limits.refusals_per_s, limits.refusals_burst, clock.now, "wrong keys from one address"
+        )
         self._known: dict[bytes, tuple[Caller, float]] = {}
 
     async def caller(self, headers: Mapping[str, str], address: str, token: str | None = None) -> Caller:

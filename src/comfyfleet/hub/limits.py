@@ -163,7 +163,9 @@ def _check_depth(unescaped: bytes, max_depth: int) -> None:
 class Rate:
     """A bucket of tokens for each name, filled at one rate. Names that have been quiet are forgotten."""
 
-    def __init__(self, per_s: float, burst: int, now: Callable[[], float]) -> None:
+    def __init__(self, per_s: float, burst: int, now: Callable[[], float], of: str = "requests") -> None:
+        """`of`: what is counted, as whoever is refused reads it."""
+        self._of = of
         self._per_s = per_s
         self._burst = float(burst)
         self._now = now
@@ -191,7 +193,7 @@ class Rate:
             wait_s = (1.0 - left) / self._per_s
             raise Refusal(
                 RefusalCode.RATE_LIMITED,
-                f"more than {self._per_s:g} requests a second; try again in {wait_s:.1f} s",
+                f"more than {self._per_s:g} {self._of} a second; try again in {wait_s:.1f} s",
                 retry_after_s=round(wait_s, 3),
             )
 
