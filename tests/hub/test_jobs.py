@@ -249,7 +249,9 @@ async def test_a_waiting_job_is_cancelled_at_once_and_can_be_tried_again(rig: Hu
     assert cancelled.body == {"id": job_id, "status": "cancelled", "cancel_requested": False}
     assert (await rig.post(f"/api/jobs/{job_id}/cancel")).body["status"] == "cancelled"
     assert (await rig.post(f"/api/jobs/{job_id}/retry")).body["status"] == "queued"
-    assert (await rig.post(f"/api/jobs/{job_id}/retry")).code == "wrong_phase"
+    again = await rig.post(f"/api/jobs/{job_id}/retry")
+    assert again.code == "wrong_phase"
+    assert again.body["detail"] == "cannot retry a job that is queued: only one that failed or was cancelled"
 
 
 async def test_a_running_job_is_asked_to_stop(rig: HubRig) -> None:

@@ -114,7 +114,11 @@ class JobDesk:
             try:
                 phase = target(dispatch.phase, Move.RETRY)
             except IllegalMove as illegal:
-                raise Refusal(RefusalCode.WRONG_PHASE, str(illegal), phase=dispatch.phase.value) from illegal
+                raise Refusal(
+                    RefusalCode.WRONG_PHASE,
+                    f"cannot retry a job that is {dispatch.phase.value}: only one that failed or was cancelled",
+                    phase=dispatch.phase.value,
+                ) from illegal
             # The limits of the first round are over with it: a deadline that passed would end the new one at once.
             change = Change(
                 phase=phase,
