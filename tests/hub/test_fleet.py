@@ -52,6 +52,12 @@ async def test_a_worker_is_paused_resumed_drained_and_removed(rig: HubRig) -> No
     for verb, status in (("pause", "paused"), ("resume", "idle"), ("drain", "draining")):
         assert (await rig.post(f"/api/workers/gpu-a/{verb}")).body["status"] == status
     assert [command.action for command in (await rig.engine.heartbeat(GPU, ())).commands] == ["drain"]
+    await rig.engine.unregister(GPU, "drained")
+    refused = await rig.post("/api/workers/gpu-a/resume")
+    assert (refused.code, refused.body["detail"]) == (
+        "not_found",
+        "worker 'gpu-a' is offline: start it again where it ran",
+    )
     assert (await rig.ask("DELETE", "/api/workers/gpu-a")).status == 204
     assert (await rig.ask("DELETE", "/api/workers/gpu-a")).code == "not_found"
     assert (await rig.get("/api/workers")).body == {"workers": []}

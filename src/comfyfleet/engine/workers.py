@@ -100,8 +100,15 @@ class WorkerDesk:
     async def set_flags(
         self, worker_id: WorkerId, *, is_paused: bool | None = None, is_draining: bool | None = None
     ) -> None:
-        self._known(worker_id)
-        worker = await self._context.fleet.newest(worker_id) or self._known(worker_id)
+        known = self._context.fleet.workers.get(worker_id)
+        if known is not None and known.is_offline:
+            # Said to an operator: what a worker would do about it is of no use there.
+            raise Refusal(
+                RefusalCode.NOT_FOUND, f"worker {worker_id!r} is offline: start it again where it ran"
+            )
+        worker = await self._context.fleet.newest(worker_id)
+        if worker is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
         changed = msgspec.structs.replace(
             worker,
             is_paused=worker.is_paused if is_paused is None else is_paused,
