@@ -147,6 +147,19 @@ def test_what_cannot_be_submitted_is_told_in_a_line(
     assert "Traceback" not in ended.errors
 
 
+def test_of_several_files_the_one_that_cannot_be_read_is_named(
+    run: Run, workflow: Path, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("{")
+    ended = run("submit", workflow, wrong)
+    assert (ended.code, ended.output) == (3, "")
+    assert f"{wrong}: The workflow is not JSON" in ended.errors
+    wrong.write_text(json.dumps(edit()))
+    ended = run("submit", workflow, wrong, "--set", "10.image=x")
+    assert ended.code == 2 and f"{workflow}: the workflow has no node '10'" in ended.errors
+
+
 def test_workers_are_listed_and_told_what_to_do(run: Run) -> None:
     assert [worker["id"] for worker in run("workers", "--json").json] == ["gpu"]
     assert run("workers").output == run("workers", "list").output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -110,7 +112,10 @@ def command(
     from comfyfleet.cli.run import Draft
     from comfyfleet.wire.bodies import TimeoutsBody
 
-    drafts = [Draft(workflow.read(), changes) for workflow in workflows]
+    drafts: list[tuple[str, Draft]] = []
+    for workflow in workflows:
+        with _about(workflow.name):
+            drafts.append((workflow.name, Draft(workflow.read(), changes)))
     if reference is not None and len(drafts) * count > 1:
         raise click.UsageError("several jobs cannot share one --reference")
     options = {
@@ -121,21 +126,23 @@ def command(
         "require_workable": workable,
         "webhook": webhook,
     }
-    for draft in drafts:
+    for name, draft in drafts:
         if not draft.is_of_editor:
             # A wrong name is told before the hub is asked for anything.
-            options |= _brought(draft, attachments, outputs)
+            with _about(name):
+                options |= _brought(draft, attachments, outputs)
     if watch:
         make_folder(out)
         if previews is not None:
             make_folder(previews)
 
     async def work(client: FleetClient) -> None:
-        for draft in drafts:
+        for name, draft in drafts:
             if draft.is_of_editor:
-                draft.change(await client.convert(draft.graph))
-                options.update(_brought(draft, attachments, outputs))
-        graphs = [draft.graph for draft in drafts for _ in range(count)]
+                with _about(name):
+                    draft.change(await client.convert(draft.graph))
+                    options.update(_brought(draft, attachments, outputs))
+        graphs = [draft.graph for _, draft in drafts for _ in range(count)]
         job_ids = await _submit(
             client, graphs, options, reference, as_json=as_json and not watch, is_told=not watch
         )
@@ -145,6 +152,19 @@ def command(
             await watch_jobs(client, job_ids, out, as_json, previews)
 
     ask(flags, work)
+
+
+@contextlib.contextmanager
+def _about(file: str) -> Iterator[None]:
+    """What is wrong with one of several files is told with its name."""
+    from comfyfleet.model.errors import Refusal
+
+    try:
+        yield
+    except Refusal as error:
+        raise Refusal(error.code, f"{file}: {error.message}", **error.details) from error
+    except click.BadParameter as error:
+        raise click.BadParameter(f"{file}: {error.message}", param_hint=error.param_hint) from error
 
 
 def label(text: str) -> tuple[str, str]:
