@@ -219,6 +219,10 @@ def test_top_looks_once_where_there_is_no_terminal(run: Run) -> None:
     assert "gpu" in run("top").output
     assert run("top", "--json").json["workers"][0]["id"] == "gpu"
     assert run("queue", "show", "--json").json["workers"] == 1
+    shown = run("queue", "show").output.splitlines()
+    assert {"workers        1", "is paused      no"} <= set(shown), (
+        "the longest name is that of the payload bytes"
+    )
 
 
 def test_config_tells_where_a_setting_came_from_and_no_secret(

@@ -54,7 +54,7 @@ async def test_what_is_wrong_with_a_file_is_said_and_fails(path: Path) -> None:
         database.execute("DELETE FROM jobs WHERE sequence = 1")
     ended = run_cli("store", "check", f"sqlite:///{path}")
     assert ended.returncode == 1
-    assert "problem        ended_jobs has a row for sequence 1, jobs has none" in ended.stdout
+    assert "problem     ended_jobs has a row for sequence 1, jobs has none" in ended.stdout
     assert ended.stderr == f"Error: 2 problems found in {path}\n"
 
 
@@ -129,6 +129,10 @@ async def test_a_fleet_on_redis_is_looked_at_without_touching_it(server: RedisSe
     assert (settings["durability"], settings["epoch"], settings["is_paused"]) == ("durable", 1, False)
     again = json.loads(run_cli("store", "check", url, "--json").stdout)
     assert again == found, "not even a client was noted"
+    shown = run_cli("store", "check", url).stdout.splitlines()
+    assert {"durability        durable", "is paused         no"} <= set(shown), (
+        "in line with the library revision"
+    )
 
 
 async def test_keys_nobody_promised_and_counts_that_differ_are_problems(server: RedisServer) -> None:

@@ -19,14 +19,13 @@ def command() -> None:
 @settings(*TO_REACH)
 def show(as_json: bool, **flags: Any) -> None:
     """How many jobs wait, run and ended."""
-    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.cli.reach import ask, print_json, print_pairs
 
     stats = ask(flags, lambda client: client.stats())
     if as_json:
         print_json(stats)
         return
-    for name in stats.__struct_fields__:
-        click.echo(f"{name.replace('_', ' '):<12} {getattr(stats, name)}")
+    print_pairs([(name.replace("_", " "), getattr(stats, name)) for name in stats.__struct_fields__])
 
 
 @command.command("pause")

@@ -137,6 +137,14 @@ def print_table(headings: list[str], rows: list[list[str]], *, empty: str) -> No
     _console().print(table)
 
 
+def print_pairs(pairs: list[tuple[str, object]]) -> None:
+    """Names and values, a pair a line, whatever the longest name is."""
+    width = max((len(name) for name, _ in pairs), default=0)
+    for name, value in pairs:
+        shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+        click.echo(f"{name:<{width}}  {shown}")
+
+
 def ago(at: float | None, now: float) -> str:
     """So long before now, in one unit."""
     if at is None:

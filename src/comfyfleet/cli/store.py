@@ -208,18 +208,19 @@ def _print_json(value: object) -> None:
 
 
 def _show(found: Examination) -> None:
-    click.echo(f"store          {found.store}")
+    from comfyfleet.cli.reach import print_pairs
+
+    pairs: list[tuple[str, object]] = [("store", found.store)]
     for name, value in found.settings.items():
         shown = (
             ", ".join(f"{kind} {number}" for kind, number in value.items())
             if isinstance(value, dict)
             else value
         )
-        click.echo(f"{name.replace('_', ' '):<15}{_size(value) if name.endswith('bytes') else shown}")
-    for name, number in found.holds.items():
-        click.echo(f"{name:<15}{number}")
-    for problem in found.problems:
-        click.echo(f"problem        {problem}")
+        pairs.append((name.replace("_", " "), _size(value) if name.endswith("bytes") else shown))
+    pairs += found.holds.items()
+    pairs += [("problem", problem) for problem in found.problems]
+    print_pairs(pairs)
     if not found.problems:
         click.echo("sound")
 
