@@ -160,6 +160,15 @@ def test_of_several_files_the_one_that_cannot_be_read_is_named(
     assert ended.code == 2 and f"{workflow}: the workflow has no node '10'" in ended.errors
 
 
+def test_without_a_key_it_is_said_where_one_is_given(
+    run: Run, hub: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMFYFLEET_KEY")
+    ended = run("jobs")
+    assert ended.code == 3
+    assert ended.errors == f"Error: {hub.url} wants a key: set COMFYFLEET_KEY, or give --key\n"
+
+
 def test_workers_are_listed_and_told_what_to_do(run: Run) -> None:
     assert [worker["id"] for worker in run("workers", "--json").json] == ["gpu"]
     assert run("workers").output == run("workers", "list").output

@@ -17,7 +17,7 @@ from comfyfleet.cli.endings import run
 from comfyfleet.cli.local import read_hub
 from comfyfleet.cli.settings import Resolved, read_settings
 from comfyfleet.client.fleet import DEFAULT_URL, FleetClient
-from comfyfleet.model.errors import Fault, Refusal
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 
 T = TypeVar("T")
 
@@ -83,6 +83,12 @@ def ask(
 
     try:
         return run(asking())
+    except Refusal as error:
+        if error.code is RefusalCode.UNAUTHENTICATED and reach.key is None:
+            # The hub speaks of headers; here it is a setting.
+            told = f"{reach.url} wants a key: set COMFYFLEET_KEY, or give --key"
+            raise Refusal(error.code, told, **error.details) from error
+        raise
     except Fault as error:
         if resolved.values.hub is None and read_hub(resolved.data) is None:
             # Nobody named a hub, and none was ever started here.
