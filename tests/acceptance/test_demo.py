@@ -9,6 +9,7 @@ import re
 import select
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 from pathlib import Path
@@ -104,12 +105,15 @@ def test_an_interrupted_demo_ends_at_once_and_leaves_nothing_behind(tmp_path: Pa
 def test_the_demo_leaves_its_hub_running_until_ctrl_c(tmp_path: Path) -> None:
     temporary, out = tmp_path / "temporary", tmp_path / "pictures"
     temporary.mkdir()
-    command = (*CLI, "demo", *FREE, "--time-scale", "0.1", "--out", out)
-    with started(*command, env={"TMPDIR": str(temporary)}) as process:
+    # As `make demo` does it: the environment is not active.
+    called = Path(sys.executable).with_name("comfyfleet")
+    command = (called, "demo", *FREE, "--time-scale", "0.1", "--out", out)
+    with started(*command, env={"TMPDIR": str(temporary), "PATH": os.defpath}) as process:
         lines = read_until(process, lambda line: line == "Ctrl-C ends it.")
         (url,) = {
             word.rstrip(":") for line in lines for word in line.split() if word.startswith("http://127")
         }
+        assert f"  {called} top --hub {url}" in lines, "a line to be copied"
         stats = ask(f"{url}/api/stats")
         assert (stats["completed"], stats["waiting"]) == (24, 0)
         assert "gpu-a" in run_cli("workers", "--hub", url, env={"COMFYFLEET_DATA": str(tmp_path)}).stdout

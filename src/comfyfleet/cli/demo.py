@@ -121,7 +121,7 @@ async def _play(
     import contextlib
 
     from comfyfleet.cli.demo_fleet import CARDS, faults_of, settings_of, stories
-    from comfyfleet.cli.house import open_house
+    from comfyfleet.cli.house import as_called, open_house
     from comfyfleet.client.fleet import FleetClient
     from comfyfleet.engine.shell import SystemClock
     from comfyfleet.pool.agents import Agents
@@ -174,8 +174,9 @@ async def _play(
             console.print(
                 f"\nThe hub runs on at {house.url}: look at it in a browser, or try", soft_wrap=True
             )
-            console.print(f"  comfyfleet submit WORKFLOW.json --watch --hub {house.url}", soft_wrap=True)
-            console.print(f"  comfyfleet top --hub {house.url}", soft_wrap=True)
+            # Plain, so that a path is not read as markup.
+            for next_one in ("submit WORKFLOW.json --watch", "top"):
+                console.print(f"  {as_called()} {next_one} --hub {house.url}", soft_wrap=True, markup=False)
             console.print("Ctrl-C ends it.")
             await asyncio.Event().wait()
 

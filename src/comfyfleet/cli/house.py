@@ -188,11 +188,11 @@ def greet(house: House, resolved: Resolved) -> None:
         click.echo("Next, in another terminal of this machine (it finds the hub and the key by itself):")
         # Named by a flag, the folder is unknown to whoever does not name it too.
         more = f" --data {shlex.quote(str(resolved.data))}" if "flag" in resolved.origin("data").place else ""
-        click.echo(f"  {_as_called()} submit workflow.json --watch --out pictures{more}")
-        click.echo(f"  {_as_called()} top{more}")
+        click.echo(f"  {as_called()} submit workflow.json --watch --out pictures{more}")
+        click.echo(f"  {as_called()} top{more}")
 
 
-def _as_called() -> str:
+def as_called() -> str:
     """The command as the user has to type it: by its path, where it is in an environment that is not active."""
     called = sys.argv[0]
     return called if os.sep in called and shutil.which("comfyfleet") is None else "comfyfleet"
