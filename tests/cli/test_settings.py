@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from comfyfleet.assets.presigning import Credentials
 from comfyfleet.cli.assets import storage
 from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.cli.house import House, greet
 from comfyfleet.cli.local import (
     LocalHub,
     read_hub,
@@ -188,6 +190,26 @@ def test_a_storage_that_cannot_be_understood_is_told_by_its_setting(
     with pytest.raises(CommandFailed, match=told) as failed:
         storage(read_settings(config=said(file, content), environment={}))
     assert failed.value.code is ExitCode.USAGE and "secret" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("store", "shown"),
+    [
+        ("postgresql://me:secret@db:5432/fleet", "postgresql://…@db:5432/fleet"),
+        ("postgresql://db/fleet?user=me&password=secret", "postgresql://db/fleet?user=me&password=…"),
+        ("postgresql://db/fleet?sslmode=require", "postgresql://db/fleet?sslmode=require"),
+        ("sqlite:////srv/fleet.db", "sqlite:////srv/fleet.db"),
+    ],
+)
+def test_a_hub_says_which_store_it_keeps_its_jobs_in_and_no_password(
+    store: str, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing: Any = None
+    house = House(
+        nothing, nothing, nothing, nothing, "http://127.0.0.1:1", "cfk_…", False, Path("/srv/hub.json")
+    )
+    greet(house, read_settings({"store": store}, config=os.devnull, environment={}))
+    assert f"  keeps its jobs in {shown}\n" in capsys.readouterr().out
 
 
 def test_the_usual_data_folder_is_the_users() -> None:

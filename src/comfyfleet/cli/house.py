@@ -24,7 +24,7 @@ import msgspec
 from comfyfleet.cli.assets import open_assets
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
-from comfyfleet.cli.settings import Resolved
+from comfyfleet.cli.settings import Resolved, masked
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.hub.app import Hub
@@ -169,9 +169,9 @@ def greet(house: House, resolved: Resolved) -> None:
     """Where to go next; the key is told the first time only."""
     settings = resolved.values
     click.echo(f"The hub answers at {house.url}")
-    click.echo(f"  keeps its jobs in {'the store' if settings.store else resolved.data}")
+    click.echo(f"  keeps its jobs in {masked('store', settings.store) or resolved.data}")
     if settings.assets is not None:
-        click.echo(f"  keeps its files in {settings.assets}")
+        click.echo(f"  keeps its files in {masked('assets', settings.assets)}")
     if settings.open:
         click.echo("  asks nobody on this machine for a key")
     elif house.is_key_new:

@@ -36,6 +36,8 @@ SECRET = frozenset({"key", "enrol", "s3.secret_key", "s3.session_token"})
 ADDRESSES = frozenset({"store", "hub", "servers", "services", "assets", "s3.endpoint"})
 _CREDENTIALS = re.compile(r"^((?:\w+=)?(?:\w+://)?)[^/]*@")
 """A user and a password in an address, behind its scheme and the name of a service."""
+_PASSWORD = re.compile(r"([?&][^=&]*password=)[^&]*", re.IGNORECASE)
+"""The same as a parameter, which PostgreSQL takes."""
 CAPS = frozenset({"max_waiting", "max_open_bytes"})
 """Rules of the engine that bound what it takes in: whoever looks for them looks among the limits."""
 ELSEWHERE = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}DEBUG", f"{PREFIX}COMPLETE"})
@@ -180,7 +182,9 @@ def masked(name: str, value: Any) -> Any:
         return "…"
     if isinstance(value, tuple):
         return [masked(name, each) for each in value]
-    return _CREDENTIALS.sub(r"\1…@", value) if name in ADDRESSES else value
+    if name not in ADDRESSES:
+        return value
+    return _PASSWORD.sub(r"\1…", _CREDENTIALS.sub(r"\1…@", value))
 
 
 def flag_of(name: str) -> str:
