@@ -6,12 +6,17 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 from tests.hub.test_inputs import edit
 
+from comfyfleet.client.fleet import FleetClient
 from comfyfleet.model.access import Role
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.job import JobResult, OutputFile
+from comfyfleet.wire.answers import ResultBody
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +121,31 @@ def test_several_jobs_go_at_once(run: Run, workflow: Path) -> None:
     assert {job["id"] for job in newest[:6]} == {result["id"] for result in ended.json}
     again = run("submit", workflow, workflow, "--reference", "mine")
     assert (again.code, "--reference" in again.errors) == (2, True)
+
+
+def test_a_file_that_cannot_be_had_keeps_no_other_from_being_saved(
+    run: Run, workflow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_it_is, gone = FleetClient.result, list[str]()
+
+    async def result(client: FleetClient, job_id: str) -> ResultBody:
+        ended = await as_it_is(client, job_id)
+        left = JobResult(files=(OutputFile("9", "images", f"{job_id}.png"),))
+        return msgspec.structs.replace(ended, result=left)
+
+    async def fetch(_: FleetClient, file: OutputFile) -> bytes:
+        if not gone:
+            gone.append(file.filename)
+            raise Refusal(RefusalCode.NOT_FOUND, "the file is not here")
+        return b"png"
+
+    monkeypatch.setattr(FleetClient, "result", result)
+    monkeypatch.setattr(FleetClient, "fetch", fetch)
+    ended = run("submit", workflow, "--count", "3", "--watch", "--out", tmp_path / "out")
+    assert ended.code == 3 and ended.errors.endswith("Error: the file is not here\n")
+    assert f"{Path(*gone).stem}: completed, but not all of its outputs" in ended.errors
+    saved = {path.name for path in (tmp_path / "out").iterdir()}
+    assert len(saved) == 2 and not saved & set(gone)
 
 
 def test_the_same_reference_is_the_same_job(run: Run, workflow: Path) -> None:

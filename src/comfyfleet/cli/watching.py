@@ -18,6 +18,7 @@ from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.cli.reach import print_json
 from comfyfleet.client.fleet import FleetClient
 from comfyfleet.client.options import JobUpdate
+from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.pool.saving import write_new
 from comfyfleet.wire.answers import ResultBody
@@ -76,6 +77,7 @@ async def watch_jobs(
     job did not complete."""
     ended: dict[str, ResultBody] = {}
     saved: list[Path] = []
+    unsaved: list[Refusal | Fault] = []
     gate = asyncio.Semaphore(_AT_A_TIME)
     with _told_at_the_end(saved, is_quiet=as_json), Bar("waiting for a worker") as bar:
 
@@ -88,7 +90,13 @@ async def watch_jobs(
                 ended[job_id] = await client.result(job_id)
                 if len(job_ids) > 1:
                     bar.show(len(ended), len(job_ids), "jobs done")
-                await _save(client, ended[job_id], out, saved)
+                try:
+                    await _save(client, ended[job_id], out, saved)
+                except (Refusal, Fault) as error:
+                    # A file that cannot be had is no reason to leave the other jobs' where they are.
+                    unsaved.append(error)
+                    if len(job_ids) > 1:
+                        bar.say(f"{job_id}: completed, but not all of its outputs can be fetched: {error}")
 
         # A hub that is started anew is waited for: what is watched may take hours.
         client.patience_s = _PATIENCE_S
@@ -109,6 +117,8 @@ async def watch_jobs(
     if as_json:
         print_json(results)
     _verdict(results)
+    if unsaved:
+        raise unsaved[0]
 
 
 def _tell(bar: Bar, job_id: str, update: JobUpdate, is_alone: bool) -> None:
