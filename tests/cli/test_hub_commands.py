@@ -188,6 +188,9 @@ def test_of_several_files_the_one_that_cannot_be_read_is_named(
     wrong.write_text(json.dumps(edit()))
     ended = run("submit", workflow, wrong, "--set", "10.image=x")
     assert ended.code == 2 and f"{workflow}: the workflow has no node '10'" in ended.errors
+    wrong.write_text('{"nodes": [{"id": 1, "type": "X"}], "links": []}')
+    ended = run("submit", wrong, "--key", "cfk_0_0")
+    assert ended.errors.startswith("Error: the key is not good"), "that is no fault of the file"
 
 
 def test_without_a_key_it_is_said_where_one_is_given(

@@ -157,11 +157,14 @@ def command(
 @contextlib.contextmanager
 def _about(file: str) -> Iterator[None]:
     """What is wrong with one of several files is told with its name."""
-    from comfyfleet.model.errors import Refusal
+    from comfyfleet.model.errors import Refusal, RefusalCode
 
+    not_the_files = (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED, RefusalCode.RATE_LIMITED)
     try:
         yield
     except Refusal as error:
+        if error.code in not_the_files:
+            raise
         raise Refusal(error.code, f"{file}: {error.message}", **error.details) from error
     except click.BadParameter as error:
         raise click.BadParameter(f"{file}: {error.message}", param_hint=error.param_hint) from error
