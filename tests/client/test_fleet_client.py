@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -150,6 +151,22 @@ def test_an_address_that_is_none_is_refused_at_once() -> None:
 async def test_a_hub_that_is_away_is_a_fault_once_patience_is_over() -> None:
     async with FleetClient("http://127.0.0.1:9", patience_s=0.2) as client:
         with pytest.raises(Fault, match=r"no hub answers at http://127\.0\.0\.1:9"):
+            await client.stats()
+
+
+async def test_a_hub_without_tls_and_a_name_that_nobody_has_are_told_as_what_they_are(
+    rig: HubRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with FleetClient(rig.url.replace("http:", "https:"), patience_s=0.2) as client:
+        with pytest.raises(Fault, match=r"TLS with what answers at .* fails .*: is it http:// there\?"):
+            await client.stats()
+
+    async def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
+    async with FleetClient("http://hub.example:3001", patience_s=0.2) as client:
+        with pytest.raises(Fault, match="Name or service not known"):
             await client.stats()
 
 

@@ -12,6 +12,7 @@ import random
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from socket import gaierror
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -174,12 +175,24 @@ class Link:
                     raise refusal_in(response.status, await response.read())
                 yield response
         except aiohttp.ClientConnectorError as error:
-            number = error.os_error.errno
-            why = str(error.os_error) if number is None else os.strerror(number)
-            raise _Away(f"no hub answers at {self.url} ({why}): is it running there?") from error
+            raise _Away(_away(self.url, error.os_error)) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             why = str(error) or "it took too long"
             raise Fault(f"the hub at {self.url} did not answer: {why}") from error
+
+
+def _away(url: str, error: OSError) -> str:
+    """In words. The numbers of TLS and of names are not the system's: 1 is not "operation not permitted" there."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            return f"the certificate of {url} is not trusted ({error.verify_message}): name one to trust (--trust)"
+        case ssl.SSLError():
+            return f"TLS with what answers at {url} fails ({error.reason}): is it http:// there?"
+        case gaierror():
+            why = error.strerror
+        case _:
+            why = str(error) if error.errno is None else os.strerror(error.errno)
+    return f"no hub answers at {url} ({why}): is it running there?"
 
 
 class Tries:
