@@ -12,11 +12,13 @@ from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 from tests.hub.test_inputs import edit
 
+from comfyfleet.cli.jobs import print_jobs
 from comfyfleet.client.fleet import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, OutputFile
-from comfyfleet.wire.answers import ResultBody
+from comfyfleet.wire.answers import JobBody, ResultBody
 
 
 @pytest.fixture(scope="module")
@@ -255,6 +257,17 @@ def test_the_dead_letter_is_listed_and_purged(run: Run) -> None:
     assert run("dead", "list", "--json").json["jobs"] == []
     assert run("dead", "purge", "--yes").output == "0 forgotten\n"
     assert run("dead", "retry", "nobody").code == 3
+
+
+def test_an_error_that_is_cut_off_in_a_list_looks_so(capfd: pytest.CaptureFixture[str]) -> None:
+    def told(message: str) -> str:
+        error = Failure(FailureKind.NODE_ERROR, message)
+        print_jobs([JobBody("1", "failed", "comfyui", "default", "h", 0, 0.0, error=error)], "")
+        return capfd.readouterr().out.splitlines()[1].partition("node_error: ")[2]
+
+    assert told("a\n  b") == "a b"
+    assert told("x" * 60) == "x" * 60
+    assert told("x" * 61) == "x" * 59 + "…"
 
 
 def test_top_looks_once_where_there_is_no_terminal(run: Run) -> None:

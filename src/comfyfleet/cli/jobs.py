@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from comfyfleet.client.fleet import FleetClient
     from comfyfleet.wire.answers import JobBody
 
+_SHOWN = 60
+"""Characters of an error in a list."""
+
 
 @click.command("jobs")
 @click.option(
@@ -105,10 +108,14 @@ def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
             str(job.priority),
             job.worker_id or "–",
             ago(job.submitted_at, now),
-            ""
-            if job.error is None
-            else f"{job.error.kind.value}: {' '.join(job.error.message.split())[:60]}",
+            "" if job.error is None else f"{job.error.kind.value}: {_beginning(job.error.message)}",
         ]
         for job in jobs
     ]
     print_table(["job", "status", "priority", "worker", "submitted", "last error"], rows, empty=empty)
+
+
+def _beginning(message: str) -> str:
+    """On one line; `job show` has the rest."""
+    line = " ".join(message.split())
+    return line if len(line) <= _SHOWN else f"{line[: _SHOWN - 1]}…"
