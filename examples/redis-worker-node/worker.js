@@ -16,7 +16,29 @@ const say = (...words) => console.log(...words)
 
 // Connections: one for calls, one for commands, one for hints. Each comes back by itself.
 const options = { url: REDIS_URL, RESP: 2, disableOfflineQueue: true, socket: { reconnectStrategy: (tries) => Math.min(50 * 2 ** tries, 1000) } }
-const connect = async () => createClient(options).on('error', () => {}).connect()
+const PASSING = /^(LOADING|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN)/
+
+// Until it succeeds, or the server itself says no: a server may go at any moment, the first one included.
+async function patiently(act) {
+  for (;;) {
+    try {
+      return await act()
+    } catch (error) {
+      if (error instanceof ErrorReply && !PASSING.test(error.message)) throw error
+      await sleep(100)
+    }
+  }
+}
+
+const connect = () => patiently(async () => {
+  const made = createClient(options).on('error', () => {})
+  try {
+    return await made.connect()
+  } catch (error) {
+    if (made.isOpen) made.destroy()
+    throw error
+  }
+})
 
 // Calls. A lost answer is asked for again with the same request and number, and so never done twice. A slot carries one
 // call at a time; numbers only grow.
@@ -24,20 +46,12 @@ const client = randomUUID()
 const freeSlots = []
 let slotsMade = 0
 let number = 0
-const PASSING = /^(LOADING|READONLY|MASTERDOWN|CLUSTERDOWN|TRYAGAIN)/
 
 async function call(name, ...given) {
   const slot = freeSlots.pop() ?? slotsMade++
   const command = ['FCALL', `cf1_worker_${name}`, '1', `${PREFIX}meta`, `${client}:${slot}`, `${++number}`, '', ...given.map(String)]
   try {
-    for (;;) {
-      try {
-        return await calls.sendCommand(command)
-      } catch (error) {
-        if (error instanceof ErrorReply && !PASSING.test(error.message)) throw error
-        await sleep(100)
-      }
-    }
+    return await patiently(() => calls.sendCommand(command))
   } finally {
     freeSlots.push(slot)
   }
@@ -162,7 +176,7 @@ function drain() {
 process.on('SIGTERM', drain)
 process.on('SIGINT', drain)
 const [calls, commands, hints] = await Promise.all([connect(), connect(), connect()])
-await hints.subscribe(`${PREFIX}channel:hub:events`, () => wake())
+await patiently(() => hints.subscribe(`${PREFIX}channel:hub:events`, () => wake()))
 listenForCommands()
 await register()
 await poll()

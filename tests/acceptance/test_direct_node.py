@@ -15,6 +15,7 @@ from redis import Redis
 from tests.acceptance._node import node, worker_folder
 from tests.acceptance._process import CLI, picture_workflow, read_until, started, stop
 from tests.servers.redis_fixtures import new_prefix, own_server, with_prefix
+from tests.servers.redis_proxy import CuttingProxy
 from tests.servers.redis_server import RedisServer
 
 from comfyfleet import WorkflowPool
@@ -141,6 +142,14 @@ async def test_it_connects_again_and_repeats_what_was_lost_and_no_job_is_done_tw
             record = await pool.wait_for_record(job_id, timeout=20)
             ends = [attempt.outcome.value for attempt in record.history if attempt.outcome]
             assert ends == ["completed"]
+
+
+async def test_a_server_that_goes_while_it_connects_is_waited_for(server: RedisServer, fleet: Fleet) -> None:
+    async with fleet.front(), CuttingProxy(server.port) as proxy:
+        # Each of its first answers is lost, whatever it was to.
+        proxy.cut_after, proxy.plan = 0, iter([0, 1, 2, 0, 1, 2, 3])
+        await fleet.node(REDIS_URL=f"redis://gpu:secret@127.0.0.1:{proxy.port}")
+        assert proxy.cuts >= 5
 
 
 async def test_told_to_stop_it_ends_what_runs_and_leaves(fleet: Fleet) -> None:
