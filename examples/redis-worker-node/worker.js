@@ -47,11 +47,14 @@ const freeSlots = []
 let slotsMade = 0
 let number = 0
 
+// A connection may go silent without an end; then nothing tells us but the clock.
+const answered = (reply) => Promise.race([reply, sleep(5000, undefined, { ref: false }).then(() => { throw new Error('no answer') })])
+
 async function call(name, ...given) {
   const slot = freeSlots.pop() ?? slotsMade++
   const command = ['FCALL', `cf1_worker_${name}`, '1', `${PREFIX}meta`, `${client}:${slot}`, `${++number}`, '', ...given.map(String)]
   try {
-    return await patiently(() => calls.sendCommand(command))
+    return await patiently(() => answered(calls.sendCommand(command)))
   } finally {
     freeSlots.push(slot)
   }
