@@ -23,12 +23,15 @@ def test_every_cut_after_the_last_acknowledged_commit_reopens_with_every_job(par
     assert entry.jobs >= 30
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_a_cut_into_what_was_acknowledged_is_noticed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above can fail: cut in the middle of the log instead of behind it, jobs are gone."""
+# Where commits are small, all jobs may stand in the first third of SQLite's log; the first of Redis' is its library.
+@pytest.mark.parametrize(("kind", "part"), [("sqlite", 20), ("redis", 3)])
+def test_a_cut_into_what_was_acknowledged_is_noticed(
+    kind: str, part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above can fail: cut early in the log instead of behind it, jobs are gone."""
 
     def too_early(log: Path, _start: int, _kind: str, _most: int) -> list[int]:
-        return [log.stat().st_size // 3]
+        return [log.stat().st_size // part]
 
     monkeypatch.setattr(power, "_points", too_early)
     entry = play(f"power-{kind}", QUICK[f"power-{kind}"], SEED, lambda _: None)
