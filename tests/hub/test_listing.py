@@ -82,3 +82,13 @@ async def test_a_list_is_filtered_by_metadata_hash_and_time(rig: HubRig) -> None
 )
 async def test_a_query_that_means_nothing_is_refused(rig: HubRig, query: str) -> None:
     assert (await rig.get(f"/api/jobs?{query}")).code == "invalid_request"
+
+
+async def test_a_list_says_nothing_of_a_job_that_only_a_look_at_it_would_tell(rig: HubRig) -> None:
+    job_id = await rig.submit()
+    await rig.post(f"/api/jobs/{job_id}/pause")
+    (listed,) = (await rig.get("/api/jobs")).body["jobs"]
+    looked_at = (await rig.get(f"/api/jobs/{job_id}")).body
+    assert looked_at["is_paused"] is True
+    assert listed.keys().isdisjoint({"attempts", "is_paused", "cancel_requested"})
+    assert listed == {name: looked_at[name] for name in listed}

@@ -104,7 +104,7 @@ def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
     rows = [
         [
             job.id,
-            "paused" if job.is_paused else job.status,
+            job.status,
             str(job.priority),
             job.worker_id or "–",
             ago(job.submitted_at, now),

@@ -78,14 +78,11 @@ class JobBody(_Got, frozen=True, omit_defaults=False):
     metadata: dict[str, Any] | None = None
     worker_id: str | None = None
     prompt_id: str | None = None
-    attempts: int = 0
     round: int = 1
     started_at: float | None = None
     completed_at: float | None = None
     not_before: float | None = None
     deadline: float | None = None
-    is_paused: bool = False
-    cancel_requested: bool = False
     is_late: bool = False
     seeds: dict[str, int] | None = None
     trace_id: str = ""
@@ -95,6 +92,9 @@ class JobBody(_Got, frozen=True, omit_defaults=False):
 
 
 class JobDetails(JobBody, frozen=True):
+    attempts: int = 0
+    is_paused: bool = False
+    cancel_requested: bool = False
     history: tuple[AttemptBody, ...] = ()
     after: tuple[str, ...] = ()
     inputs: tuple[JobInput, ...] = ()
