@@ -13,7 +13,6 @@ from msgspec import UNSET, UnsetType
 
 from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Attempt, Dispatch
-from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.ids import ClassKey, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult
@@ -76,17 +75,6 @@ class SqliteEntry(Entry, kw_only=True, eq=False, gc=False):
     changes: dict[str, Any] | None = None
     facts: bytes = b""
     """As they are written: one after the other."""
-
-
-def encode_or_refuse(value: object) -> bytes:
-    """Called before anything is changed: what cannot be written must not be found out by the writer."""
-    try:
-        return _encoder.encode(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST,
-            f"this cannot be stored: {error}. Values must be plain JSON: text in UTF-8, numbers of 64 bits",
-        ) from error
 
 
 def row_of(entry: SqliteEntry) -> tuple[Any, ...]:

@@ -39,7 +39,8 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.kept import Kept
-from comfyfleet.stores.sqlite import codec, rows
+from comfyfleet.stores.packing import pack
+from comfyfleet.stores.sqlite import rows
 from comfyfleet.stores.sqlite.cabinet import SqliteCabinet
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.migrating import connect, migrate
@@ -396,7 +397,7 @@ class SqliteStore:
     def _check(self, value: object) -> bytes:
         """Before anything is changed: it can be written down, and there is somebody to write it."""
         self._writer.check()
-        return codec.encode_or_refuse(value)
+        return pack(value)
 
     async def _write(self, write: Write) -> Written | None:
         self._check(write)

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 import msgspec
 
 from comfyfleet.model.dispatch import Dispatch, Phase
-from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId
+from comfyfleet.stores.packing import pack
 from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OutboxEntry
 from comfyfleet.tenancy.databases import ledger
 from comfyfleet.tenancy.databases.work import Row, Work, row, rows
 
 _NO_PAYLOAD = Submission({})
-_encoder = msgspec.msgpack.Encoder()
 _jobs = msgspec.msgpack.Decoder(Job)
 _payloads = msgspec.msgpack.Decoder(Submission)
 _results = msgspec.msgpack.Decoder(JobResult)
@@ -65,16 +64,6 @@ RETURNING event_id
 """
 
 
-def encode(value: object) -> bytes:
-    try:
-        return _encoder.encode(value)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST,
-            f"this cannot be stored: {error}. Values must be plain JSON: text in UTF-8, numbers of 64 bits",
-        ) from error
-
-
 def open_round(opening: Opening) -> Work[Opened]:
     job, hold = opening.job, opening.hold
     assert hold.hold_id == HoldId(job.job_id, job.round), "a round has a hold of its own"
@@ -87,10 +76,10 @@ def open_round(opening: Opening) -> Work[Opened]:
         "tenant": job.tenant,
         "round": job.round,
         "phase": job.phase.value,
-        "record": encode(_record(job)),
+        "record": pack(_record(job)),
     }
     if job.round == 1:
-        payload = encode(job.payload)
+        payload = pack(job.payload)
         found = yield from row(_INSERT_JOB, **values, reference=job.reference, payload=payload)
     else:
         found = yield from row(_REOPEN_JOB, **values)
@@ -106,7 +95,7 @@ def open_round(opening: Opening) -> Work[Opened]:
         job_id=job.job_id,
         round=job.round,
         tenant=job.tenant,
-        envelope=encode(opening.dispatch),
+        envelope=pack(opening.dispatch),
         opened_at=hold.at,
     )
     return Opened(Entered.DONE, (yield from ledger.account(job.tenant)), job)
@@ -144,8 +133,8 @@ def end_round(ending: Ending) -> Work[Ended]:
     job = yield from get(hold_id.job_id)
     if job is not None and job.round == hold_id.round:
         changed = msgspec.structs.replace(job, **{**ending.changes, "phase": ending.phase})
-        result = None if changed.result is None else encode(changed.result)
-        yield from rows(_END_JOB, **named, record=encode(_record(changed)), result=result)
+        result = None if changed.result is None else pack(changed.result)
+        yield from rows(_END_JOB, **named, record=pack(_record(changed)), result=result)
     return Ended(Entered.DONE, settlement)
 
 
