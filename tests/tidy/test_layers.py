@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"model", "policy", "ports", "bus"},
     "worker": {"model", "ports", "wire", "tracing"},
     "wire": {"model"},
-    "tenancy": {"model", "ports", "stores"},
+    "tenancy": {"model", "policy", "ports", "stores"},
     "assets": {"model", "ports"},
     "outbound": {"model"},
     "hub": {"model", "policy", "ports", "engine", "wire", "tenancy", "assets", "outbound", "tracing"},

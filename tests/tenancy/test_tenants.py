@@ -1,0 +1,113 @@
+"""Tenants as they are set up, and the pools they are assigned to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
+from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
+
+ACME = TenantId("acme")
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def store(clock: ManualClock) -> MemoryStore:
+    return MemoryStore(clock)
+
+
+def suspended(tenant: Tenant) -> Tenant:
+    return msgspec.structs.replace(tenant, state=TenantState.SUSPENDED)
+
+
+async def test_a_tenant_that_another_hub_made_is_never_taken_for_one_nobody_made(
+    store: MemoryStore, clock: ManualClock
+) -> None:
+    here, there = (Tenants(store.cabinet, clock, is_shared=True) for _ in range(2))
+    assert await here.get(ACME) is None
+    made = await there.create(Tenant(ACME, "first", 1.0))
+    assert await here.get(ACME) == made
+
+
+async def test_a_change_at_another_hub_is_seen_after_a_moment(store: MemoryStore, clock: ManualClock) -> None:
+    here, there = (Tenants(store.cabinet, clock, is_shared=True) for _ in range(2))
+    await there.create(Tenant(ACME, "first", 1.0))
+    await here.get(ACME)
+    changed = await there.change(ACME, suspended)
+    assert await there.get(ACME) == changed
+    await clock.advance(REMEMBER_S)
+    assert await here.get(ACME) == changed
+
+
+async def test_a_name_is_taken_once_and_the_default_tenant_is_not_set_up(
+    store: MemoryStore, clock: ManualClock
+) -> None:
+    tenants = Tenants(store.cabinet, clock, is_shared=False)
+    await tenants.create(Tenant(ACME, "first", 1.0))
+    for name in (ACME, DEFAULT_TENANT):
+        with pytest.raises(Refusal):
+            await tenants.create(Tenant(name, "second", 2.0))
+    assert [each.pool for each in await tenants.everybody()] == ["first"]
+
+
+async def test_a_tenant_that_is_gone_is_not_there_to_be_changed(
+    store: MemoryStore, clock: ManualClock
+) -> None:
+    tenants = Tenants(store.cabinet, clock, is_shared=False)
+    await tenants.create(Tenant(ACME, "first", 1.0))
+    await tenants.remove(ACME)
+    assert await tenants.get(ACME) is None
+    with pytest.raises(Refusal) as refused:
+        await tenants.change(ACME, suspended)
+    assert refused.value.code is RefusalCode.NOT_FOUND
+
+
+async def test_a_pool_is_opened_once_for_everybody(tmp_path: Path, clock: ManualClock) -> None:
+    opened: list[str] = []
+
+    def open_database(url: str) -> TenantDatabase:
+        opened.append(url)
+        return open_tenant_database(url)
+
+    pools = Pools({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_database)
+    assert await pools.get("first") is await pools.get("first")
+    assert len(opened) == 1
+    await pools.close()
+
+
+async def test_a_pool_that_cannot_be_opened_is_asked_again_a_little_later(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    folder = tmp_path / "pools"
+    pools = Pools({"first": f"sqlite:///{folder}/pool.db"}, clock, open_tenant_database)
+    folder.write_text("in the way")
+    for _ in range(2):
+        with pytest.raises(Fault):
+            await pools.get("first")
+    folder.unlink()
+    folder.mkdir()
+    await clock.advance(1.0)
+    assert [name for name, _ in await pools.opened()] == ["first"]
+    await pools.close()
+
+
+async def test_a_pool_that_is_not_set_up_is_named(clock: ManualClock) -> None:
+    pools = Pools({"first": "sqlite:///x.db"}, clock, open_tenant_database)
+    with pytest.raises(Refusal, match="there is no pool 'second' here"):
+        pools.check("second")
+    with pytest.raises(Fault, match="second"):
+        await pools.get("second")
