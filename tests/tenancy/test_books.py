@@ -257,7 +257,7 @@ class Day(RuleBasedStateMachine):
     @invariant()
     def what_is_open_is_open_and_nothing_else(self) -> None:
         for hold_id in [*self.open, *self.ended]:
-            assert self.run(self.tellers[1].database.is_open(hold_id)) == (hold_id in self.open)
+            assert self.run(self.tellers[1].is_open(hold_id)) == (hold_id in self.open)
 
 
 @contextmanager

@@ -9,15 +9,16 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
 import pytest
 
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Refusal
-from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, Submission
-from comfyfleet.model.ledger import Account, Hold, HoldId, Outcome
+from comfyfleet.model.ledger import Account, FlatPrice, Hold, HoldId, Outcome, RunEntry
 from comfyfleet.policy import accounting
-from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, TenantDatabase
+from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OpenRound, TenantDatabase
 
 Connect = Callable[[], TenantDatabase]
 """Each call is another process' view of the same database, which was empty at the beginning and is not yet opened."""
@@ -73,6 +74,9 @@ class Teller:
         posting = accounting.settling_posting(hold, settlement)
         changes = {"result": JobResult({"9": {"images": []}})} if phase is Phase.COMPLETED else {}
         return Ending(event_id or f"event {hold.hold_id}", settlement, posting, phase, changes)
+
+    async def is_open(self, hold_id: HoldId) -> bool:
+        return await self.database.leasable(hold_id) is not None
 
     async def retry(self, hold: Hold) -> Opened:
         job_id, round_ = hold.hold_id
@@ -193,24 +197,87 @@ class TenantDatabaseContract:
     async def test_what_has_ended_is_closed_and_is_never_sent_again(self, teller: Teller) -> None:
         hold = await teller.submit(0)
         other = await teller.submit(0)
-        assert await teller.database.closed([hold.hold_id, other.hold_id]) == []
+        rounds = [hold.hold_id, other.hold_id, HoldId(other.hold_id.job_id, 2)]
+        assert await teller.database.phases(rounds) == {hold.hold_id: None, other.hold_id: None}
         await teller.end(hold, Phase.CANCELLED)
         assert not await teller.database.mark_sent(hold.hold_id)
         assert not await teller.database.send_again(hold.hold_id)
-        assert await teller.database.closed([hold.hold_id, other.hold_id]) == [hold.hold_id]
+        assert await teller.database.phases(rounds) == {hold.hold_id: Phase.CANCELLED, other.hold_id: None}
         assert [e.hold_id for e in await teller.database.outbox(is_sent=False, after=None, limit=9)] == [
             other.hold_id
         ]
 
     async def test_a_round_is_open_until_it_has_ended(self, teller: Teller) -> None:
         hold = await teller.submit(0)
-        assert await teller.database.is_open(hold.hold_id)
-        assert not await teller.database.is_open(HoldId(hold.hold_id.job_id, 2))
-        assert not await teller.database.is_open(HoldId(JobId("nobody's"), 1))
+        assert await teller.is_open(hold.hold_id)
+        assert not await teller.is_open(HoldId(hold.hold_id.job_id, 2))
+        assert not await teller.is_open(HoldId(JobId("nobody's"), 1))
         await teller.end(hold, Phase.FAILED)
-        assert not await teller.database.is_open(hold.hold_id)
+        assert not await teller.is_open(hold.hold_id)
+
+    async def test_a_job_is_leased_with_its_payload_as_it_is_by_then(self, teller: Teller) -> None:
+        opening = teller.opening(0)
+        await teller.database.open_round(opening)
+        assert await teller.database.leasable(opening.hold.hold_id) == opening.job
+        filled = Submission({"2": {"class_type": "Y", "inputs": {}}})
+        assert await teller.database.put_payload(opening.hold.hold_id, filled)
+        leasable = await teller.database.leasable(opening.hold.hold_id)
+        assert leasable is not None and leasable.payload == filled
+        await teller.end(opening.hold, Phase.FAILED)
+        assert not await teller.database.put_payload(opening.hold.hold_id, opening.job.payload)
+        other = await teller.submit(0)
+        assert set(
+            await teller.database.get_many([opening.job.job_id, JobId("nobody's"), other.hold_id.job_id])
+        ) == {opening.job.job_id, other.hold_id.job_id}
 
     # T1
+
+    async def test_what_an_attempt_left_counts_when_the_round_ends_with_it(self, teller: Teller) -> None:
+        await teller.grant(100)
+        price = FlatPrice(10)
+        opening = msgspec.structs.replace(teller.opening(10), price=price)
+        await teller.database.open_round(opening)
+        hold_id = opening.hold.hold_id
+        left, other = JobResult({"1": {}}), JobResult({"2": {}})
+        await teller.database.stage(hold_id, "first", other, 3.0)
+        await teller.database.stage(hold_id, "second", other, 3.0)
+        await teller.database.stage(hold_id, "second", left, 4.0)
+        settled = await teller.database.open_round_of(hold_id, "second")
+        assert settled == OpenRound(opening.hold, price, opening.job, left)
+        third = await teller.database.open_round_of(hold_id, "third")
+        assert third is not None and third.result is None
+        ending = teller.ending(opening.hold, Phase.COMPLETED, 10)
+        await teller.database.end_round(ending)
+        assert await teller.database.open_round_of(hold_id, "second") is None
+        await teller.database.stage(hold_id, "second", other, 5.0)
+        job = await teller.database.get(hold_id.job_id)
+        assert job is not None and job.result == ending.changes["result"], "what comes late changes nothing"
+
+    async def test_what_rounds_took_is_listed_once_each_in_their_order(self, teller: Teller) -> None:
+        holds = [await teller.submit(0) for _ in range(3)]
+        runs = [
+            RunEntry(
+                hold.hold_id,
+                ACME,
+                WorkflowHash("hash"),
+                "comfyui",
+                "completed",
+                3.0,
+                WorkerId("gpu"),
+                2,
+                1500,
+                7,
+            )
+            for hold in holds
+        ]
+        for hold, run in zip(holds, runs, strict=True):
+            ending = msgspec.structs.replace(teller.ending(hold, Phase.COMPLETED), run=run)
+            assert (await teller.database.end_round(ending)).outcome is DONE
+            assert (await teller.database.end_round(ending)).outcome is KNOWN
+        first = await teller.database.runs(ACME, after=0, limit=2)
+        rest = await teller.database.runs(ACME, after=first[-1].number, limit=2)
+        assert [msgspec.structs.replace(each, number=0) for each in (*first, *rest)] == runs
+        assert await teller.database.runs(BORG, after=0, limit=2) == []
 
     async def test_a_completed_round_takes_what_it_cost_and_returns_the_rest(self, teller: Teller) -> None:
         await teller.grant(100)
@@ -243,7 +310,7 @@ class TenantDatabaseContract:
         first, second = await teller.submit(0), await teller.submit(0)
         assert (await teller.end(first, Phase.FAILED, 0, "event")).outcome is DONE
         assert await teller.end(second, Phase.FAILED, 0, "event") == Ended(KNOWN, None)
-        assert await teller.database.is_open(second.hold_id)
+        assert await teller.is_open(second.hold_id)
 
     async def test_of_two_settlements_at_the_same_instant_one_stands(
         self, teller: Teller, connect: Connect
@@ -283,7 +350,7 @@ class TenantDatabaseContract:
         assert late.outcome is KNOWN
         assert await teller.database.account(ACME) == Account(ACME, 100, 80), "the second hold is untouched"
         second = HoldId(hold.hold_id.job_id, 2)
-        assert await teller.database.is_open(second) and not await teller.database.is_open(hold.hold_id)
+        assert await teller.is_open(second) and not await teller.is_open(hold.hold_id)
         again = await teller.database.hold(second)
         assert again is not None
         await teller.end(again, Phase.COMPLETED, 80)
@@ -382,7 +449,7 @@ class TenantDatabaseContract:
             submitting.cancel()
             await asyncio.gather(submitting, return_exceptions=True)
             is_there = await teller.database.get(opening.job.job_id) is not None
-            assert await teller.database.is_open(opening.hold.hold_id) == is_there
+            assert await teller.is_open(opening.hold.hold_id) == is_there
             await teller.check()
 
     async def test_what_cannot_be_kept_is_refused_and_changes_nothing(self, teller: Teller) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ids import JobId, TenantId, WorkerId, WorkflowHash
 
 MAX_CREDITS = 10**15
 """The most that one entry may move; thousands of such entries still add up within 64 bits."""
@@ -129,6 +129,29 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     service: str
     outputs: int = 0
     gpu_milliseconds: int = 0
+
+
+class RunEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What an ended round took, and what it cost on either side: the tenant credits, the operator the worker's time."""
+
+    hold_id: HoldId
+    tenant: TenantId
+    workflow_hash: WorkflowHash
+    service: str
+    phase: str
+    at: float
+    worker_id: WorkerId | None = None
+    """Of the last attempt."""
+    outputs: int = 0
+    gpu_milliseconds: int = 0
+    """Of all attempts; a price counts the last one's alone."""
+    consumed: int = 0
+    cost_micros: int | None = None
+    """Millionths of whatever unit the worker's rate per hour is in. None: no rate is known."""
+    verified_by: str = ""
+    """Who looked at the outputs: `hub`, or the `worker` itself. Empty: there was nothing to look at."""
+    number: int = 0
+    """Its place in the list, given by the database."""
 
 
 class FlatPrice(msgspec.Struct, frozen=True, tag="flat", tag_field="by", forbid_unknown_fields=True):

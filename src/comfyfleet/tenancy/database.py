@@ -7,16 +7,26 @@ again. The steps S1 … T2 are those of `docs/ledger.md`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
 import msgspec
 
 from comfyfleet.model.dispatch import Dispatch, Phase
-from comfyfleet.model.ids import TenantId
-from comfyfleet.model.job import Job
-from comfyfleet.model.ledger import Account, Book, CreditGrant, Hold, HoldId, Posting, Settlement
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.ledger import (
+    Account,
+    Book,
+    CreditGrant,
+    Hold,
+    HoldId,
+    Posting,
+    Price,
+    RunEntry,
+    Settlement,
+)
 from comfyfleet.ports import Records
 
 MAX_PAGE = 1_000
@@ -44,6 +54,8 @@ class Opening(msgspec.Struct, frozen=True):
     posting: Posting
     dispatch: Dispatch
     """What the relay brings to the central store."""
+    price: Price | None = None
+    """What the round will be charged by, whatever the price is then."""
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -63,12 +75,24 @@ class Ending(msgspec.Struct, frozen=True):
     phase: Phase
     changes: dict[str, Any] = {}
     """New values for the job's record, its result among them."""
+    run: RunEntry | None = None
+    """What it took, for whoever accounts for it."""
 
 
 class Ended(msgspec.Struct, frozen=True):
     outcome: Entered
     settlement: Settlement | None
     """The one that stands. None: there is no such hold, or the event was another's."""
+
+
+class OpenRound(msgspec.Struct, frozen=True):
+    """What it takes to settle a round."""
+
+    hold: Hold
+    price: Price | None
+    job: Job
+    result: JobResult | None
+    """What the attempt that is asked for left here before it was reported."""
 
 
 class OutboxEntry(msgspec.Struct, frozen=True):
@@ -99,17 +123,31 @@ class TenantDatabase(Records, Protocol):
     async def send_again(self, hold_id: HoldId) -> bool:
         """The central store does not know an open round any more. False: it is not open."""
 
-    async def is_open(self, hold_id: HoldId) -> bool:
-        """L2: the round is there and goes on, and its hold is held."""
+    async def leasable(self, hold_id: HoldId) -> Job | None:
+        """L2: the job with its payload, if this round of it goes on and its hold is held."""
+
+    async def put_payload(self, hold_id: HoldId, payload: Submission) -> bool:
+        """What was to be found out while the job waited is known now. False: the round is not open."""
+
+    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> None:
+        """Before K: what an attempt is about to report. It counts for nothing until the round ends with this attempt,
+        and goes with the end of the round."""
+
+    async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
+        """Before T1. None: it has ended, or was never there."""
 
     async def end_round(self, ending: Ending) -> Ended:
         """T1: settles the hold, ends the round, closes its outbox entry, all of it once."""
 
-    async def closed(self, hold_ids: Sequence[HoldId]) -> list[HoldId]:
-        """Those whose outbox entry is closed: their tombstones may go."""
+    async def phases(self, hold_ids: Sequence[HoldId]) -> dict[HoldId, Phase | None]:
+        """How rounds ended; None for one that is open. A round that was never here is not in the answer."""
 
     async def forget_events(self, before: float, limit: int) -> int:
         """Of the inbox; the settlements stay, so a copy that comes later still than that changes nothing either."""
+
+    # records
+    async def get_many(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Job]:
+        """Those that are there."""
 
     # the book
     async def hold(self, hold_id: HoldId) -> Hold | None: ...
@@ -130,6 +168,9 @@ class TenantDatabase(Records, Protocol):
     async def adjust(self, posting: Posting) -> Entered: ...
     async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
         """Postings in their order, behind that number."""
+
+    async def runs(self, tenant: TenantId, *, after: int, limit: int) -> list[RunEntry]:
+        """What ended rounds took, in their order, behind that number."""
 
     async def book(self, tenant: TenantId) -> Book:
         """Everything, as of one moment, for whoever checks it. Refused if there is too much of it."""

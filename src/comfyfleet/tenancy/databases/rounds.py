@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
-from comfyfleet.model.ledger import HoldId
+from comfyfleet.model.ledger import HoldId, Price, RunEntry
 from comfyfleet.stores.packing import pack
-from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OutboxEntry
+from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OpenRound, OutboxEntry
 from comfyfleet.tenancy.databases import ledger
 from comfyfleet.tenancy.databases.work import Row, Work, row, rows
 
@@ -20,6 +20,7 @@ _jobs = msgspec.msgpack.Decoder(Job)
 _payloads = msgspec.msgpack.Decoder(Submission)
 _results = msgspec.msgpack.Decoder(JobResult)
 _dispatches = msgspec.msgpack.Decoder(Dispatch)
+_prices: msgspec.json.Decoder[Price] = msgspec.json.Decoder(Price)
 
 _INSERT_JOB = """
 INSERT INTO @jobs (job_id, tenant, reference, round, phase, record, payload, result)
@@ -32,8 +33,8 @@ UPDATE @jobs SET round = :round, phase = :phase, record = :record, result = NULL
 WHERE job_id = :job_id AND tenant = :tenant AND round = :round - 1 AND phase IN ('failed', 'cancelled') RETURNING job_id
 """
 _INSERT_ROUND = """
-INSERT INTO @rounds (job_id, round, tenant, phase, outbox, envelope, opened_at)
-VALUES (:job_id, :round, :tenant, 'open', 'unsent', :envelope, :opened_at)
+INSERT INTO @rounds (job_id, round, tenant, phase, outbox, envelope, opened_at, price)
+VALUES (:job_id, :round, :tenant, 'open', 'unsent', :envelope, :opened_at, :price)
 """
 _SELECT_JOB = "SELECT job_id, tenant, reference, round, phase, record, payload, result FROM @jobs"
 _END_ROUND = """
@@ -51,13 +52,36 @@ ORDER BY job_id, round LIMIT :limit
 _MOVE = """
 UPDATE @rounds SET outbox = :outbox WHERE job_id = :job_id AND round = :round AND outbox <> 'closed' RETURNING outbox
 """
-_IS_OPEN = """
-SELECT 1 FROM @rounds r JOIN @jobs j ON j.job_id = r.job_id AND j.round = r.round
+_OPEN = """
+FROM @rounds r JOIN @jobs j ON j.job_id = r.job_id AND j.round = r.round
 JOIN @holds h ON h.job_id = r.job_id AND h.round = r.round
 WHERE r.job_id = :job_id AND r.round = :round AND r.phase = 'open'
 AND NOT EXISTS (SELECT 1 FROM @settlements s WHERE s.job_id = r.job_id AND s.round = r.round)
 """
-_CLOSED = "SELECT job_id, round FROM @rounds WHERE outbox = 'closed' AND (job_id, round) IN (VALUES {})"
+_OPEN_JOB = f"SELECT j.job_id, j.tenant, j.reference, j.round, j.phase, j.record, j.payload, j.result {_OPEN}"
+_PRICE = "SELECT price FROM @rounds WHERE job_id = :job_id AND round = :round"
+_PUT_PAYLOAD = """
+UPDATE @jobs SET payload = :payload WHERE job_id = :job_id AND round = :round
+AND EXISTS (SELECT 1 FROM @rounds r WHERE r.job_id = :job_id AND r.round = :round AND r.phase = 'open') RETURNING job_id
+"""
+_STAGE = """
+INSERT INTO @staged (job_id, round, attempt_id, result, at)
+SELECT job_id, round, :attempt_id, :result, :at FROM @rounds
+WHERE job_id = :job_id AND round = :round AND phase = 'open'
+ON CONFLICT (job_id, round, attempt_id) DO UPDATE SET result = excluded.result, at = excluded.at
+"""
+_STAGED = "SELECT result FROM @staged WHERE job_id = :job_id AND round = :round AND attempt_id = :attempt_id"
+_PHASES = "SELECT job_id, round, phase FROM @rounds WHERE (job_id, round) IN (VALUES {})"
+_RUN = """
+INSERT INTO @runs (job_id, round, tenant, workflow_hash, service, phase, at, worker_id, outputs, gpu_milliseconds,
+    consumed, cost_micros, verified_by)
+VALUES (:job_id, :round, :tenant, :workflow_hash, :service, :phase, :at, :worker_id, :outputs, :gpu_milliseconds,
+    :consumed, :cost_micros, :verified_by)
+"""
+_RUNS = """
+SELECT job_id, round, tenant, workflow_hash, service, phase, at, worker_id, outputs, gpu_milliseconds, consumed,
+    cost_micros, verified_by, number FROM @runs WHERE tenant = :tenant AND number > :after ORDER BY number LIMIT :limit
+"""
 _FORGET = """
 DELETE FROM @inbox WHERE event_id IN (SELECT event_id FROM @inbox WHERE at < :before ORDER BY at LIMIT :limit)
 RETURNING event_id
@@ -97,6 +121,7 @@ def open_round(opening: Opening) -> Work[Opened]:
         tenant=job.tenant,
         envelope=pack(opening.dispatch),
         opened_at=hold.at,
+        price=None if opening.price is None else msgspec.json.encode(opening.price).decode(),
     )
     return Opened(Entered.DONE, (yield from ledger.account(job.tenant)), job)
 
@@ -135,7 +160,27 @@ def end_round(ending: Ending) -> Work[Ended]:
         changed = msgspec.structs.replace(job, **{**ending.changes, "phase": ending.phase})
         result = None if changed.result is None else pack(changed.result)
         yield from rows(_END_JOB, **named, record=pack(_record(changed)), result=result)
+        if "payload" in ending.changes:
+            yield from rows(
+                "UPDATE @jobs SET payload = :payload WHERE job_id = :job_id",
+                job_id=hold_id.job_id,
+                payload=pack(changed.payload),
+            )
+    yield from rows(
+        "DELETE FROM @staged WHERE job_id = :job_id AND round = :round",
+        job_id=hold_id.job_id,
+        round=hold_id.round,
+    )
+    if ending.run is not None:
+        # Behind the posting, which holds the account: so these numbers too are in the order of commits.
+        yield from rows(_RUN, **_run_values(ending.run))
     return Ended(Entered.DONE, settlement)
+
+
+def _run_values(run: RunEntry) -> dict[str, object]:
+    values = msgspec.structs.asdict(run)
+    del values["number"], values["hold_id"]
+    return {**values, "job_id": run.hold_id.job_id, "round": run.hold_id.round}
 
 
 def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxEntry]]:
@@ -154,20 +199,49 @@ def mark(hold_id: HoldId, state: str) -> Work[bool]:
     return moved is not None
 
 
-def is_open(hold_id: HoldId) -> Work[bool]:
-    return (yield from row(_IS_OPEN, job_id=hold_id.job_id, round=hold_id.round)) is not None
+def leasable(hold_id: HoldId) -> Work[Job | None]:
+    found = yield from row(_OPEN_JOB, job_id=hold_id.job_id, round=hold_id.round)
+    return None if found is None else _job(found)
 
 
-def closed(hold_ids: Sequence[HoldId]) -> Work[list[HoldId]]:
+def put_payload(hold_id: HoldId, payload: Submission) -> Work[bool]:
+    named = {"job_id": hold_id.job_id, "round": hold_id.round}
+    return (yield from row(_PUT_PAYLOAD, **named, payload=pack(payload))) is not None
+
+
+def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Work[None]:
+    named = {"job_id": hold_id.job_id, "round": hold_id.round, "attempt_id": attempt_id}
+    yield from rows(_STAGE, **named, result=pack(result), at=at)
+
+
+def open_round_of(hold_id: HoldId, attempt_id: str | None) -> Work[OpenRound | None]:
+    named = {"job_id": hold_id.job_id, "round": hold_id.round}
+    job = yield from leasable(hold_id)
+    hold = yield from ledger.hold(hold_id)
+    price = yield from row(_PRICE, **named)
+    if job is None or hold is None or price is None:
+        return None
+    staged = None if attempt_id is None else (yield from row(_STAGED, **named, attempt_id=attempt_id))
+    return OpenRound(
+        hold,
+        None if price[0] is None else _prices.decode(price[0]),
+        job,
+        None if staged is None else _results.decode(staged[0]),
+    )
+
+
+def phases(hold_ids: Sequence[HoldId]) -> Work[dict[HoldId, Phase | None]]:
     if not hold_ids:
-        return []
+        return {}
     places = ", ".join(f"(:job_{place}, :round_{place})" for place in range(len(hold_ids)))
     values: dict[str, object] = {}
     for place, each in enumerate(hold_ids):
         values[f"job_{place}"], values[f"round_{place}"] = each
-    found = yield from rows(_CLOSED.format(places), **values)
-    are_closed = {HoldId(JobId(job_id), number) for job_id, number in found}
-    return [each for each in hold_ids if each in are_closed]
+    found = yield from rows(_PHASES.format(places), **values)
+    return {
+        HoldId(JobId(job_id), number): None if phase == "open" else Phase(phase)
+        for job_id, number, phase in found
+    }
 
 
 def forget_events(before: float, limit: int) -> Work[int]:
@@ -180,6 +254,15 @@ def forget_events(before: float, limit: int) -> Work[int]:
 def get(job_id: JobId) -> Work[Job | None]:
     found = yield from row(f"{_SELECT_JOB} WHERE job_id = :job_id", job_id=job_id)
     return None if found is None else _job(found)
+
+
+def get_many(job_ids: Sequence[JobId]) -> Work[Mapping[JobId, Job]]:
+    if not job_ids:
+        return {}
+    values = {f"job_{place}": job_id for place, job_id in enumerate(job_ids)}
+    places = ", ".join(f":{name}" for name in values)
+    found = yield from rows(f"{_SELECT_JOB} WHERE job_id IN ({places})", **values)
+    return {job.job_id: job for job in map(_job, found)}
 
 
 def by_reference(tenant: TenantId, reference: str) -> Work[Job | None]:
@@ -208,6 +291,11 @@ def listing(
         f"{_SELECT_JOB} WHERE {' AND '.join(conditions)} ORDER BY job_id {order} LIMIT :limit", **values
     )
     return [_job(each) for each in found]
+
+
+def runs(tenant: TenantId, after: int, limit: int) -> Work[list[RunEntry]]:
+    found = yield from rows(_RUNS, tenant=tenant, after=after, limit=limit)
+    return [RunEntry(HoldId(JobId(job_id), number), *rest) for job_id, number, *rest in found]
 
 
 def _record(job: Job) -> Job:

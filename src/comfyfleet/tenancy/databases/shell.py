@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.job import Job
-from comfyfleet.model.ledger import Account, Book, CreditGrant, Hold, HoldId, Posting, Settlement
-from comfyfleet.tenancy.database import MAX_PAGE, Ended, Ending, Entered, Opened, Opening, OutboxEntry
+from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.ledger import Account, Book, CreditGrant, Hold, HoldId, Posting, RunEntry, Settlement
+from comfyfleet.tenancy.database import (
+    MAX_PAGE,
+    Ended,
+    Ending,
+    Entered,
+    Opened,
+    Opening,
+    OpenRound,
+    OutboxEntry,
+)
 from comfyfleet.tenancy.databases import ledger, rounds
 from comfyfleet.tenancy.databases.work import Work
 
@@ -58,8 +67,17 @@ class SqlTenantDatabase:
     async def send_again(self, hold_id: HoldId) -> bool:
         return await self._carrier.transact(lambda: rounds.mark(hold_id, "unsent"))
 
-    async def is_open(self, hold_id: HoldId) -> bool:
-        return await self._carrier.read(lambda: rounds.is_open(hold_id))
+    async def leasable(self, hold_id: HoldId) -> Job | None:
+        return await self._carrier.read(lambda: rounds.leasable(hold_id))
+
+    async def put_payload(self, hold_id: HoldId, payload: Submission) -> bool:
+        return await self._carrier.transact(lambda: rounds.put_payload(hold_id, payload))
+
+    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> None:
+        await self._carrier.transact(lambda: rounds.stage(hold_id, attempt_id, result, at))
+
+    async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
+        return await self._carrier.snapshot(lambda: rounds.open_round_of(hold_id, attempt_id))
 
     async def end_round(self, ending: Ending) -> Ended:
         try:
@@ -67,9 +85,9 @@ class SqlTenantDatabase:
         except ledger.TakenBack as answer:
             return Ended(answer.outcome, await self.settlement(ending.settlement.hold_id))
 
-    async def closed(self, hold_ids: Sequence[HoldId]) -> list[HoldId]:
+    async def phases(self, hold_ids: Sequence[HoldId]) -> dict[HoldId, Phase | None]:
         assert len(hold_ids) <= MAX_PAGE, "a page at a time"
-        return await self._carrier.read(lambda: rounds.closed(hold_ids))
+        return await self._carrier.read(lambda: rounds.phases(hold_ids))
 
     async def forget_events(self, before: float, limit: int) -> int:
         return await self._carrier.transact(lambda: rounds.forget_events(before, _page(limit)))
@@ -78,6 +96,10 @@ class SqlTenantDatabase:
 
     async def get(self, job_id: JobId) -> Job | None:
         return await self._carrier.read(lambda: rounds.get(job_id))
+
+    async def get_many(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Job]:
+        assert len(job_ids) <= MAX_PAGE, "a page at a time"
+        return await self._carrier.read(lambda: rounds.get_many(job_ids))
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
         return await self._carrier.read(lambda: rounds.by_reference(tenant, reference))
@@ -123,6 +145,9 @@ class SqlTenantDatabase:
 
     async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
         return await self._carrier.read(lambda: ledger.statement(tenant, after, _page(limit)))
+
+    async def runs(self, tenant: TenantId, *, after: int, limit: int) -> list[RunEntry]:
+        return await self._carrier.read(lambda: rounds.runs(tenant, after, _page(limit)))
 
     async def book(self, tenant: TenantId) -> Book:
         return await self._carrier.snapshot(lambda: ledger.book(tenant))
