@@ -16,6 +16,7 @@ from tests.servers.redis_fixtures import own_server, with_prefix
 from tests.servers.redis_server import RedisServer
 from tests.stores._filled import fill, histories, opened
 
+from comfyfleet.model.dispatch import Phase
 from comfyfleet.stores.redis.examining import layout
 
 HOLDS = {"queued": 5, "leased": 0, "completed": 2, "failed": 2, "cancelled": 1}
@@ -45,7 +46,7 @@ async def test_a_sound_file_is_counted_while_its_owner_works(path: Path) -> None
     found = json.loads(ended.stdout)
     assert found["problems"] == []
     assert found["holds"] == {**HOLDS, "workers": 0, "blocks": 1, "lessons": 1, "classes": 2, "documents": 0}
-    assert found["settings"]["schema"] == 1
+    assert found["settings"]["schema"] == 2
     assert "sound" in run_cli("store", "check", f"sqlite:///{path}").stdout.splitlines()
 
 
@@ -141,11 +142,17 @@ async def test_keys_nobody_promised_and_counts_that_differ_are_problems(server: 
     async with opened(url) as store:
         await store.diagnose("SET", f"{store.prefix}stranger", "1")  # type: ignore[attr-defined]
         await store.diagnose("ZREM", f"{store.prefix}jobs:completed", "job-0001")  # type: ignore[attr-defined]
+        (unsettled, broken) = await store.unsettled(10)
+        await store.diagnose("ZREM", f"{store.prefix}jobs:unsettled", broken.job_id)  # type: ignore[attr-defined]
+        await store.diagnose("ZADD", f"{store.prefix}jobs:unsettled", 0, "job-0003")  # type: ignore[attr-defined]
+    assert (unsettled.phase, broken.phase) == (Phase.COMPLETED, Phase.FAILED)
     ended = run_cli("store", "check", url, "--json")
     assert ended.returncode == 1
-    first, second = json.loads(ended.stdout)["problems"]
+    first, second, third, fourth = json.loads(ended.stdout)["problems"]
     assert first == "jobs:completed: the head counts 2, 1 are listed"
-    assert second.endswith("are not ComfyFleet's: stranger")
+    assert second == "jobs:failed: the head counts 2, 1 are listed"
+    assert third == "jobs:unsettled has job-0003, of which nothing is to be settled"
+    assert fourth.endswith("are not ComfyFleet's: stranger")
 
 
 def test_a_prefix_without_a_fleet_and_a_server_that_is_not_there_are_told(server: RedisServer) -> None:
@@ -201,6 +208,7 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
         connection.execute(
             "UPDATE comfyfleet.tallies SET queued = queued + 1, payload_bytes = 7 WHERE shard = 0"
         )
+        connection.execute("UPDATE comfyfleet.ended SET is_unsettled = false WHERE job_id = 'job-0007'")
     ended = run_cli("store", "check", url, "--json")
     assert ended.returncode == 1
     problems = [each for each in json.loads(ended.stdout)["problems"] if each not in off]
@@ -209,6 +217,7 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
         "payloads: the tallies count 7 bytes, those of open jobs have 0",
         "job job-0003 has a dispatch but no record",
         "job job-0001 has another number of facts than were counted",
+        "job job-0007 has ended, and its row says otherwise whether that is settled",
     ]
 
 

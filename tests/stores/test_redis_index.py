@@ -279,16 +279,19 @@ async def calls_of(store: RedisStore) -> dict[str, int]:
     }
 
 
-async def test_finishing_a_job_and_leasing_the_next_takes_at_most_fourteen_calls_inside_the_server() -> None:
+@pytest.mark.parametrize("is_apart", [False, True])
+async def test_finishing_a_job_and_leasing_the_next_takes_at_most_fourteen_calls_inside_the_server(
+    is_apart: bool,
+) -> None:
     with own_server(is_durable=False) as server:
         bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
         await bench.open()
         store = bench.store
         assert isinstance(store, RedisStore)
         try:
-            _, ref = await bench.leased()
+            _, ref = await bench.leased(is_apart=is_apart)
             for _ in range(5):
-                await bench.enqueue()
+                await bench.enqueue(is_apart=is_apart)
             for _ in range(3):
                 await store.diagnose("CONFIG", "RESETSTAT")
                 finished, taken = await store.finish_and_lease_next(completion(ref), bench.offer())

@@ -244,6 +244,30 @@ async def test_a_released_job_returns_to_its_place_and_a_cancelled_one_ends(
     assert outcomes == [AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED]
 
 
+async def test_what_such_a_worker_ends_of_a_tenant_apart_is_to_be_settled(
+    bench: Bench, worker: Worker
+) -> None:
+    await admit(bench)
+    plain, completed, cancelled = [await bench.enqueue(is_apart=number > 0) for number in range(3)]
+    for number in range(2):
+        worker.lease_next(f"p{number}")
+        assert worker.call("complete", *worker.lease, "{}") == 1
+    assert worker.lease_next("p2") == cancelled.job_id
+    dispatch = await bench.store.load(cancelled.job_id)
+    assert dispatch is not None
+    assert await bench.change(dispatch, Change(cancel_requested_at=1.0)) is not None
+    assert worker.call("release", *worker.lease, "cancelled") == 1
+    found = await bench.store.unsettled(10)
+    assert [(each.job_id, each.phase) for each in found] == [
+        (completed.job_id, Phase.COMPLETED),
+        (cancelled.job_id, Phase.CANCELLED),
+    ]
+    for phase in (Phase.COMPLETED, Phase.CANCELLED):
+        await bench.store.purge(phase, 1e12, 10)
+    names = [plain.job_id, completed.job_id, cancelled.job_id]
+    assert await bench.store.load_many(names) == [None, *found]
+
+
 async def test_a_failure_is_kept_once_for_an_engine_to_judge(
     server: RedisServer, bench: Bench, worker: Worker
 ) -> None:

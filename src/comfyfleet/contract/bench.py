@@ -69,21 +69,25 @@ class Bench:
         self, cls: RequirementClass = FOR_BOTH, *, reference: str | None = None, **fields: Any
     ) -> Dispatch:
         job_id = JobId(f"job-{self.new_number():04d}")
-        now = self.clock.now()
-        fields = {"workflow_hash": HASH, "priority": 0, "queued_at": now, **fields}
+        fields = {"workflow_hash": HASH, "priority": 0, "queued_at": self.clock.now(), **fields}
         dispatch = Dispatch(job_id=job_id, class_key=cls.key, **fields)
-        job = Job(
-            job_id,
-            dispatch.tenant,
-            dispatch.workflow_hash,
-            now,
-            Submission({}, reference=reference),
-            reference=reference,
-        )
-        written = await self.store.enqueue(dispatch, job, QUEUED)
+        written = await self.store.enqueue(dispatch, self.job(dispatch, reference), QUEUED)
         assert written is not None
         self.jobs.append(job_id)
         return written.dispatch
+
+    def job(self, dispatch: Dispatch, reference: str | None = None) -> Job:
+        """The record that such a dispatch comes with."""
+        return Job(
+            dispatch.job_id,
+            dispatch.tenant,
+            dispatch.workflow_hash,
+            dispatch.queued_at,
+            Submission({}, reference=reference),
+            reference=reference,
+            round=dispatch.round,
+            phase=dispatch.phase,
+        )
 
     def new_number(self) -> int:
         return next(self._numbers)
@@ -143,6 +147,7 @@ class Bench:
             "due": (await store.next_due(), await store.next_block_end()),
             "paused": await store.is_queue_paused(),
             "dead": await store.dead_letter(1000),
+            "unsettled": await store.unsettled(1000),
             "polls": [await store.leased_by_poll(poll) for poll in self.polls],
             "leases": [await store.leases_of(worker) for worker in (A, B)],
             "peeks": [await self.peek(worker, profile) for worker in (A, B) for profile in (FAST, SLOW)],

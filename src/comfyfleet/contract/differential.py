@@ -16,6 +16,7 @@ from comfyfleet.contract.bench import (
     FAST,
     FOR_BOTH,
     FOR_FAST,
+    QUEUED,
     SLOW,
     A,
     B,
@@ -46,7 +47,9 @@ steps = st.one_of(
         st.sampled_from(["default", "ann", "bob"]),
         st.sampled_from([None, None, 5.0]),
         st.sampled_from([0, 700, 70_000, 5_000_000_000]),
+        st.booleans(),
     ),
+    st.tuples(st.just("enqueue_again"), _WHICH),
     st.tuples(st.just("lease_next"), _WORKERS),
     st.tuples(st.just("lease"), _WHICH, _WORKERS),
     st.tuples(st.just("peek"), _WORKERS, st.integers(1, 5)),
@@ -61,6 +64,8 @@ steps = st.one_of(
     st.tuples(st.just("priority"), _WHICH, st.sampled_from([-1, 0, 7])),
     st.tuples(st.just("pause"), _WHICH, st.booleans()),
     st.tuples(st.just("retry"), _WHICH),
+    st.tuples(st.just("settle"), st.integers(1, 3)),
+    st.tuples(st.just("unsettled"), _WHICH, st.integers(1, 3)),
     st.tuples(st.just("block"), _WORKERS, _HASHES, st.sampled_from([None, 4.0, 20.0])),
     st.tuples(st.just("lift"), _WORKERS, _HASHES),
     st.tuples(st.just("keep_off"), _WORKERS, _WHICH, st.sampled_from([4.0])),
@@ -84,7 +89,7 @@ class Day:
     async def do(self, step: tuple[Any, ...]) -> Any:
         bench, store = self.bench, self.bench.store
         match step:
-            case ("enqueue", cls, workflow_hash, priority, name, delay, size):
+            case ("enqueue", cls, workflow_hash, priority, name, delay, size, is_apart):
                 now = bench.clock.now()
                 later = {} if delay is None else {"standing": Standing.DELAYED, "not_before": now + delay}
                 wake = {} if delay is None else {"wake_at": now + delay}
@@ -94,9 +99,16 @@ class Day:
                     priority=priority,
                     tenant=tenant(name),
                     payload_bytes=size,
+                    is_apart=is_apart,
                     **later,
                     **wake,
                 )
+            case ("enqueue_again", which):
+                dispatch = await self._job(which)
+                if dispatch is None:
+                    return None
+                first = msgspec.structs.replace(dispatch, phase=Phase.QUEUED, lease=None, revision=0)
+                return await store.enqueue(first, bench.job(first), QUEUED)
             case ("lease_next", (worker, profile)):
                 return self._note(await store.lease_next(bench.offer(worker, profile)))
             case ("lease", which, (worker, profile)):
@@ -151,8 +163,19 @@ class Day:
                 dispatch = await self._job(which)
                 if dispatch is None or dispatch.phase not in (Phase.FAILED, Phase.CANCELLED):
                     return None
-                change = Change(phase=Phase.QUEUED, round=dispatch.round + 1, standing=Standing.IN_LANE)
+                change = Change(
+                    phase=Phase.QUEUED,
+                    round=dispatch.round + 1,
+                    standing=Standing.IN_LANE,
+                    settled_at=None,
+                )
                 return await bench.change(dispatch, change, job={"phase": Phase.QUEUED})
+            case ("settle", count):
+                settled = Change(settled_at=bench.clock.now())
+                return [await bench.change(each, settled) for each in await store.unsettled(count)]
+            case ("unsettled", which, limit):
+                after = bench.jobs[which % len(bench.jobs)] if bench.jobs else None
+                return await store.unsettled(limit, after), await store.load_many(bench.jobs[:limit])
             case ("block", (worker, _), target, cooldown):
                 until = None if cooldown is None else bench.clock.now() + cooldown
                 await store.put_block(Block(worker, target, BlockReason.FAILURES, 1, until))

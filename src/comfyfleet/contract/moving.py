@@ -22,6 +22,7 @@ from comfyfleet.model.job import JobResult
 from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.ports import Movable, Moving
+from comfyfleet.stores.tombstones import TOMBSTONE_S
 
 
 async def whole(bench: Bench, job_id: JobId) -> WholeJob:
@@ -136,6 +137,31 @@ class MovingContract(OnBench):
         retry = Change(phase=Phase.QUEUED, round=2)
         assert await bench.change(adopted[1], retry) is not None
         assert await bench.peek() == [broken.job_id]
+
+    async def test_what_is_apart_moves_with_what_is_to_be_settled(self, bench: Bench) -> None:
+        waiting = await bench.enqueue(is_apart=True)
+        _, done = await bench.leased(is_apart=True)
+        ended = await bench.store.write(completion(done))
+        assert ended is not None
+        _, broken = await bench.leased(is_apart=True)
+        failed = await bench.store.write(failure(broken))
+        assert failed is not None
+        settled = await bench.change(failed.dispatch, Change(settled_at=bench.clock.now()))
+        assert settled is not None
+        kept = [await whole(bench, each.job_id) for each in (waiting, ended.dispatch, settled.dispatch)]
+        before = await bench.store.counts()
+        assert await moving(bench).discard([each.dispatch for each in kept]) == [True] * 3
+        assert await bench.store.unsettled(10) == []
+        adopted = await moving(bench).adopt(kept)
+        assert adopted is not None
+        assert [each.is_apart for each in adopted] == [True] * 3
+        assert adopted[2].settled_at == settled.dispatch.settled_at
+        assert await bench.store.unsettled(10) == [adopted[1]]
+        assert await bench.store.counts() == before
+        await bench.clock.advance(TOMBSTONE_S + 1)
+        now = bench.clock.now()
+        assert await bench.store.purge(Phase.COMPLETED, now, 10) == 0
+        assert await bench.store.purge(Phase.FAILED, now, 10) == 1
 
     async def test_what_stands_aside_still_does_and_falls_due_at_its_time(self, bench: Bench) -> None:
         at = bench.clock.now() + 50

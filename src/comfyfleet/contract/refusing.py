@@ -45,6 +45,10 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
     written = await store.write(completion(ended))
     assert written is not None
     over = written.dispatch
+    _, apart = await bench.leased(is_apart=True)
+    written = await store.write(completion(apart))
+    assert written is not None
+    unsettled = written.dispatch
     await bench.clock.advance(5)
     version = (await store.table()).version
     block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
@@ -69,6 +73,7 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
         "write": lambda: store.write(completion(ref, blocks=(block,), lifted=(Pair(A, "counted"),))),
         "finish_and_lease_next": lambda: store.finish_and_lease_next(completion(ref), bench.offer()),
         "retry": lambda: bench.change(over, Change(phase=Phase.QUEUED, round=2)),
+        "settle": lambda: bench.change(unsettled, Change(settled_at=5.0)),
         "cancel": lambda: bench.cancel(waiting),
         "heartbeat": lambda: store.heartbeat([ref], 60),
         "mark_late": lambda: store.mark_late(ended),

@@ -9,6 +9,7 @@ from comfyfleet.contract.holding import HoldingContract
 from comfyfleet.contract.keeping import KeepingContract
 from comfyfleet.contract.leasing import LeasingContract
 from comfyfleet.contract.racing import RacingContract
+from comfyfleet.contract.settling import SettlingContract
 
 
 class StoreContract(
@@ -17,6 +18,7 @@ class StoreContract(
     RacingContract,
     CabinetContract,
     HoldingContract,
+    SettlingContract,
     DifferentialContract,
     OnBench,
 ):

@@ -137,6 +137,7 @@ class JobDesk:
                 not_before=None,
                 deadline_at=None,
                 expires_at=None,
+                settled_at=None,
                 priority=effective_priority(dispatch.base_priority, 0, "normal", None, now, rules),
                 wake_at=now + rules.held_look_s if is_held else place.relax_at,
             )

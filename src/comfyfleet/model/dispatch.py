@@ -128,6 +128,10 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Other jobs wait for this one: whoever ends it tells them."""
     payload_bytes: int = 0
     """How large the payload is that is kept for this job: as JSON, and attachments as they are."""
+    is_apart: bool = False
+    """Its record lies in a tenant's database, where its end is to be settled."""
+    settled_at: float | None = None
+    """When the tenant's database had taken in the end of this round."""
 
     @property
     def due_at(self) -> float | None:
@@ -143,6 +147,11 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     @property
     def stands_in_lane(self) -> bool:
         return self.phase is Phase.QUEUED and self.standing is Standing.IN_LANE
+
+    @property
+    def is_unsettled(self) -> bool:
+        """It has ended, and the tenant's database does not know yet: whoever finds it goes and tells."""
+        return self.is_apart and self.settled_at is None and self.phase.is_final
 
     def lease_ref(self) -> LeaseRef:
         assert self.lease is not None, "only a leased dispatch has a lease to refer to"
@@ -213,6 +222,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     expires_at: float | UnsetType | None = UNSET
     is_held: bool | UnsetType = UNSET
     is_awaited: bool | UnsetType = UNSET
+    settled_at: float | UnsetType | None = UNSET
 
     def apply(self, dispatch: Dispatch) -> Dispatch:
         values = {name: value for name in _CHANGEABLE if (value := getattr(self, name)) is not UNSET}

@@ -36,11 +36,16 @@ def is_as_read(found: Dispatch | None, read: Dispatch) -> bool:
 
 class MemoryMoving:
     def __init__(
-        self, kept: Kept[MemoryEntry], now: Callable[[], float], note_end: Callable[[MemoryEntry], None]
+        self,
+        kept: Kept[MemoryEntry],
+        now: Callable[[], float],
+        note_end: Callable[[MemoryEntry], None],
+        forget: Callable[[MemoryEntry], None],
     ) -> None:
         self._kept = kept
         self._now = now
         self._note_end = note_end
+        self._forget = forget
 
     async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
         kept = self._kept
@@ -66,7 +71,7 @@ class MemoryMoving:
             entry = self._kept.entries.get(read.job_id)
             answers.append(is_as_read(None if entry is None else entry.dispatch, read))
             if entry is not None and answers[-1]:
-                self._kept.forget(entry)
+                self._forget(entry)
         return answers
 
     async def virtual_time(self, tenant: TenantId) -> float:

@@ -122,16 +122,17 @@ class Kept(Generic[E]):
     # jobs
 
     def enqueue(self, entry: E, drafts: Sequence[FactDraft]) -> Written | None:
-        """Its place in line is given here. Whether the reference is taken was asked before."""
+        """Its place in line is given here. Whether its id or reference is taken was asked before."""
         dispatch = entry.dispatch
         if not self.has_classes(dispatch):
             return None
-        assert dispatch.job_id not in self.entries, "job ids are made by the engine and never repeat"
+        assert dispatch.job_id not in self.entries, "whether it is here was asked before"
         self.sequence += 1
         entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
         self.entries[dispatch.job_id] = entry
         if entry.reference is not None:
             self.references[dispatch.tenant, entry.reference] = dispatch.job_id
+        self._note_end(entry)
         self._arrive(entry)
         return Written(dispatch, self._note(entry, drafts))
 
@@ -207,10 +208,7 @@ class Kept(Generic[E]):
         if lease is not None and end is not None:
             self._end_lease(entry, lease, end)
         entry.dispatch = after
-        entry.ending = None
-        if after.phase is not _QUEUED and after.phase is not _LEASED:
-            self.endings += 1
-            entry.ending = Ending(self.endings, self._clock.now())
+        self._note_end(entry)
         self._arrive(entry)
         if write.blocks:
             self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]
@@ -346,6 +344,13 @@ class Kept(Generic[E]):
             self.index.unpin(dispatch.class_key)
             if dispatch.relaxed_class is not None:
                 self.index.unpin(dispatch.relaxed_class)
+
+    def _note_end(self, entry: E) -> None:
+        """A job that has ended and is written once more ends anew: it is kept from then on."""
+        phase, entry.ending = entry.dispatch.phase, None
+        if phase is not _QUEUED and phase is not _LEASED:
+            self.endings += 1
+            entry.ending = Ending(self.endings, self._clock.now())
 
     def _watch(self, dispatch: Dispatch) -> None:
         if (at := dispatch.due_at) is not None:

@@ -5,6 +5,7 @@ What a call does to the jobs that are open is `kept.py`'s; here are the records,
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
@@ -33,6 +34,7 @@ from comfyfleet.stores.adopting import MemoryMoving
 from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.stores.entries import MemoryEntry, MemoryRecords
 from comfyfleet.stores.kept import Ending, Kept
+from comfyfleet.stores.tombstones import may_go
 
 
 class MemoryStore:
@@ -45,7 +47,9 @@ class MemoryStore:
         self._ended: dict[Phase, deque[tuple[Ending, JobId]]] = {
             phase: deque() for phase in Phase if phase.is_final
         }
-        self.moving = MemoryMoving(self._kept, clock.now, self._note_end)
+        self._unsettled: list[JobId] = []
+        """In order."""
+        self.moving = MemoryMoving(self._kept, clock.now, self._note_end, self._forget)
 
     @property
     def is_shared(self) -> bool:
@@ -112,17 +116,24 @@ class MemoryStore:
     # dispatches
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
-        entry = MemoryEntry(dispatch=dispatch, job=job)
-        known = None
-        if job.reference is not None:
+        found = self._kept.entries.get(dispatch.job_id)
+        if found is None and job.reference is not None and self._kept.has_classes(dispatch):
             known = self._kept.references.get((job.tenant, job.reference))
-        if known is not None and self._kept.has_classes(dispatch):
-            return Written(self._kept.entries[known].dispatch, ())
-        return self._tell(self._kept.enqueue(entry, facts))
+            found = None if known is None else self._kept.entries[known]
+        if found is not None:
+            return Written(found.dispatch, ())
+        entry = MemoryEntry(dispatch=dispatch, job=job)
+        written = self._tell(self._kept.enqueue(entry, facts))
+        if written is not None:
+            self._note_end(entry)
+        return written
 
     async def load(self, job_id: JobId) -> Dispatch | None:
         entry = self._kept.entries.get(job_id)
         return None if entry is None else entry.dispatch
+
+    async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
+        return [await self.load(job_id) for job_id in job_ids]
 
     async def peek(self, query: Peek) -> list[Candidate]:
         return self._kept.peek(query)
@@ -150,8 +161,25 @@ class MemoryStore:
         return written
 
     def _note_end(self, entry: MemoryEntry) -> None:
-        if entry.ending is not None:
-            self._ended[entry.dispatch.phase].append((entry.ending, entry.dispatch.job_id))
+        dispatch = entry.dispatch
+        is_unsettled = dispatch.is_unsettled
+        if dispatch.is_apart:
+            self._note_unsettled(dispatch.job_id, is_unsettled)
+        # The order in which they may go. What is unsettled joins when it is settled, so that nobody stands behind it.
+        if entry.ending is not None and not is_unsettled:
+            self._ended[dispatch.phase].append((entry.ending, dispatch.job_id))
+
+    def _note_unsettled(self, job_id: JobId, is_unsettled: bool) -> None:
+        place = bisect_left(self._unsettled, job_id)
+        is_noted = self._unsettled[place : place + 1] == [job_id]
+        if is_unsettled and not is_noted:
+            self._unsettled.insert(place, job_id)
+        elif is_noted and not is_unsettled:
+            del self._unsettled[place]
+
+    def _forget(self, entry: MemoryEntry) -> None:
+        self._note_unsettled(entry.dispatch.job_id, False)
+        self._kept.forget(entry)
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
@@ -178,9 +206,9 @@ class MemoryStore:
         return self._kept.position(job_id)
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
-        failed = sorted(job_id for _, job_id in self._ended[Phase.FAILED] if after is None or job_id > after)
+        ended = {job_id for _, job_id in self._ended[Phase.FAILED]}.union(self._unsettled)
         found = []
-        for job_id in dict.fromkeys(failed):
+        for job_id in sorted(job_id for job_id in ended if after is None or job_id > after):
             entry = self._kept.entries.get(job_id)
             if entry is not None and entry.dispatch.phase is Phase.FAILED:
                 found.append(entry.dispatch)
@@ -188,15 +216,24 @@ class MemoryStore:
                     break
         return found
 
+    async def unsettled(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
+        first = 0 if after is None else bisect_right(self._unsettled, after)
+        return [self._kept.entries[job_id].dispatch for job_id in self._unsettled[first : first + limit]]
+
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
-        ended, purged = self._ended[phase], 0
+        ended, purged, now = self._ended[phase], 0, self._clock.now()
+        young = []
         while ended and purged < limit and ended[0][0].at < before:
             ending, job_id = ended.popleft()
             entry = self._kept.entries.get(job_id)
             if entry is None or entry.ending != ending:
                 continue
-            self._kept.forget(entry)
-            purged += 1
+            if may_go(entry.dispatch, ending.at, before, now):
+                self._forget(entry)
+                purged += 1
+            else:
+                young.append((ending, job_id))
+        ended.extendleft(reversed(young))
         return purged
 
     async def pause_queue(self, is_paused: bool) -> None:

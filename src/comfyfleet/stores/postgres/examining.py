@@ -47,6 +47,9 @@ SELECT job_id FROM (
     "is of a class that is not in the table": """
 SELECT job_id FROM comfyfleet.dispatches d
 WHERE NOT EXISTS (SELECT FROM comfyfleet.classes c WHERE c.class_key = d.class_key)""",
+    "has ended, and its row says otherwise whether that is settled": """
+SELECT job_id FROM comfyfleet.ended e WHERE is_apart <> coalesce((envelope ->> 'is_apart')::boolean, false)
+    OR is_unsettled <> (is_apart AND envelope ->> 'settled_at' IS NULL)""",
     "waits in a lane that is not there, or behind its bound": """
 SELECT d.job_id FROM comfyfleet.dispatches d LEFT JOIN comfyfleet.lanes l ON l.lane_id = d.lane_id
 WHERE d.lane_id IS NOT NULL AND (l.lane_id IS NULL OR l.head > d.sequence)""",

@@ -26,6 +26,7 @@ from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.guards import granted
 from comfyfleet.stores.postgres import codec, lanes
 from comfyfleet.stores.postgres.pool import Step, Values
+from comfyfleet.stores.tombstones import last_to_go
 
 _LOCK_OPEN = """
 SELECT envelope, fact_count, job_phase, lane_id FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE
@@ -55,10 +56,13 @@ WHERE job_id = %(job_id)s
 """
 
 _PUT_ENDED = """
-INSERT INTO comfyfleet.ended (job_id, sequence, phase, ended_at, due_at, fact_count, job_phase, envelope)
-VALUES (%(job_id)s, %(sequence)s, %(phase)s, %(now)s, %(due_at)s, %(fact_count)s, %(job_phase)s, %(envelope)s)
+INSERT INTO comfyfleet.ended (job_id, sequence, phase, ended_at, due_at, fact_count, job_phase, envelope, is_apart,
+    is_unsettled)
+VALUES (%(job_id)s, %(sequence)s, %(phase)s, %(now)s, %(due_at)s, %(fact_count)s, %(job_phase)s, %(envelope)s,
+    %(is_apart)s, %(is_unsettled)s)
 ON CONFLICT (job_id) DO UPDATE SET phase = excluded.phase, ended_at = excluded.ended_at, due_at = excluded.due_at,
-    fact_count = excluded.fact_count, job_phase = excluded.job_phase, envelope = excluded.envelope
+    fact_count = excluded.fact_count, job_phase = excluded.job_phase, envelope = excluded.envelope,
+    is_apart = excluded.is_apart, is_unsettled = excluded.is_unsettled
 """
 
 _TALLY = """
@@ -92,10 +96,19 @@ _LAST_ATTEMPT = """
 SELECT body FROM comfyfleet.attempts WHERE job_id = %s ORDER BY lease_number DESC LIMIT 1
 """
 
+# Two lines, each in the order of the index: the young of one hold up nobody in the other. What is asked of a row is
+# asked again when it is locked: by then it may have been opened again, and ended anew.
 _PURGE = """
-WITH old AS (
-    SELECT job_id FROM comfyfleet.ended WHERE phase = %s AND ended_at < %s ORDER BY ended_at LIMIT %s
-    FOR UPDATE SKIP LOCKED
+WITH line AS (
+    (SELECT job_id, ended_at FROM comfyfleet.ended WHERE phase = %(phase)s AND NOT is_apart AND NOT is_unsettled
+        AND ended_at < %(before)s ORDER BY ended_at LIMIT %(limit)s)
+    UNION ALL
+    (SELECT job_id, ended_at FROM comfyfleet.ended WHERE phase = %(phase)s AND is_apart AND NOT is_unsettled
+        AND ended_at < %(settled_before)s ORDER BY ended_at LIMIT %(limit)s)
+), old AS (
+    SELECT e.job_id FROM comfyfleet.ended e JOIN line ON line.job_id = e.job_id
+    WHERE e.phase = %(phase)s AND NOT e.is_unsettled AND e.ended_at = line.ended_at
+    ORDER BY line.ended_at LIMIT %(limit)s FOR UPDATE OF e SKIP LOCKED
 )
 DELETE FROM comfyfleet.ended USING old WHERE ended.job_id = old.job_id RETURNING ended.job_id
 """
@@ -263,9 +276,16 @@ async def mark_late(step: Step, ref: LeaseRef) -> None:
         )
 
 
-async def purge(step: Step, phase: Phase, before: float, limit: int) -> int:
+async def purge(step: Step, phase: Phase, before: float, limit: int, test_now: float | None) -> int:
     """Forgets what ended before, and all that was kept with it. Leaves alone what somebody is just opening again."""
-    gone = [row[0] for row in await step.rows(_PURGE, (phase.value, before, limit))]
+    ((now,),) = await step.rows(*moment(test_now))
+    values = {
+        "phase": phase.value,
+        "before": before,
+        "settled_before": last_to_go(before, now),
+        "limit": limit,
+    }
+    gone = [row[0] for row in await step.rows(_PURGE, values)]
     if gone:
         step.add("DELETE FROM comfyfleet.facts WHERE job_id = ANY (%s)", (gone,))
         step.add("DELETE FROM comfyfleet.attempts WHERE job_id = ANY (%s)", (gone,))
@@ -350,6 +370,8 @@ async def _save(
         "fact_count": fact_count,
         "job_phase": job_phase.value,
         "envelope": codec.encode(after),
+        "is_apart": after.is_apart,
+        "is_unsettled": after.is_unsettled,
         "is_new_lease": lease is not None and (was is None or was.lease is None),
         "now": now,
     }

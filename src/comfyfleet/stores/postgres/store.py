@@ -51,6 +51,11 @@ SELECT envelope FROM comfyfleet.dispatches WHERE job_id = %(job_id)s
 UNION ALL SELECT envelope FROM comfyfleet.ended WHERE job_id = %(job_id)s
 """
 
+_LOAD_MANY = """
+SELECT job_id, envelope FROM comfyfleet.dispatches WHERE job_id = ANY (%(jobs)s)
+UNION ALL SELECT job_id, envelope FROM comfyfleet.ended WHERE job_id = ANY (%(jobs)s)
+"""
+
 _BY_POLL = """
 SELECT envelope FROM comfyfleet.dispatches WHERE poll_id = %s ORDER BY lease_order DESC LIMIT 1
 """
@@ -89,6 +94,10 @@ FROM comfyfleet.dispatches me JOIN comfyfleet.lanes mine ON mine.lane_id = me.la
 _DEAD_LETTER = """
 SELECT envelope FROM comfyfleet.ended WHERE phase = 'failed' AND (%(after)s::text IS NULL OR job_id > %(after)s)
 ORDER BY job_id LIMIT %(limit)s
+"""
+
+_UNSETTLED = """
+SELECT envelope FROM comfyfleet.ended WHERE is_unsettled AND job_id > %s ORDER BY job_id LIMIT %s
 """
 
 _CHARGE = """
@@ -251,13 +260,16 @@ class PostgresStore:
         held, known, ((now,),) = await step.ask(
             (rows.HOLD_CLASSES, (classes,)), (_KNOWN_JOB, names), rows.moment(self._test_now)
         )
-        if len(held) != len(classes):
-            return None
+        has_classes = len(held) == len(classes)
         record, payload = codec.encode_record(job), codec.encode(job.payload)
         values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
         while True:
-            if known and (found := await self._known(step, known[0][0], dispatch.job_id)) is not None:
+            # The very same job needs no class: it may have ended, and its class have gone since.
+            is_answer = bool(known) and (has_classes or known[0][0] == dispatch.job_id)
+            if is_answer and (found := await self._known(step, known[0][0])) is not None:
                 return found
+            if not has_classes:
+                return None
             inserted = await step.row(_INSERT_JOB, values)
             if inserted is not None:
                 placed = msgspec.structs.replace(dispatch, sequence=inserted[0])
@@ -265,18 +277,19 @@ class PostgresStore:
             # Somebody else was faster with the same name.
             known = await step.rows(_KNOWN_JOB, names)
 
-    async def _known(self, step: Step, known: JobId, asked: JobId) -> Written | None:
-        """The tenant's job of that reference; or the very same job, whose first answer was lost on the way. None: it
-        was purged since it was found."""
-        row = await step.row(_LOAD, {"job_id": known})
-        if row is None:
-            return None
-        facts = await rows.read_facts(step, known, 0) if known == asked else []
-        return Written(codec.decode_dispatch(row[0]), tuple(facts))
+    async def _known(self, step: Step, job_id: JobId) -> Written | None:
+        """None: it was purged since it was found."""
+        row = await step.row(_LOAD, {"job_id": job_id})
+        return None if row is None else Written(codec.decode_dispatch(row[0]), ())
 
     async def load(self, job_id: JobId) -> Dispatch | None:
         found = await self._dispatches(_LOAD, {"job_id": job_id})
         return found[0] if found else None
+
+    async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
+        found = await self._fetch(_LOAD_MANY, {"jobs": list(job_ids)})
+        known = {job_id: codec.decode_dispatch(envelope) for job_id, envelope in found}
+        return [known.get(job_id) for job_id in job_ids]
 
     async def peek(self, query: Peek) -> list[Candidate]:
         seen = await self._read(leasing.peek, query, self._test_now)
@@ -391,8 +404,11 @@ class PostgresStore:
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         return await self._dispatches(_DEAD_LETTER, {"after": after, "limit": limit})
 
+    async def unsettled(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
+        return await self._dispatches(_UNSETTLED, (after or "", limit))
+
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
-        return await self._transact(rows.purge, phase, before, limit)
+        return await self._transact(rows.purge, phase, before, limit, self._test_now)
 
     async def pause_queue(self, is_paused: bool) -> None:
         await self._do(("UPDATE comfyfleet.state SET is_paused = %s", (is_paused,)))

@@ -23,11 +23,17 @@ local function weigh(s, job, by)
   s.meta.payload_bytes = s.meta.payload_bytes + by * (rest(job).payload_bytes or 0)
 end
 
+-- Whether a tenant's database is still to take in the end of this job.
+local function is_unsettled(job)
+  local values = FINAL[job.phase] and rest(job)
+  return values and values.is_apart and not values.settled_at
+end
+
 -- What `move` must know of a job before it is changed.
 local function snapshot(job)
   return {
     phase = job.phase, standing = job.standing, round = job.round, attempts = job.attempts, class_key = job.class_key, relaxed_class = job.relaxed_class,
-    lane = stands_in_lane(job) and lane_of(job), due = due_at(job),
+    lane = stands_in_lane(job) and lane_of(job), due = due_at(job), is_unsettled = is_unsettled(job),
   }
 end
 
@@ -84,9 +90,18 @@ local function move(s, before, after)
     end
     after.ended_at = nil
   end
+  local was_unsettled, stays = before and before.is_unsettled, is_unsettled(after)
+  if was_unsettled and not stays then
+    call('ZREM', s.p .. 'jobs:unsettled', after.job_id)
+  end
   if not is_open then
     after.ended_at = now(s)
-    call('ZADD', s.p .. 'jobs:' .. phase, serial(s), after.job_id)
+    -- The order in which they may go. What is unsettled joins when it is settled, so that nobody stands behind it.
+    if stays then
+      call('ZADD', s.p .. 'jobs:unsettled', 0, after.job_id)
+    else
+      call('ZADD', s.p .. 'jobs:' .. phase, serial(s), after.job_id)
+    end
     if phase == 'failed' then
       call('ZADD', s.p .. 'jobs:dead', 0, after.job_id)
     end
@@ -221,11 +236,15 @@ end
 -- job, dispatch (see jobs.lua) without PLACE, class, place in its lane, payload (JSON), "<tenant>\0<reference>" or "", "1 <bytes of
 -- its payload>" if it is queued, in its lane, and nothing else is due, how many arguments follow, "result" or "failure" and its JSON, then facts
 -- in pieces, between which goes the time
--- → sequence and time, or {the job that has this reference}
+-- → sequence and time, or {the job that has this id or reference}
 define_joined('enqueue', function(s, args, at, last)
   local job_id, class, place, reference = args[at], args[at + 2], args[at + 3], args[at + 5]
   local key, meta, number, job = s.p .. 'job:' .. job_id, s.meta, 0, nil
   local payload_bytes = args[at + 6]:match('^1 ?(%d*)$')
+  local found = read(s, key)
+  if found then
+    return {found}
+  end
   if payload_bytes then
     number = class_number(s, class)
     if not number then
@@ -241,9 +260,6 @@ define_joined('enqueue', function(s, args, at, last)
   local known = reference ~= '' and call('HGET', s.p .. 'references', reference)
   if known then
     return {read(s, job_key(s, known))}
-  end
-  if read(s, key) then
-    error({err = 'CFENQUEUE there is a job of this id: ids are made by the engine and never repeat'})
   end
   if reference ~= '' then
     call('HSET', s.p .. 'references', reference, job_id)

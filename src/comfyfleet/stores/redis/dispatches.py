@@ -57,6 +57,8 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     is_awaited: bool = False
     reference: str | None = None
     payload_bytes: int = 0
+    is_apart: bool = False
+    settled_at: float | None = None
 
 
 _pack = msgspec.msgpack.encode
@@ -130,6 +132,8 @@ def decode_kept(data: bytes, start: int) -> Kept:
         rest.is_held,
         rest.is_awaited,
         rest.payload_bytes,
+        rest.is_apart,
+        rest.settled_at,
     )
     return Kept(dispatch, facts, ended_at, lease is not None and not is_noted)
 
@@ -208,6 +212,8 @@ def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, refe
         dispatch.is_awaited,
         reference,
         dispatch.payload_bytes,
+        dispatch.is_apart,
+        dispatch.settled_at,
     )
     packed = _pack(rest)
     parts += (_LENGTH.pack(len(packed)), packed)

@@ -13,7 +13,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.stores.redis.address import cabinet_key, parse_address
 from comfyfleet.stores.redis.client import Argument, Client
 from comfyfleet.stores.redis.codec import Head, as_list, decode_head
-from comfyfleet.stores.redis.dispatches import as_bytes
+from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
 from comfyfleet.stores.redis.library import LIBRARY, installed_revision, library_text, revision_of
 from comfyfleet.stores.redis.server import check_server
 
@@ -142,10 +142,12 @@ async def _compare_counts(client: Client, prefix: str, problems: list[str], sett
         before = await client.call("GET", f"{prefix}meta")
         head = decode_head(before)
         found = await _listed(client, prefix)
+        wrong = await _add_unsettled(client, prefix, found)
         if await client.call("GET", f"{prefix}meta") == before:
             for name, expected in _promised(head).items():
                 if found[name] != expected:
                     problems.append(f"{name}: the head counts {expected}, {found[name]} are listed")
+            problems += [f"jobs:unsettled has {name}, of which nothing is to be settled" for name in wrong]
             return
     settings["counts"] = "not compared: the fleet is busy"
 
@@ -168,6 +170,21 @@ async def _listed(client: Client, prefix: str) -> dict[str, int]:
         ]
         found["waiting in lanes"] += sum(await asyncio.gather(*sizes))
     return found
+
+
+async def _add_unsettled(client: Client, prefix: str, found: dict[str, int]) -> list[str]:
+    """Counts each among those that ended as it did. Answers the first few that should not stand there."""
+    names, wrong = as_list(await client.call("ZRANGE", f"{prefix}jobs:unsettled", 0, -1)), []
+    for first in range(0, len(names), _PAGE):
+        page = [as_bytes(name) for name in names[first : first + _PAGE]]
+        texts = as_list(await client.call("MGET", *(prefix.encode() + b"job:" + name for name in page)))
+        for name, text in zip(page, texts, strict=True):
+            dispatch = None if text is None else decode_dispatch(text)
+            if dispatch is not None and dispatch.is_unsettled:
+                found[f"jobs:{dispatch.phase.value}"] += 1
+            else:
+                wrong.append(name.decode(errors="replace"))
+    return wrong[:_SHOWN]
 
 
 async def _size(client: Client, command: str, key: Argument) -> int:

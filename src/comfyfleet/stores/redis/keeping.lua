@@ -214,37 +214,64 @@ define_reading('position', function(s, args)
   return ahead
 end)
 
--- limit, after which id or ""
-define_reading('dead_letter', function(s, args)
+local function by_id(s, key, args)
   local first = args[5] == '' and '-' or '(' .. args[5]
   local answer = {}
-  for _, job_id in ipairs(call('ZRANGEBYLEX', s.p .. 'jobs:dead', first, '+', 'LIMIT', 0, args[4])) do
+  for _, job_id in ipairs(call('ZRANGEBYLEX', key, first, '+', 'LIMIT', 0, args[4])) do
     answer[#answer + 1] = call('GET', job_key(s, job_id))
   end
   return answer
+end
+
+-- limit, after which id or ""
+define_reading('dead_letter', function(s, args)
+  return by_id(s, s.p .. 'jobs:dead', args)
 end)
+
+-- limit, after which id or ""
+define_reading('unsettled', function(s, args)
+  return by_id(s, s.p .. 'jobs:unsettled', args)
+end)
+
+local function purge(s, job, ended)
+  local job_id, key = job.job_id, job_key(s, job.job_id)
+  call('DEL', key, key .. ':payload', key .. ':log', key .. ':result', key .. ':failure', key .. ':progress',
+    s.p .. 'progress:' .. job_id)
+  call('ZREM', ended, job_id)
+  call('ZREM', s.p .. 'jobs', job_id)
+  call('ZREM', s.p .. 'jobs:dead', job_id)
+  call('ZREM', s.p .. 'jobs:due', job_id)
+  local values = rest(job)
+  if values.reference then
+    call('HDEL', s.p .. 'references', values.tenant .. '\0' .. values.reference)
+  end
+  s.meta[job.phase] = s.meta[job.phase] - 1
+end
+
+-- How long an end that is settled stays all the same: see `tombstones.py`.
+local TOMBSTONE_S = 60
 
 -- phase, before, limit. It makes room, so it must run when there is none.
 define('purge', function(s, args)
-  local ended, before = s.p .. 'jobs:' .. args[4], tonumber(args[5])
-  local purged = 0
-  for _, job_id in ipairs(call('ZRANGE', ended, 0, tonumber(args[6]) - 1)) do
-    local job, key = load(s, job_id), job_key(s, job_id)
-    if job.ended_at >= before then
-      break
+  local ended, before, limit = s.p .. 'jobs:' .. args[4], tonumber(args[5]), tonumber(args[6])
+  local settled_before = math.min(before, now(s) - TOMBSTONE_S)
+  local purged, passed, is_over = 0, 0, false
+  while purged < limit and not is_over do
+    local page = call('ZRANGE', ended, passed, passed + limit - 1)
+    is_over = #page < limit
+    for _, job_id in ipairs(page) do
+      local job = load(s, job_id)
+      if job.ended_at >= before then
+        is_over = true
+        break
+      end
+      if rest(job).is_apart and job.ended_at >= settled_before then
+        passed = passed + 1
+      elseif purged < limit then
+        purge(s, job, ended)
+        purged = purged + 1
+      end
     end
-    call('DEL', key, key .. ':payload', key .. ':log', key .. ':result', key .. ':failure', key .. ':progress',
-      s.p .. 'progress:' .. job_id)
-    call('ZREM', ended, job_id)
-    call('ZREM', s.p .. 'jobs', job_id)
-    call('ZREM', s.p .. 'jobs:dead', job_id)
-    call('ZREM', s.p .. 'jobs:due', job_id)
-    local values = rest(job)
-    if values.reference then
-      call('HDEL', s.p .. 'references', values.tenant .. '\0' .. values.reference)
-    end
-    s.meta[args[4]] = s.meta[args[4]] - 1
-    purged = purged + 1
   end
   return purged > 0 and purged
 end, nil, {'allow-oom'})

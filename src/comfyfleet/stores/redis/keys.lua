@@ -17,7 +17,8 @@
 --   jobs:pending              zset     lane -> priority: the lanes somebody waits in
 --   lane:<lane>               zset     job -> sequence: who waits there
 --   jobs:active:<worker>      string   " <sequence> " of each job this worker holds a lease on, oldest first
---   jobs:completed, :failed, :cancelled   zset   job -> serial: in the order they ended
+--   jobs:completed, :failed, :cancelled   zset   job -> serial: in the order they ended, but for the unsettled
+--   jobs:unsettled            zset     jobs whose end a tenant's database is to take in, by id (all scores 0)
 --   jobs:dead                 zset     the failed jobs by id (all scores 0)
 --   progress:<job>            stream   the last hundred reports of progress, expires
 --   jobs:due                  zset     job -> the time at which something must happen to it
@@ -60,7 +61,7 @@
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
 -- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 8
+local REVISION = 9
 
 -- Neither `redis.call` nor the libraries are there yet while this text is loaded.
 local function call(...)

@@ -103,12 +103,17 @@ local function finish(s, args, at, last)
     drop(s, s.p .. 'poll:' .. poll_id)
   end
   meta.leased, meta[phase] = meta.leased - 1, meta[phase] + 1
-  meta.payload_bytes = meta.payload_bytes - (unpacked(packed_rest).payload_bytes or 0)
+  local values = unpacked(packed_rest)
+  meta.payload_bytes = meta.payload_bytes - (values.payload_bytes or 0)
   pin(s, class_key, -1)
   if relaxed_class ~= '' then
     pin(s, relaxed_class, -1)
   end
-  score(s, s.p .. 'jobs:' .. phase, job_id, serial(s))
+  if values.is_apart then
+    score(s, s.p .. 'jobs:unsettled', job_id, 0)
+  else
+    score(s, s.p .. 'jobs:' .. phase, job_id, serial(s))
+  end
   if phase == 'failed' then
     score(s, s.p .. 'jobs:dead', job_id, 0)
   end

@@ -58,6 +58,7 @@ local function forget(s, job)
   if FINAL[job.phase] then
     call('ZREM', s.p .. 'jobs:' .. job.phase, job.job_id)
     call('ZREM', s.p .. 'jobs:dead', job.job_id)
+    call('ZREM', s.p .. 'jobs:unsettled', job.job_id)
   else
     weigh(s, job, -1)
     pin(s, job.class_key, -1)

@@ -209,6 +209,13 @@ class RedisStore:
         text = await self._get(f"job:{job_id}")
         return None if text is None else decode_dispatch(text)
 
+    async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
+        if not job_ids:
+            return []
+        names = [f"{self.prefix}job:{job_id}" for job_id in job_ids]
+        found = as_list(await self._client.call("MGET", *names))
+        return [None if text is None else decode_dispatch(text) for text in found]
+
     async def peek(self, query: Peek) -> list[Candidate]:
         found = await self._ask(
             "peek",
@@ -304,6 +311,9 @@ class RedisStore:
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
         return await self._dispatches("dead_letter", limit, after or "")
+
+    async def unsettled(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
+        return await self._dispatches("unsettled", limit, after or "")
 
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
         purged = await self._do("purge", phase.value, repr(before), limit)

@@ -78,13 +78,20 @@ class SqliteEntry(Entry, kw_only=True, eq=False, gc=False):
 
 
 def row_of(entry: SqliteEntry) -> tuple[Any, ...]:
-    """As the writer's batch takes it: three columns of an open job, five of one that has ended."""
+    """As the writer's batch takes it: three columns of an open job, six of one that has ended."""
     dispatch = entry.dispatch
     changes = None if entry.changes is None else encode(entry.changes)
     state = encode((dispatch, entry.reference, entry.fact_count, entry.facts, entry.attempts, changes))
     if entry.ending is None:
         return dispatch.sequence, dispatch.phase.value, state
-    return dispatch.sequence, dispatch.phase.value, *entry.ending, state
+    return dispatch.sequence, dispatch.phase.value, *entry.ending, state, apart(dispatch)
+
+
+def apart(dispatch: Dispatch) -> str | None:
+    """What the column of this name says of a job that has ended."""
+    if not dispatch.is_apart:
+        return None
+    return dispatch.job_id if dispatch.settled_at is None else ""
 
 
 def entry_of(blob: bytes, ending: int | None, ended_at: float | None, names: dict[str, str]) -> SqliteEntry:

@@ -62,7 +62,7 @@ class SqliteMoving:
 
     def _known(self, whole: WholeJob) -> JobId | None:
         store, job = self._store, whole.job
-        if job.job_id in store._kept.entries or store._disk.state(job.job_id) is not None:
+        if store._has(job.job_id):
             return job.job_id
         return None if job.reference is None else store._find(job.tenant, job.reference)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,13 @@ _STATES = "LEFT JOIN open_jobs USING (sequence) LEFT JOIN ended_jobs USING (sequ
 _STATE = "coalesce(open_jobs.state, ended_jobs.state)"
 _JOB = f"SELECT job, {_STATE}, result FROM jobs {_STATES} LEFT JOIN results USING (sequence)"
 _OPEN_PHASES = (Phase.QUEUED, Phase.LEASED)
+
+
+class EndedRow(NamedTuple):
+    ending: int
+    job_id: JobId
+    sequence: int
+    ended_at: float
 
 
 class Disk:
@@ -51,6 +58,9 @@ class Disk:
             raise Fault(f"the store could not read: {error}. See to its disk and try again") from error
 
     # one job
+
+    def has(self, job_id: JobId) -> bool:
+        return bool(self._all("SELECT 1 FROM jobs WHERE job_id = ?", job_id))
 
     def entry(self, job_id: JobId) -> SqliteEntry | None:
         row = self._row(job_id)
@@ -113,14 +123,25 @@ class Disk:
         )
         return [codec.decode_state(blob).dispatch for (blob,) in rows]
 
-    def ended(self, phase: Phase, limit: int) -> list[tuple[JobId, int, float]]:
-        """Job id, sequence and time of those that ended first."""
-        return self._all(
-            "SELECT job_id, sequence, ended_at FROM ended_jobs CROSS JOIN jobs USING (sequence) WHERE phase = ? "
-            "ORDER BY ending LIMIT ?",
+    def unsettled(self, limit: int, after: JobId | None) -> list[Dispatch]:
+        # Said twice: the index is taken where the question has its very words.
+        rows = self._all(
+            "SELECT state FROM ended_jobs WHERE apart > '' AND apart > ? ORDER BY apart LIMIT ?",
+            after or "",
+            limit,
+        )
+        return [codec.decode_state(blob).dispatch for (blob,) in rows]
+
+    def ended(self, phase: Phase, limit: int, is_apart: bool) -> list[EndedRow]:
+        """Those that ended, or were settled, first."""
+        which = "apart = ''" if is_apart else "apart IS NULL"
+        rows = self._all(
+            "SELECT ending, job_id, sequence, ended_at FROM ended_jobs CROSS JOIN jobs USING (sequence) "
+            f"WHERE phase = ? AND {which} ORDER BY ending LIMIT ?",
             phase.value,
             limit,
         )
+        return [EndedRow(*row) for row in rows]
 
     # documents
 

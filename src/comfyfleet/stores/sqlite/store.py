@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from comfyfleet.stores.packing import pack
 from comfyfleet.stores.sqlite import rows
 from comfyfleet.stores.sqlite.cabinet import SqliteCabinet
 from comfyfleet.stores.sqlite.codec import SqliteEntry
+from comfyfleet.stores.sqlite.ended import Ended
 from comfyfleet.stores.sqlite.migrating import connect, migrate
 from comfyfleet.stores.sqlite.moving import SqliteMoving
 from comfyfleet.stores.sqlite.owner import Ownership
@@ -63,7 +63,8 @@ class SqliteStore:
         self._disk = Disk()
         self.records = SqliteRecords(self._disk, self._find, self._wait)
         self.moving = SqliteMoving(self)
-        self._writer = Writer(committed=self._committed, restore=self._restore)
+        self._ended = Ended(self)
+        self._writer = Writer(committed=self._ended.committed, restore=self._restore)
         self.cabinet = SqliteCabinet(self._disk, self._writer)
         self._wake: Callable[[], None] = lambda: None
 
@@ -185,10 +186,12 @@ class SqliteStore:
         record = self._check(job)
         self._check((dispatch, facts))
         while True:
-            if not self._kept.has_classes(dispatch):
-                # The class may be one whose commit has just failed.
-                return None
-            known = None if job.reference is None else self._find(job.tenant, job.reference)
+            known = dispatch.job_id if self._has(dispatch.job_id) else None
+            if known is None:
+                if not self._kept.has_classes(dispatch):
+                    # The class may be one whose commit has just failed.
+                    return None
+                known = None if job.reference is None else self._find(job.tenant, job.reference)
             if known is None:
                 break
             if await self._is_settled(known) and (found := await self.load(known)) is not None:
@@ -208,6 +211,9 @@ class SqliteStore:
             return entry.dispatch
         state = self._disk.state(job_id)
         return None if state is None else state.dispatch
+
+    async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]:
+        return [await self.load(job_id) for job_id in job_ids]
 
     async def peek(self, query: Peek) -> list[Candidate]:
         return self._kept.peek(query)
@@ -293,23 +299,13 @@ class SqliteStore:
         return self._kept.position(job_id)
 
     async def dead_letter(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
-        await self._wait(None)
-        return self._disk.failed(limit, after)
+        return await self._ended.failed(limit, after)
+
+    async def unsettled(self, limit: int, after: JobId | None = None) -> list[Dispatch]:
+        return await self._ended.unsettled(limit, after)
 
     async def purge(self, phase: Phase, before: float, limit: int) -> int:
-        await self._wait(None)
-        self._writer.check()
-        old = takewhile(lambda each: each[2] < before, self._disk.ended(phase, limit))
-        # One that is just being retried ends no more.
-        gone = [each for each in old if not self._writer.is_pending(each[0])]
-        if gone:
-            batch = self._writer.batch()
-            for job_id, sequence, _ in gone:
-                rows.purge(batch, job_id, sequence)
-                self._kept.by_phase[phase] -= 1
-            rows.keep_place(batch, self._kept.sequence)
-            await self._writer.written(batch)
-        return len(gone)
+        return await self._ended.purge(phase, before, limit)
 
     async def pause_queue(self, is_paused: bool) -> None:
         self._writer.check()
@@ -345,13 +341,13 @@ class SqliteStore:
     async def mark_late(self, ref: LeaseRef) -> None:
         await self._wait(ref.job_id)
         self._writer.check()
-        self._bring_back(ref.job_id)
+        self._ended.bring_back(ref.job_id)
         if self._kept.mark_late(ref):
             batch = self._writer.batch()
             rows.update(batch, self._kept.entries[ref.job_id])
             await self._writer.written(batch)
         else:
-            self._let_go(ref.job_id)
+            self._ended.let_go(ref.job_id)
 
     # blocks and lessons
 
@@ -402,12 +398,12 @@ class SqliteStore:
     async def _write(self, write: Write) -> Written | None:
         self._check(write)
         while True:
-            self._bring_back(write.job_id)
+            self._ended.bring_back(write.job_id)
             written = self._kept.write(write)
             if written is not None:
                 return written
             if await self._is_settled(write.job_id):
-                self._let_go(write.job_id)
+                self._ended.let_go(write.job_id)
                 return None
 
     def _changed(self, batch: Batch, write: Write, written: Written) -> None:
@@ -455,25 +451,11 @@ class SqliteStore:
             await self._wait(dispatch.job_id)
         return ask()
 
+    def _has(self, job_id: JobId) -> bool:
+        return job_id in self._kept.entries or self._disk.has(job_id)
+
     def _find(self, tenant: TenantId, reference: str) -> JobId | None:
         return self._kept.references.get((tenant, reference)) or self._disk.by_reference(tenant, reference)
-
-    # jobs that have ended
-
-    def _bring_back(self, job_id: JobId) -> None:
-        if job_id not in self._kept.entries and not self._writer.is_pending(job_id):
-            entry = self._disk.entry(job_id)
-            if entry is not None:
-                self._kept.bring_back(entry)
-
-    def _let_go(self, job_id: JobId) -> None:
-        entry = self._kept.entries.get(job_id)
-        if entry is not None and entry.dispatch.phase.is_final and not self._writer.is_pending(job_id):
-            self._kept.let_go(entry)
-
-    def _committed(self, batch: Batch) -> None:
-        for job_id in batch.ended():
-            self._let_go(job_id)
 
     def _restore(self, keys: Iterable[Key]) -> None:
         """Memory says again what the file says. What only grows in the index is built anew from the start."""

@@ -129,7 +129,7 @@ def _problems(database: sqlite3.Connection, path: Path) -> Iterator[str]:
     classes = {key for (key,) in database.execute("SELECT class_key FROM classes")}
     for job_id, *row in database.execute(
         "SELECT job_id, jobs.sequence, reference, open_jobs.phase, open_jobs.state, "
-        "ended_jobs.phase, ended_jobs.state "
+        "ended_jobs.phase, ended_jobs.state, ended_jobs.apart "
         "FROM jobs LEFT JOIN open_jobs USING (sequence) LEFT JOIN ended_jobs USING (sequence)"
     ):
         try:
@@ -147,6 +147,7 @@ def _job_problems(
     open_blob: bytes | None,
     ended_phase: str | None,
     ended_blob: bytes | None,
+    apart: str | None,
     *,
     classes: set[str],
 ) -> Iterator[str]:
@@ -170,6 +171,8 @@ def _job_problems(
         yield f"its phase is {phase}, but it stands among the {'ended' if open_blob is None else 'open'}"
     if (phase == "leased") != (dispatch.lease is not None):
         yield f"its phase is {phase}, its lease is {dispatch.lease}"
+    if open_blob is None and apart != codec.apart(dispatch):
+        yield "its row and its dispatch differ in whether its end is settled"
     open_classes = () if dispatch.phase.is_final else (dispatch.class_key, dispatch.relaxed_class)
     for class_key in open_classes:
         if class_key is not None and class_key not in classes:

@@ -41,7 +41,7 @@ class Area(StrEnum):
 Key = JobId | Area
 
 _ROWS_A_STATEMENT = 64
-_OPEN_COLUMNS, _ENDED_COLUMNS = 3, 5
+_OPEN_COLUMNS, _ENDED_COLUMNS = 3, 6
 
 
 class Batch:
@@ -54,7 +54,7 @@ class Batch:
         self.added: list[Row] = []
         """Jobs as submitted: sequence, job id, tenant, reference, record."""
         self.rows: dict[JobId, Row] = {}
-        """Sequence, phase, state; of a job that has ended: sequence, phase, ending, ended at, state."""
+        """Sequence, phase, state; of a job that has ended: sequence, phase, ending, ended at, state, apart."""
         self.reopened: list[Row] = []
         """The sequences of jobs that may have ended before, and are open."""
         self.results: dict[int, bytes | None] = {}
