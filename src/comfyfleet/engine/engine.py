@@ -50,7 +50,7 @@ from comfyfleet.model.dispatch import Dispatch, LeaseRef, Phase, Written
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
-from comfyfleet.model.job import Submission
+from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
@@ -140,6 +140,12 @@ class Engine:
     async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
         """`is_own`: the graph was decoded from JSON, and nobody else has it; it need not be copied."""
         return await self._submitting.submit(submission, is_own=is_own)
+
+    async def admit(
+        self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[Written | None]]
+    ) -> None:
+        """Brings a round into the queue that was taken before, at another time or by another engine."""
+        await self._submitting.admit(job, dispatch, write)
 
     async def convert(
         self, workflow: Mapping[str, Any], tenant: TenantId = DEFAULT_TENANT

@@ -7,6 +7,7 @@ What may be asked for is policy's (`policy/admission.py`), what a graph is `read
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
@@ -26,7 +27,7 @@ from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.workflow import check_workflow
+from comfyfleet.model.workflow import check_workflow, read_needs
 from comfyfleet.policy.admission import check_dependencies, check_room, check_submission
 from comfyfleet.policy.feasibility import misses, nearest_miss
 from comfyfleet.policy.inputs import as_asked, check_inputs
@@ -37,6 +38,7 @@ from comfyfleet.policy.timing import wake_at
 from comfyfleet.ports import Counts
 
 _QUEUED = (FactDraft(FactKind.QUEUED),)
+_TRIES = 20
 
 
 class SubmitDesk:
@@ -92,6 +94,32 @@ class SubmitDesk:
             return _repeat(known, submission)
         await self._tell(written)
         return Submitted(job.job_id, Phase.QUEUED, job.workflow_hash, seeds=job.seeds, unworkable=unworkable)
+
+    async def admit(
+        self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[Written | None]]
+    ) -> None:
+        """Brings a round into the queue that was taken before, at another time or by another engine. `write` puts the
+        dispatch there; None from it: its class has gone meanwhile."""
+        context = self._context
+        lesson = await context.lesson(dispatch.workflow_hash)
+        cls = class_of(job.payload, read_needs(job.payload.workflow), lesson)
+        place = first_place(context, cls, lesson, await context.store.now())
+        placed = msgspec.structs.replace(
+            dispatch,
+            class_key=context.fleet.key_of(place.cls),
+            relaxed_class=None if place.later is None else context.fleet.key_of(place.later),
+            relax_at=None if dispatch.is_held else place.relax_at,
+        )
+        placed = msgspec.structs.replace(
+            placed, wake_at=wake_at(placed, await context.store.now(), context.rules)
+        )
+        for _ in range(_TRIES):
+            for each in place.classes:
+                await context.fleet.ensure_class(each)
+            written = await write(placed)
+            if written is not None:
+                await self._tell(written)
+                return
 
     # what is asked for
 

@@ -1,10 +1,15 @@
-"""The databases that tenants are assigned to, by the names an operator gave them. Each is opened when it is first asked
-for; one that cannot be opened is asked again a little later, and nobody else waits for it."""
+"""The databases that tenants are assigned to, by the names an operator gave them.
+
+Each is opened when it is first asked for. One that is away answers so at once for a while, and is then asked again: a
+database that nobody can reach costs those who do not need it nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, cast
 
 from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.ports import Clock
@@ -24,7 +29,7 @@ class Pools:
         self._clock = clock
         self._open_database = open_database
         self._opening: dict[str, asyncio.Task[TenantDatabase]] = {}
-        self._failed: dict[str, tuple[ComfyFleetError, float]] = {}
+        self._away: dict[str, tuple[ComfyFleetError, float]] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -47,9 +52,7 @@ class Pools:
             raise Fault(
                 f"the pool {name!r} is not in this hub's settings: add it to [pools], as at the other hubs"
             )
-        fault, again_at = self._failed.get(name, (None, 0.0))
-        if fault is not None and self._clock.now() < again_at:
-            raise Fault(str(fault)) from fault
+        self._check_there(name)
         opening = self._opening.get(name)
         if opening is None:
             opening = self._opening[name] = asyncio.create_task(self._open(name), name=f"pool {name}")
@@ -57,13 +60,18 @@ class Pools:
 
     async def opened(self) -> list[tuple[str, TenantDatabase]]:
         """All that can be reached now."""
+        answers = await asyncio.gather(*map(self.get, self._urls), return_exceptions=True)
         found = []
-        for name in self._urls:
-            try:
-                found.append((name, await self.get(name)))
-            except Fault:
-                continue
+        for name, answer in zip(self._urls, answers, strict=True):
+            if not isinstance(answer, BaseException):
+                found.append((name, answer))
+            elif not isinstance(answer, ComfyFleetError):
+                raise answer
         return found
+
+    def is_away(self, name: str) -> bool:
+        """Whether the last that was asked of it could not be answered."""
+        return name in self._away
 
     async def close(self) -> None:
         openings, self._opening = self._opening, {}
@@ -79,11 +87,51 @@ class Pools:
         except BaseException as error:
             self._opening.pop(name, None)
             if isinstance(error, ComfyFleetError):
-                self._failed[name] = (error, self._clock.now() + _AGAIN_S)
+                self._note_away(name, error)
             await database.close()
             raise
-        self._failed.pop(name, None)
-        return database
+        self._away.pop(name, None)
+        return cast(TenantDatabase, _Watched(database, name, self))
+
+    def _check_there(self, name: str) -> None:
+        fault, again_at = self._away.get(name, (None, 0.0))
+        if fault is not None and self._clock.now() < again_at:
+            raise Fault(str(fault)) from fault
+
+    def _note_away(self, name: str, error: ComfyFleetError) -> None:
+        self._away[name] = (error, self._clock.now() + _AGAIN_S)
+
+    async def watched(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
+        self._check_there(name)
+        try:
+            answer = await work()
+        except Fault as fault:
+            self._note_away(name, fault)
+            raise
+        self._away.pop(name, None)
+        return answer
+
+
+class _Watched:
+    """A database whose faults are noted. Whatever it is asked, it is the database that answers."""
+
+    def __init__(self, database: TenantDatabase, name: str, pools: Pools) -> None:
+        self._database = database
+        self._name = name
+        self._pools = pools
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._database, name)
+        if not asyncio.iscoroutinefunction(method) or name == "close":
+            return method
+
+        @wraps(method)
+        async def watched(*args: Any, **named: Any) -> Any:
+            return await self._pools.watched(self._name, lambda: method(*args, **named))
+
+        # Found by Python itself from now on.
+        self.__dict__[name] = watched
+        return watched
 
 
 async def _settled(openings: Iterable[asyncio.Task[TenantDatabase]]) -> list[TenantDatabase]:

@@ -1,0 +1,90 @@
+"""Records of jobs whose payload and result lie apart: the central store's stub, filled from the tenant's database."""
+
+from __future__ import annotations
+
+import msgspec
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.ports import Store
+from comfyfleet.tenancy.homes import Homes
+
+_MAX_REMEMBERED = 1_000
+
+
+def stub_of(job: Job, *, keeps_payload: bool) -> Job:
+    """What the central store keeps of it."""
+    payload = job.payload if keeps_payload else Submission({}, tenant=job.tenant)
+    # The reference is unique in the tenant's database; here it would only be told to whoever looks.
+    return msgspec.structs.replace(
+        job, payload=payload, reference=None, seeds=job.seeds if keeps_payload else None
+    )
+
+
+class ApartRecords:
+    def __init__(self, central: Store, homes: Homes) -> None:
+        self._central = central
+        self._homes = homes
+        self._leased: dict[JobId, Job] = {}
+        """As they were looked at for their lease: the lease is about to ask for them."""
+
+    def remember(self, job: Job) -> None:
+        self._leased[job.job_id] = job
+        if len(self._leased) > _MAX_REMEMBERED:
+            del self._leased[next(iter(self._leased))]
+
+    async def get(self, job_id: JobId) -> Job | None:
+        leased = self._leased.pop(job_id, None)
+        stub = await self._central.records.get(job_id)
+        if stub is None:
+            return None
+        home = await self._homes.of(stub.tenant)
+        if home is None:
+            return stub
+        job = leased if leased is not None and leased.round == stub.round else await home.database.get(job_id)
+        # One from before the tenant was set up has all that there is of it in the central store.
+        return stub if job is None else filled(stub, job)
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        home = await self._homes.of(tenant)
+        job = None if home is None else await home.database.by_reference(tenant, reference)
+        if job is None:
+            return await self._central.records.by_reference(tenant, reference)
+        stub = await self._central.records.get(job.job_id)
+        return job if stub is None else filled(stub, job)
+
+    async def listing(
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
+    ) -> list[Job]:
+        """What the central store lists. A tenant whose database is away is listed without what lies there."""
+        page = await self._central.records.listing(
+            tenant=tenant, phase=phase, limit=limit, after=after, newest_first=newest_first
+        )
+        of_tenants: dict[TenantId, list[JobId]] = {}
+        for stub in page:
+            of_tenants.setdefault(stub.tenant, []).append(stub.job_id)
+        jobs: dict[JobId, Job] = {}
+        for each, job_ids in of_tenants.items():
+            try:
+                home = await self._homes.of(each)
+                if home is not None:
+                    jobs |= await home.database.get_many(job_ids)
+            except Fault:
+                if tenant is not None:
+                    raise
+        return [filled(stub, jobs[stub.job_id]) if stub.job_id in jobs else stub for stub in page]
+
+
+def filled(stub: Job, job: Job) -> Job:
+    """What moves is the central store's to say, what is private the tenant's."""
+    return msgspec.structs.replace(
+        stub, payload=job.payload, result=job.result, reference=job.reference, seeds=job.seeds
+    )

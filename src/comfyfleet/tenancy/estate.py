@@ -1,0 +1,55 @@
+"""Everything about tenants that a hub has beside its engine: who they are, where they live, what keeps both sides true.
+
+Put round a store before the engine is made; the relay and the reconciler begin with the engine and end before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from comfyfleet.ports import Clock, Store
+from comfyfleet.tenancy.apart import ApartStore
+from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.homes import Homes
+from comfyfleet.tenancy.outbox import Admit, OutboxRelay
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.reconciler import Reconciler
+from comfyfleet.tenancy.tenants import Tenants
+
+
+class Estate:
+    """`pools` are addresses by name."""
+
+    def __init__(
+        self,
+        central: Store,
+        clock: Clock,
+        pools: Mapping[str, str],
+        open_database: Callable[[str], TenantDatabase] = open_tenant_database,
+    ) -> None:
+        self.tenants = Tenants(central.cabinet, clock, is_shared=central.is_shared)
+        self.pools = Pools(pools, clock, open_database)
+        self.homes = Homes(self.tenants, self.pools)
+        self.apart = ApartStore(central, self.homes)
+        self.reconciler = Reconciler(self.apart)
+
+    @property
+    def store(self) -> Store:
+        """The engine's."""
+        return self.apart.as_store()
+
+    @asynccontextmanager
+    async def kept(self, admit: Admit) -> AsyncIterator[None]:
+        relay = OutboxRelay(self.apart, admit)
+        relay.start()
+        self.reconciler.start()
+        try:
+            yield
+        finally:
+            await self.reconciler.close()
+            await relay.close()
+
+    async def close(self) -> None:
+        await self.pools.close()

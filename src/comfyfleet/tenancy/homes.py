@@ -1,0 +1,34 @@
+"""Where a tenant lives: as an operator set it up, with the database of its pool."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.tenant import Tenant
+from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.tenants import Tenants
+
+
+class Home(NamedTuple):
+    tenant: Tenant
+    database: TenantDatabase
+
+
+class Homes:
+    def __init__(self, tenants: Tenants, pools: Pools) -> None:
+        self.tenants = tenants
+        self.pools = pools
+
+    async def of(self, tenant_id: TenantId) -> Home | None:
+        """None: it was not set up, and lives in the central store. Raises `Fault` while its database is away."""
+        tenant = await self.tenants.get(tenant_id)
+        return None if tenant is None else Home(tenant, await self.pools.get(tenant.pool))
+
+    async def everyone(self) -> dict[str, list[Tenant]]:
+        """The tenants of each pool."""
+        found: dict[str, list[Tenant]] = {name: [] for name in self.pools.names}
+        for tenant in await self.tenants.everybody():
+            found.setdefault(tenant.pool, []).append(tenant)
+        return found

@@ -1,0 +1,139 @@
+"""The relay: brings to the central store what waits in tenants' databases (S2, S3), and settles there what ended here
+(T1, T2), whenever whoever began it could not go on.
+
+What is on its way in the ordinary manner is left alone: something is repeated once it was seen twice. Every hub has a
+relay; that two do the same is harmless.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from comfyfleet.model.dispatch import Dispatch, Written
+from comfyfleet.model.errors import Fault, Refusal
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.model.ledger import HoldId
+from comfyfleet.policy.settling import hold_of
+from comfyfleet.tenancy.apart import ApartStore
+from comfyfleet.tenancy.database import OutboxEntry, TenantDatabase
+from comfyfleet.tenancy.homes import Home
+
+_LOG = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+LIFE_S = 30.0
+"""What was read longer ago is not brought to the store any more: a tombstone is kept for twice as long."""
+_PAGE = 200
+
+Admit = Callable[[Job, Dispatch, Callable[[Dispatch], Awaitable[Written | None]]], Awaitable[None]]
+
+
+class OutboxRelay:
+    """`admit` is the engine's: it knows which class a job stands in."""
+
+    def __init__(self, store: ApartStore, admit: Admit) -> None:
+        self._store = store
+        self._admit = admit
+        self._seen: set[HoldId] = set()
+        self._is_due = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        store.left_behind = self.wake
+
+    def start(self) -> None:
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._run(), name="outbox relay")
+
+    async def close(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    def wake(self) -> None:
+        self._is_due.set()
+
+    async def _run(self) -> None:
+        # What a crash left before this process began is nobody's: it is not waited with.
+        await self._tried(is_first=True)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._is_due.wait()
+                    await asyncio.sleep(LOOK_S / 10)
+            self._is_due.clear()
+            await self._tried()
+
+    async def _tried(self, is_first: bool = False) -> None:
+        try:
+            await self.look(at_once=is_first)
+        except Fault as fault:
+            _LOG.warning("what waits between the store and tenants' databases is looked at later: %s", fault)
+        except Exception:
+            _LOG.exception("what waits between the store and tenants' databases could not be looked at")
+
+    async def look(self, *, at_once: bool = False) -> None:
+        """`at_once`: also what may be on its way just now."""
+        before, self._seen = self._seen, set()
+        for name, database in await self._store.homes.pools.opened():
+            try:
+                await self._send(name, database, before, at_once)
+            except Fault as fault:
+                _LOG.info("the pool %s is asked again later: %s", name, fault)
+        await self._settle(before, at_once)
+
+    # S2, S3
+
+    async def _send(self, pool: str, database: TenantDatabase, before: set[HoldId], at_once: bool) -> None:
+        after: HoldId | None = None
+        while True:
+            until = asyncio.get_running_loop().time() + LIFE_S
+            page = await database.outbox(is_sent=False, after=after, limit=_PAGE)
+            for entry in page:
+                self._seen.add(entry.hold_id)
+                if at_once or entry.hold_id in before:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout_at(until):
+                            await self._bring(pool, database, entry)
+                after = entry.hold_id
+            if len(page) < _PAGE:
+                return
+
+    async def _bring(self, pool: str, database: TenantDatabase, entry: OutboxEntry) -> None:
+        tenant = await self._store.homes.tenants.get(entry.tenant)
+        job = await database.leasable(entry.hold_id)
+        # Elsewhere by now, or gone: what is left here is for whoever moves or deletes it.
+        if tenant is None or tenant.pool != pool or job is None:
+            return
+        home = Home(tenant, database)
+        facts = (FactDraft(FactKind.QUEUED, None if job.round == 1 else {"round": job.round}),)
+        try:
+            await self._admit(
+                job, entry.dispatch, lambda dispatch: self._store.send(home, dispatch, job, facts)
+            )
+        except Refusal as refusal:
+            _LOG.warning("job %s does not get into the queue: %s", entry.hold_id, refusal)
+
+    # T1, T2
+
+    async def _settle(self, before: set[HoldId], at_once: bool) -> None:
+        after: JobId | None = None
+        away: set[TenantId] = set()
+        while True:
+            page = await self._store.central.unsettled(_PAGE, after)
+            for dispatch in page:
+                hold_id = hold_of(dispatch)
+                self._seen.add(hold_id)
+                if (at_once or hold_id in before) and dispatch.tenant not in away:
+                    try:
+                        await self._store.settler.settle(dispatch)
+                    except Fault as fault:
+                        _LOG.info("%s is settled later: %s", hold_id, fault)
+                        away.add(dispatch.tenant)
+                after = dispatch.job_id
+            if len(page) < _PAGE:
+                return

@@ -1,0 +1,195 @@
+"""Finds what crashes, failovers and old backups left between the central store and tenants' databases, and mends it.
+
+It compares every open round with what the store has under its id, and every apart dispatch with its round. What follows
+where they differ is policy's to say (`policy/reconciling.py`). What is on its way just now differs too: a finding
+counts only if a second look, a moment later, says the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase
+from comfyfleet.model.errors import Fault, Refusal
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.ledger import HoldId
+from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.policy.accounting import problems
+from comfyfleet.policy.reconciling import Finding, FindingKind, judge_dispatch, judge_open
+from comfyfleet.policy.settling import hold_of
+from comfyfleet.tenancy.apart import ApartStore
+from comfyfleet.tenancy.database import TenantDatabase
+
+_LOG = logging.getLogger(__name__)
+
+EVERY_S = 60.0
+LOOK_AGAIN_S = 2.0
+OLD_HOLD_S = 30 * 24 * 3600.0
+_PAGE = 200
+_OPEN = (Phase.QUEUED, Phase.LEASED)
+
+
+class Reconciler:
+    def __init__(self, store: ApartStore) -> None:
+        self._store = store
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._run(), name="reconciler")
+
+    async def close(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                for finding in await self.reconcile(books=False):
+                    _LOG.warning("%s: %s", finding.kind.value, finding.message)
+            except Fault as fault:
+                _LOG.warning("the store and tenants' databases are compared later: %s", fault)
+            except Exception:
+                _LOG.exception("the store and tenants' databases could not be compared")
+            await asyncio.sleep(EVERY_S)
+
+    async def reconcile(self, *, is_dry: bool = False, books: bool = True) -> list[Finding]:
+        """What was found, and mended unless it `is_dry`. `books`: whether they are added up too."""
+        first = [each async for each in self._look()]
+        found = []
+        if first:
+            await asyncio.sleep(LOOK_AGAIN_S)
+            known = set(first)
+            found = [each async for each in self._look() if each in known]
+        if not is_dry:
+            for each in found:
+                await self._mend(each)
+        if books:
+            found += [each async for each in self._books()]
+        return found
+
+    # looking
+
+    async def _look(self) -> AsyncIterator[Finding]:
+        for pool, tenants in (await self._store.homes.everyone()).items():
+            try:
+                database = await self._store.homes.pools.get(pool)
+                async for finding in self._rounds(database, {each.tenant_id for each in tenants}):
+                    yield finding
+                for tenant in tenants:
+                    if tenant.state in (TenantState.ACTIVE, TenantState.SUSPENDED):
+                        async for finding in self._dispatches(tenant, database):
+                            yield finding
+            except Fault as fault:
+                _LOG.warning("the pool %s is not compared with the store: %s", pool, fault)
+
+    async def _rounds(self, database: TenantDatabase, tenants: set[str]) -> AsyncIterator[Finding]:
+        after: HoldId | None = None
+        while True:
+            page = await database.outbox(is_sent=True, after=after, limit=_PAGE)
+            there = await self._store.central.load_many([each.hold_id.job_id for each in page])
+            for entry, dispatch in zip(page, there, strict=True):
+                kind = judge_open(entry.hold_id, dispatch)
+                if kind is not None and entry.tenant in tenants:
+                    said = (
+                        "nothing of it" if dispatch is None else f"{dispatch.phase} (round {dispatch.round})"
+                    )
+                    yield Finding(
+                        kind,
+                        entry.tenant,
+                        f"{entry.hold_id} is open in its tenant's database, and the store has {said}",
+                        entry.hold_id,
+                    )
+            if len(page) < _PAGE:
+                return
+            after = page[-1].hold_id
+
+    async def _dispatches(self, tenant: Tenant, database: TenantDatabase) -> AsyncIterator[Finding]:
+        async for page in self._apart(tenant):
+            phases = await database.phases([hold_of(each) for each in page])
+            for dispatch in page:
+                hold_id = hold_of(dispatch)
+                ended = phases.get(hold_id)
+                kind = judge_dispatch(dispatch, hold_id in phases, ended)
+                if kind is not None:
+                    said = f"it is {ended.value}" if ended is not None else "there is no such round"
+                    yield Finding(
+                        kind,
+                        tenant.tenant_id,
+                        f"{hold_id} is {dispatch.phase.value} in the store, and its tenant's database says that {said}",
+                        hold_id,
+                    )
+
+    async def _apart(self, tenant: Tenant) -> AsyncIterator[Sequence[Dispatch]]:
+        """Its dispatches that are open, and those that were not confirmed."""
+        central = self._store.central
+        after: JobId | None = None
+        for phase in _OPEN:
+            after = None
+            while True:
+                stubs = await central.records.listing(
+                    tenant=tenant.tenant_id, phase=phase, limit=_PAGE, after=after
+                )
+                yield _there(await central.load_many([each.job_id for each in stubs]))
+                if len(stubs) < _PAGE:
+                    break
+                after = stubs[-1].job_id
+        after = None
+        while page := await central.unsettled(_PAGE, after):
+            yield [each for each in page if each.tenant == tenant.tenant_id]
+            after = page[-1].job_id
+
+    async def _books(self) -> AsyncIterator[Finding]:
+        now = await self._store.central.now()
+        for pool, tenants in (await self._store.homes.everyone()).items():
+            try:
+                database = await self._store.homes.pools.get(pool)
+                for hold in await database.open_holds(now - OLD_HOLD_S, _PAGE):
+                    days = (now - hold.at) / 86_400
+                    message = f"{hold.amount} credits are held for {hold.hold_id} since {days:.0f} days"
+                    yield Finding(FindingKind.OLD_HOLD, hold.tenant, message, hold.hold_id)
+                for tenant in tenants:
+                    for problem in await _wrong(database, tenant):
+                        yield Finding(FindingKind.WRONG_BOOK, tenant.tenant_id, problem)
+            except Fault as fault:
+                _LOG.warning("the books of pool %s are not looked at: %s", pool, fault)
+
+    # mending
+
+    async def _mend(self, finding: Finding) -> None:
+        hold_id, store = finding.hold_id, self._store
+        if hold_id is None or not finding.kind.mends_itself:
+            return
+        home = await store.homes.of(finding.tenant)
+        if home is None:
+            return
+        try:
+            if finding.kind is FindingKind.UNSENT:
+                await home.database.send_again(hold_id)
+                store.left_behind()
+                return
+            dispatch = await store.central.load(hold_id.job_id)
+            if dispatch is None or dispatch.round != hold_id.round:
+                return
+            if dispatch.phase.is_final:
+                await store.settler.settle(dispatch)
+            elif finding.kind in (FindingKind.OUTLIVED, FindingKind.UNKNOWN):
+                phase = (await home.database.phases([hold_id])).get(hold_id)
+                await store.close_as(dispatch, AtRevision(dispatch.revision), phase)
+        except Fault as fault:
+            _LOG.warning("%s is mended later: %s", hold_id, fault)
+
+
+def _there(dispatches: Sequence[Dispatch | None]) -> list[Dispatch]:
+    return [each for each in dispatches if each is not None and each.is_apart and not each.phase.is_final]
+
+
+async def _wrong(database: TenantDatabase, tenant: Tenant) -> list[str]:
+    try:
+        return problems(await database.book(tenant.tenant_id))
+    except Refusal as refusal:
+        return [refusal.message]

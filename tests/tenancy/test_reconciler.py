@@ -1,0 +1,157 @@
+"""What crashes, failovers and old backups leave between the store and tenants' databases is found, and mended."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.tenancy._estate import ACME, Fleet, one_fleet
+
+from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Phase, Write
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.ledger import Account, HoldId
+from comfyfleet.policy import accounting
+from comfyfleet.policy.reconciling import FindingKind
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.tenancy import reconciler
+from comfyfleet.tenancy.database import Ending, TenantDatabase
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+async def fleet(clock: ManualClock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
+    monkeypatch.setattr(reconciler, "LOOK_AGAIN_S", 0.0)
+    async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
+        await fleet.tenant(granted=100)
+        await fleet.worker()
+        yield fleet
+
+
+async def found(fleet: Fleet, *, is_dry: bool = False) -> list[FindingKind]:
+    return [each.kind for each in await fleet.estate.reconciler.reconcile(is_dry=is_dry)]
+
+
+async def database(fleet: Fleet) -> TenantDatabase:
+    home = await fleet.estate.homes.of(ACME)
+    assert home is not None
+    return home.database
+
+
+async def loaded(fleet: Fleet, job_id: JobId) -> Dispatch:
+    dispatch = await fleet.central.load(job_id)
+    assert dispatch is not None
+    return dispatch
+
+
+async def cancel_apart(fleet: Fleet, job_id: JobId) -> None:
+    """Ends a round in the tenant's database alone, as after a failover that lost the end in the store."""
+    apart = await database(fleet)
+    hold = await apart.hold(HoldId(job_id, 1))
+    assert hold is not None
+    settlement = accounting.refund(hold, 5.0)
+    posting = accounting.settling_posting(hold, settlement)
+    await apart.end_round(Ending("lost", settlement, posting, Phase.CANCELLED))
+
+
+async def forget(fleet: Fleet, job_id: JobId) -> None:
+    """As a store does that comes back without its newest writes."""
+    assert isinstance(fleet.central, MemoryStore)
+    fleet.central._kept.forget(fleet.central._kept.entries[job_id])
+
+
+async def test_nothing_is_found_where_nothing_is_wrong(fleet: Fleet) -> None:
+    await fleet.submit()
+    await fleet.submit()
+    await fleet.complete(await fleet.take())
+    assert await found(fleet) == []
+
+
+async def test_a_job_that_the_store_lost_is_sent_again_and_runs(fleet: Fleet) -> None:
+    job_id = await fleet.submit()
+    await forget(fleet, job_id)
+    assert await found(fleet, is_dry=True) == [FindingKind.UNSENT]
+    assert await found(fleet, is_dry=True) == [FindingKind.UNSENT], "a dry run changes nothing"
+    assert await found(fleet) == [FindingKind.UNSENT]
+    await fleet.relay.look(at_once=True)
+    await fleet.complete(await fleet.take())
+    assert await fleet.account() == Account(ACME, 90)
+    assert await found(fleet) == []
+
+
+async def test_an_end_whose_settlement_is_missing_is_settled(fleet: Fleet) -> None:
+    job_id = await fleet.submit()
+    dispatch = await loaded(fleet, job_id)
+    # Marked as settled all the same: as after a backup of the tenant's database that is older than the store.
+    change = Change(phase=Phase.FAILED, settled_at=1.0)
+    await fleet.central.write(
+        Write(job_id, AtRevision(dispatch.revision), change, job={"phase": Phase.FAILED})
+    )
+    assert await found(fleet) == [FindingKind.UNSETTLED]
+    assert await fleet.account() == Account(ACME, 100)
+    assert await found(fleet) == []
+
+
+async def test_a_job_that_is_over_for_its_tenant_ends_in_the_store_too(fleet: Fleet) -> None:
+    job_id = await fleet.submit()
+    await cancel_apart(fleet, job_id)
+    assert await found(fleet) == [FindingKind.OUTLIVED]
+    assert (await loaded(fleet, job_id)).phase is Phase.CANCELLED
+    assert await found(fleet) == []
+
+
+async def test_a_dispatch_without_a_job_is_ended_and_never_leased(fleet: Fleet) -> None:
+    known = await loaded(fleet, await fleet.submit())
+    stray = JobId("01900000-0000-7000-8000-000000000000")
+    stub = await fleet.central.records.get(known.job_id)
+    assert stub is not None
+    await fleet.central.enqueue(
+        msgspec.structs.replace(known, job_id=stray), msgspec.structs.replace(stub, job_id=stray), ()
+    )
+    assert await found(fleet) == [FindingKind.UNKNOWN]
+    ended = await fleet.central.records.get(stray)
+    assert ended is not None and ended.phase is Phase.FAILED and ended.failure is not None
+    assert "does not know" in ended.failure.message
+    assert (await fleet.take()).ref.job_id == known.job_id
+    assert await fleet.poll() is None
+    assert await found(fleet) == []
+
+
+async def test_an_end_that_only_waits_to_be_confirmed_is_marked(fleet: Fleet) -> None:
+    job_id = await fleet.submit()
+    await cancel_apart(fleet, job_id)
+    dispatch = await loaded(fleet, job_id)
+    await fleet.central.write(
+        Write(
+            job_id,
+            AtRevision(dispatch.revision),
+            Change(phase=Phase.CANCELLED),
+            job={"phase": Phase.CANCELLED},
+        )
+    )
+    assert await found(fleet) == [FindingKind.UNCONFIRMED]
+    assert (await loaded(fleet, job_id)).settled_at is not None
+    assert await found(fleet) == []
+
+
+async def test_what_was_held_for_very_long_is_told(
+    fleet: Fleet, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reconciler, "OLD_HOLD_S", 10.0)
+    await fleet.submit(not_before=clock.now() + 1e9)
+    assert await found(fleet) == []
+    await clock.advance(11)
+    assert await found(fleet) == [FindingKind.OLD_HOLD]
+
+
+async def test_a_database_that_was_set_back_behind_the_store_is_told_and_left_alone(fleet: Fleet) -> None:
+    job_id = await fleet.submit()
+    dispatch = await loaded(fleet, job_id)
+    await fleet.central.write(Write(job_id, AtRevision(dispatch.revision), Change(round=2), job={"round": 2}))
+    assert set(await found(fleet)) == {FindingKind.AHEAD, FindingKind.UNKNOWN}
