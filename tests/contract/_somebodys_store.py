@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from comfyfleet.model.dispatch import Dispatch, HeldBy, LeaseOffer, LeaseRef, Write, Written
+from comfyfleet.model.dispatch import Dispatch, HeldBy, LeaseOffer, LeaseRef, Phase, Write, Written
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import LeaseState
@@ -66,3 +66,10 @@ class CountsFactsFromZero(MyStore):
 class ForgetsPolls(MyStore):
     async def leased_by_poll(self, poll_id: object) -> Dispatch | None:
         return None
+
+
+class PurgesWhatNobodySettled(MyStore):
+    async def purge(self, phase: Phase, before: float, limit: int) -> int:
+        for dispatch in await self.unsettled(limit):
+            self._forget(self._kept.entries[dispatch.job_id])
+        return await super().purge(phase, before, limit)

@@ -17,7 +17,7 @@ from tests.stores._sqlite import make_bench, reopened
 
 from comfyfleet.contract.bench import FAST, HASH, A, Bench, completion, failure, release, tenant
 from comfyfleet.model.block import Block, BlockReason, Pair
-from comfyfleet.model.dispatch import Change, Phase, Standing
+from comfyfleet.model.dispatch import Change, Phase, Standing, Written
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.lesson import Duration, Lesson
@@ -325,6 +325,8 @@ async def test_what_is_to_be_settled_is_found_after_a_restart_and_kept(tmp_path:
         assert await store.load_many([each.job_id for each in ended]) == [settled.dispatch, *ended[1:]]
         assert await store.purge(Phase.COMPLETED, bench.clock.now(), 10) == 1
         assert await store.load(ended[1].job_id) is None
+        first = msgspec.structs.replace(ended[2], phase=Phase.QUEUED)
+        assert await store.enqueue(first, bench.job(first), ()) == Written(ended[2], ())
 
 
 @pytest.mark.parametrize("mode", ["wal", "full"])

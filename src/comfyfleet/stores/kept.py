@@ -83,6 +83,8 @@ class Kept(Generic[E]):
         self.payload_bytes = 0
         self.sequence = 0
         self.endings = 0
+        self.highest_id = ""
+        """No job had an id beyond this one. Ids grow with time, so most new ones are known for new by this alone."""
         self.is_paused = False
         self.forgotten: list[Pair] = []
         """Pairs that the blocks of the latest write pushed out."""
@@ -129,9 +131,7 @@ class Kept(Generic[E]):
         assert dispatch.job_id not in self.entries, "whether it is here was asked before"
         self.sequence += 1
         entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
-        self.entries[dispatch.job_id] = entry
-        if entry.reference is not None:
-            self.references[dispatch.tenant, entry.reference] = dispatch.job_id
+        self._know(entry)
         self._note_end(entry)
         self._arrive(entry)
         return Written(dispatch, self._note(entry, drafts))
@@ -285,9 +285,7 @@ class Kept(Generic[E]):
     def take_in(self, entry: E) -> None:
         """A job as it was kept elsewhere, counted anew."""
         dispatch = entry.dispatch
-        self.entries[dispatch.job_id] = entry
-        if entry.reference is not None:
-            self.references[dispatch.tenant, entry.reference] = dispatch.job_id
+        self._know(entry)
         if dispatch.lease is not None:
             self._begin_lease(dispatch.job_id, dispatch.lease)
         self._arrive(entry)
@@ -312,6 +310,13 @@ class Kept(Generic[E]):
         self.let_go(entry)
 
     # keeping everything in step
+
+    def _know(self, entry: E) -> None:
+        job_id = entry.dispatch.job_id
+        self.entries[job_id] = entry
+        self.highest_id = max(self.highest_id, job_id)
+        if entry.reference is not None:
+            self.references[entry.dispatch.tenant, entry.reference] = job_id
 
     def _arrive(self, entry: E) -> None:
         dispatch = entry.dispatch

@@ -180,6 +180,7 @@ class Disk:
         kept.table_version = meta["table_version"]
         ((ending,),) = self._all("SELECT coalesce(max(ending), 0) FROM ended_jobs")
         kept.endings = ending
+        ((kept.highest_id,),) = self._all("SELECT coalesce(max(job_id), '') FROM jobs")
         self.load_small(kept, meta)
         for tenant, virtual_time in self._all("SELECT tenant, virtual_time FROM tenants"):
             kept.index.charge(TenantId(tenant), virtual_time)

@@ -452,7 +452,8 @@ class SqliteStore:
         return ask()
 
     def _has(self, job_id: JobId) -> bool:
-        return job_id in self._kept.entries or self._disk.has(job_id)
+        kept = self._kept
+        return job_id in kept.entries or (job_id <= kept.highest_id and self._disk.has(job_id))
 
     def _find(self, tenant: TenantId, reference: str) -> JobId | None:
         return self._kept.references.get((tenant, reference)) or self._disk.by_reference(tenant, reference)
