@@ -135,14 +135,14 @@ def test_a_file_that_cannot_be_had_keeps_no_other_from_being_saved(
         left = JobResult(files=(OutputFile("9", "images", f"{job_id}.png"),))
         return msgspec.structs.replace(ended, result=left)
 
-    async def fetch(_: FleetClient, file: OutputFile) -> bytes:
+    async def save(_: FleetClient, file: OutputFile, path: Path) -> int:
         if not gone:
             gone.append(file.filename)
             raise Refusal(RefusalCode.NOT_FOUND, "the file is not here")
-        return b"png"
+        return 0
 
     monkeypatch.setattr(FleetClient, "result", result)
-    monkeypatch.setattr(FleetClient, "fetch", fetch)
+    monkeypatch.setattr(FleetClient, "save", save)
     ended = run("submit", workflow, "--count", "3", "--watch", "--out", tmp_path / "out")
     assert ended.code == 3 and ended.errors.endswith("Error: the file is not here\n")
     assert f"{Path(*gone).stem}: completed, but not all of its outputs" in ended.errors

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from tests.worker._comfyui import picture
 
 from comfyfleet import Fault, FleetClient, Refusal, RefusalCode, SyncFleetClient
 from comfyfleet.model.access import Role
+from comfyfleet.model.job import OutputFile
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 
 
@@ -132,3 +135,46 @@ async def test_an_answer_that_was_lost_does_not_lose_the_upload() -> None:
     async with FleetClient(f"http://127.0.0.1:{port}", patience_s=0.1) as client:
         with pytest.raises(Fault):
             await client.upload(b"x")
+
+
+async def test_a_file_that_breaks_off_goes_on_where_it_was_and_is_seen_whole_or_not_at_all(
+    tmp_path: Path,
+) -> None:
+    content = bytes(range(256)) * 4096
+    asked: list[str | None] = []
+    breaks = {1: 300_000, 2: 500_000}
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        found = re.search(
+            r"range: bytes=(\d+)-\r\nif-range: \"v1\"|if-range: \"v1\"\r\nrange: bytes=(\d+)-", head
+        )
+        start = 0 if found is None else int(found[1] or found[2])
+        asked.append(None if found is None else str(start))
+        status = "200 OK" if found is None else "206 Partial Content"
+        writer.write(
+            f'HTTP/1.1 {status}\r\netag: "v1"\r\ncontent-length: {len(content) - start}\r\n\r\n'.encode()
+        )
+        writer.write(content[start : breaks.get(len(asked), len(content))])
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/view"
+    file, path = OutputFile("9", "images", "large.bin", url=url), tmp_path / "large.bin"
+    path.write_bytes(b"before")
+    async with server, FleetClient("http://127.0.0.1:9") as client:
+        assert await client.save(file, path) == len(content)
+        assert await asyncio.to_thread(path.read_bytes) == content
+        first, second, third = asked
+        # What came and was not read yet when the way broke may be asked for again; never from the beginning.
+        assert first is None and second is not None and third is not None
+        assert 0 < int(second) <= 300_000 < int(third) <= 500_000
+        path.write_bytes(b"before")
+        # The next try brings nothing more: then it is over.
+        breaks.update({4: 300_000, 5: 0, 6: 0})
+        with pytest.raises(Fault, match=r"large\.bin"):
+            await client.save(file, path)
+        assert left_in(tmp_path) == ["large.bin"]
+        assert await asyncio.to_thread(path.read_bytes) == b"before"

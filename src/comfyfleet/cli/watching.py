@@ -160,7 +160,14 @@ async def _save(client: FleetClient, ended: ResultBody, out: Path | None, saved:
     if out is None or ended.result is None:
         return
     for file in ended.result.files:
-        saved.append(await write_new(out, file, await client.fetch(file)))
+        # The name is taken first: of two who save at once each has one of its own.
+        path = await write_new(out, file, b"")
+        try:
+            await client.save(file, path)
+        except BaseException:
+            path.unlink()
+            raise
+        saved.append(path)
 
 
 def _verdict(results: list[ResultBody]) -> None:

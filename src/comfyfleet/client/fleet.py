@@ -10,14 +10,13 @@ import contextlib
 import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
-from urllib.parse import urljoin, urlsplit
 
-import aiohttp
 import msgspec
-from yarl import URL
 
+from comfyfleet.client import downloading
 from comfyfleet.client.link import Link, Tries, filled
 from comfyfleet.client.options import (
     FINAL,
@@ -41,7 +40,6 @@ from comfyfleet.wire import keys as key_bodies
 from comfyfleet.wire import webhooks as webhook_bodies
 from comfyfleet.wire import worker as worker_bodies
 from comfyfleet.wire.files import FileView
-from comfyfleet.wire.links import place, refusal_by_link, told
 from comfyfleet.wire.problems import refusal_in
 
 DEFAULT_URL = "http://127.0.0.1:3001"
@@ -286,19 +284,11 @@ class FleetClient:
 
     async def fetch(self, file: OutputFile) -> bytes:
         """A file of a result, from the hub that keeps it or from where it lies. Our key does not travel there."""
-        url = urljoin(f"{self.url}/", file.url or "about:nowhere")
-        if urlsplit(url).scheme not in ("http", "https"):
-            raise Refusal(RefusalCode.NOT_FOUND, f"nobody has said where {file.filename!r} can be fetched")
-        # Links that a hub has signed are taken as they are.
-        address = URL(url, encoded=file.file_id is not None)
-        try:
-            async with self._link.session.get(address, allow_redirects=False) as response:
-                content = await response.read()
-                if response.status != 200:
-                    raise refusal_by_link(file.url or "", response.status, content)
-                return content
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"{file.filename!r} cannot be fetched from {place(url)}: {told(error)}") from error
+        return await downloading.fetch(self._link, file)
+
+    async def save(self, file: OutputFile, path: str | Path) -> int:
+        """The same to a path, however large it is; what lies there is replaced once all of it has come."""
+        return await downloading.save_as(self._link, file, Path(path))
 
     # change
 

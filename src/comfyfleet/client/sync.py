@@ -128,6 +128,7 @@ class SyncFleetClient:
     jobs = _blocking(FleetClient.jobs)
     wait = _blocking(FleetClient.wait)
     fetch = _blocking(FleetClient.fetch)
+    save = _blocking(FleetClient.save)
     cancel = _blocking(FleetClient.cancel)
     retry = _blocking(FleetClient.retry)
     pause = _blocking(FleetClient.pause)
