@@ -60,6 +60,9 @@ def main(parts: tuple[str, ...], fresh: bool, quick: bool, seed: int) -> None:
             console.print(
                 f"{entry.part}: {told}; {early:.0f} MB, then {late:.0f} MB", style="dim", highlight=False
             )
+        if entry.grown_mb:
+            told = ", ".join(f"the {name} grew by {more:.0f} MB" for name, more in entry.grown_mb.items())
+            console.print(f"{entry.part}: {told}", style="dim", highlight=False)
         if entry.without_node:
             console.print(f"{entry.part}: without Node.js: {entry.without_node}", style="yellow")
         for line in entry.wrong:

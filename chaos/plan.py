@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from chaos import fuzz, hub_loop, kill_loop, power, zombies
+from chaos import fuzz, hub_loop, kill_loop, large_files, power, zombies
 from chaos.checker import Finding
 from chaos.kill_loop import Teller
 from chaos.logs import Role
 
-PlaySize = kill_loop.Size | zombies.Size | power.Size | hub_loop.Size | fuzz.Size
+PlaySize = kill_loop.Size | zombies.Size | power.Size | hub_loop.Size | fuzz.Size | large_files.Size
 
 SEED = 20_000
 
@@ -43,6 +43,8 @@ PARTS: dict[str, PlaySize] = {
     "hub": hub_loop.Size("sqlite", 1_500, 20),
     "hub-redis": hub_loop.Size("redis", 1_500, 20),
     "fuzz": fuzz.Size(100_000),
+    "files": large_files.Size("folder", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
+    "files-s3": large_files.Size("storage", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
 }
 
 QUICK: dict[str, PlaySize] = {
@@ -58,6 +60,8 @@ QUICK: dict[str, PlaySize] = {
     "hub": hub_loop.Size("sqlite", 120, 3, simulated=(0.02, 0.3), servers=1),
     "hub-redis": hub_loop.Size("redis", 60, 1, simulated=(0.02, 0.3), servers=1),
     "fuzz": fuzz.Size(5_000, max_waiting=300),
+    "files": large_files.Size("folder", brought=64 * large_files.MIB, left=64 * large_files.MIB),
+    "files-s3": large_files.Size("storage", brought=64 * large_files.MIB, left=64 * large_files.MIB),
 }
 
 
@@ -102,6 +106,8 @@ class Entry(msgspec.Struct, frozen=True):
     """… and what it answered."""
     memory_mb: tuple[float, float] = (0.0, 0.0)
     """It had when a fifth was over, and at the end."""
+    grown_mb: dict[str, float] = {}
+    """Of those whom large files passed through: what they grew by."""
     wrong: tuple[str, ...] = ()
 
     @property
@@ -169,6 +175,10 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
                 statuses=thrown.statuses,
                 memory_mb=thrown.memory_mb,
             )
+        case large_files.Size():
+            moved = large_files.run(size, seed, tell)
+            finding = Finding(acknowledged=moved.jobs, wrong=moved.wrong)
+            return _entry(part, size, seed, finding, grown_mb=moved.grown_mb)
 
 
 def _short(size: kill_loop.Size, kills: dict[Role, int]) -> tuple[str, ...]:

@@ -165,7 +165,16 @@ class HubProgram:
 
     def memory_mb(self) -> float:
         """Resident now."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) / 1024
-        raise RuntimeError("the kernel does not say how much memory a process has")
+        return _memory_mb(self.pid, "VmRSS")
+
+
+def peak_mb(pid: int) -> float:
+    """The most that was resident so far."""
+    return _memory_mb(pid, "VmHWM")
+
+
+def _memory_mb(pid: int, which: str) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(f"{which}:"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError("the kernel does not say how much memory a process has")

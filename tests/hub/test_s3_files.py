@@ -1,5 +1,5 @@
 """Files of jobs in S3-compatible storage, from the caller by way of the worker and back: every byte goes past the hub,
-and nothing is believed that it has not looked at."""
+and nothing is believed that it has not looked at. What holds for a folder of the hub as well is shown there too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import shutil
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,14 @@ from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.ports import Assets, Cabinet, Clock
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 from comfyfleet.wire import files
+from comfyfleet.wire.links import resolved
 from comfyfleet.wire.worker import lease_body
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi
 
 MIB = 1 << 20
+AHub = Callable[[], AbstractAsyncContextManager[HubRig]]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +66,14 @@ async def s3_hub(bucket: Bucket, prefix: str = "hub", **options: Any) -> AsyncIt
     finally:
         for assets in made:
             await assets.close()
+
+
+@pytest.fixture(params=["s3", "local"])
+def a_hub(request: pytest.FixtureRequest, server: S3Server, tmp_path: Path) -> AHub:
+    """Files in a storage, or in the hub's own folder."""
+    if request.param == "s3":
+        return lambda: s3_hub(server.bucket)
+    return lambda: running_hub(folder=tmp_path / "files")
 
 
 class OnDisk:
@@ -107,11 +117,12 @@ async def a_grant(api: HttpWorkerApi, job: LeasedJob, content: bytes) -> files.F
     return view
 
 
-async def put(view: files.FileView, content: bytes) -> int:
+async def put(view: files.FileView, content: bytes, hub: str = "") -> int:
     assert view.link is not None
+    url = URL(resolved(hub, view.link.url), encoded=True)
     async with (
         aiohttp.ClientSession() as session,
-        session.put(URL(view.link.url, encoded=True), data=content, headers=view.link.headers) as response,
+        session.put(url, data=content, headers=view.link.headers) as response,
     ):
         return response.status
 
@@ -184,16 +195,12 @@ async def test_a_picture_goes_to_a_worker_and_back_and_no_key_goes_to_the_storag
         assert b"authorization" not in heard and b"cfk_" not in heard
 
 
-@pytest.mark.parametrize("place", ["s3", "local"])
 @pytest.mark.parametrize("size", [1024, 64 * MIB])
-async def test_files_of_any_size_pass_through_little_memory(
-    server: S3Server, tmp_path: Path, place: str, size: int
-) -> None:
-    source, folder = a_file(tmp_path / "source", size), tmp_path / "files"
+async def test_files_of_any_size_pass_through_little_memory(a_hub: AHub, tmp_path: Path, size: int) -> None:
+    source = a_file(tmp_path / "source", size)
     digest = sha(source)
-    hub = s3_hub(server.bucket) if place == "s3" else running_hub(folder=folder)
     async with (
-        hub as rig,
+        a_hub() as rig,
         FleetClient(rig.url, rig.keys[Role.TENANT]) as client,
         HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api,
     ):
@@ -279,10 +286,31 @@ async def test_an_upload_that_is_missing_short_or_altered_completes_nothing(
     await storage.close()
 
 
-async def test_an_agent_whose_uploads_get_lost_fails_its_attempt(
-    server: S3Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("content", [b"rig", b"wrong", b"right and more"])
+async def test_what_an_attempt_uploads_short_altered_or_long_is_not_taken(
+    a_hub: AHub, content: bytes
 ) -> None:
-    async with s3_hub(server.bucket) as rig, FakeComfyUI() as fake:
+    async with a_hub() as rig, HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
+        job_id = await submitted(rig, submission())
+        job = await a_lease(api)
+        view = await a_grant(api, job, b"right")
+        assert view.link is not None
+        # An honest length: a sender that lies about it is hung up on.
+        free = {name: value for name, value in view.link.headers.items() if name != "content-length"}
+        honest = msgspec.structs.replace(view, link=msgspec.structs.replace(view.link, headers=free))
+        assert await put(honest, content, rig.url) >= 400
+        with pytest.raises(Refusal) as refused:
+            await api.complete(Completion(job.ref, result_with(view.id), 1.0))
+        assert refused.value.code is RefusalCode.INVALID_REQUEST
+        assert (await rig.get(f"/api/jobs/{job_id}", role=Role.TENANT)).body["status"] == "leased"
+        assert await put(view, b"right", rig.url) == 200
+        await api.complete(Completion(job.ref, result_with(view.id), 1.0))
+
+
+async def test_an_agent_whose_uploads_get_lost_fails_its_attempt(
+    a_hub: AHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with a_hub() as rig, FakeComfyUI() as fake:
         async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
 
             async def lost(*_: object) -> None:
@@ -296,8 +324,8 @@ async def test_an_agent_whose_uploads_get_lost_fails_its_attempt(
         assert answer["status"] == "failed" and "nothing has been received yet" in answer["error"]["message"]
 
 
-async def test_a_late_upload_of_a_zombie_changes_nothing(server: S3Server) -> None:
-    async with s3_hub(server.bucket) as rig, HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
+async def test_a_late_upload_of_a_zombie_changes_nothing(a_hub: AHub) -> None:
+    async with a_hub() as rig, HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
         job_id = await submitted(rig, submission())
         zombie = await a_lease(api)
         stale = await a_grant(api, zombie, b"zombie")
@@ -305,15 +333,16 @@ async def test_a_late_upload_of_a_zombie_changes_nothing(server: S3Server) -> No
         job = await a_lease(api, "2")
         assert job.ref.number > zombie.ref.number
         view = await a_grant(api, job, b"fresh!")
-        assert await put(view, b"fresh!") == 200
-        assert await put(stale, b"zombie") == 200, "no storage knows of leases"
+        assert await put(view, b"fresh!", rig.url) == 200
+        assert await put(stale, b"zombie", rig.url) == 200, "no storage knows of leases"
         with pytest.raises(Refusal):
             await api.complete(Completion(job.ref, result_with(stale.id), 1.0))
         await api.complete(Completion(job.ref, result_with(view.id), 1.0))
         with pytest.raises(Refusal) as refused:
             await api.complete(Completion(zombie.ref, result_with(stale.id), 1.0))
         assert refused.value.code is RefusalCode.LEASE_LOST
-        assert await put(view, b"zombie") >= 400 and await put(stale, b"zombie") == 412
+        assert await put(view, b"zombie", rig.url) >= 400
+        assert await put(stale, b"zombie", rig.url) in (409, 412)
         (file,) = (await ended(rig, job_id))["result"]["files"]
         assert file["file_id"] == view.id
         async with FleetClient(rig.url, rig.keys[Role.TENANT]) as client:

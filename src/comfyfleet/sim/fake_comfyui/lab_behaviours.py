@@ -5,7 +5,11 @@ Companion of `lab_nodes`; the texts are those of the recorded conversations.
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
+import shutil
+from pathlib import Path
 from typing import Any
 
 from comfyfleet.sim.fake_comfyui import pictures
@@ -14,6 +18,7 @@ from comfyfleet.sim.fake_comfyui.errors import Interrupted, NodeError, OutOfMemo
 from comfyfleet.sim.fake_comfyui.run import NodeCall, NodeResult
 from comfyfleet.sim.fake_comfyui.values import Blocker, FakeImage
 
+_PIECE = 1 << 20
 _FAILURES: dict[str, tuple[str, str]] = {
     "ValueError": ("ValueError", "lab: bad value"),
     "MemoryError": ("MemoryError", "lab: host memory"),
@@ -112,9 +117,34 @@ def _shown(call: NodeCall, kind: str) -> dict[str, Any]:
             return {}
 
 
+async def lab_file(call: NodeCall) -> NodeResult:
+    """A file of any size, made from the seed; or a copy of one that was uploaded. Never whole in memory."""
+    place = call.machine.disk.save_place("output", call.inputs["filename_prefix"])
+    if place is None:
+        raise NodeError("Exception", "lab: saving outside the output folder")
+    path = place.folder / f"{place.name}_{place.counter:05}_.bin"
+    given = call.inputs.get("file", "")
+    source = call.machine.disk.find_input(given) if given else None
+    if given and source is None:
+        raise NodeError("FileNotFoundError", f"lab: no input {given}")
+    if source is not None:
+        await asyncio.to_thread(shutil.copyfile, source, path)
+    else:
+        await asyncio.to_thread(_fill, path, call.inputs["size"], call.inputs["seed"])
+    return NodeResult(ui={"files": [{"filename": path.name, "subfolder": place.subfolder, "type": "output"}]})
+
+
+def _fill(path: Path, size: int, seed: int) -> None:
+    chance = random.Random(seed)
+    with path.open("wb") as target:
+        for start in range(0, size, _PIECE):
+            target.write(chance.randbytes(min(_PIECE, size - start)))
+
+
 def lab_behaviours() -> dict[str, Behaviour]:
     """The table: behaviour name to function."""
     functions: list[Behaviour] = [
         lab_picture, lab_slow, lab_block, lab_block_out, lab_async, lab_fail, lab_blocker, lab_expand, lab_ui,
+        lab_file,
     ]  # fmt: skip
     return {getattr(function, "__name__", ""): function for function in functions}

@@ -73,6 +73,17 @@ def lab_node_classes() -> list[NodeClass]:
             output_node=True,
             behaviour="lab_ui",
         ),
+        _lab(
+            "LabFile",
+            required={
+                "filename_prefix": of("STRING", default="lab"),
+                "size": of("INT", default=1024, min=0, max=1 << 40),
+                "seed": seed,
+            },
+            optional={"file": of("STRING", default="")},
+            output_node=True,
+            behaviour="lab_file",
+        ),
         _lab("LabExpand", required={"seed": seed}, outputs=("IMAGE",), behaviour="lab_expand"),
         _lab(
             "LabAsync",
