@@ -20,6 +20,7 @@ _MODULES = (
     "racing",
     "refusing",
     "settling",
+    "tenant_documents",
     "tenants",
 )
 pytest.register_assert_rewrite(*(f"{__name__}.{name}" for name in _MODULES))

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 import pytest
 
+from comfyfleet.contract.tenant_documents import TenantDocumentsContract
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkerId, WorkflowHash
@@ -89,7 +90,7 @@ class Teller:
             assert accounting.problems(await self.database.book(tenant)) == []
 
 
-class TenantDatabaseContract:
+class TenantDatabaseContract(TenantDocumentsContract):
     @pytest.fixture
     async def teller(self, connect: Connect) -> AsyncIterator[Teller]:
         database = connect()

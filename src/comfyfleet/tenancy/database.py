@@ -27,7 +27,7 @@ from comfyfleet.model.ledger import (
     RunEntry,
     Settlement,
 )
-from comfyfleet.ports import Records
+from comfyfleet.ports import Cabinet, Records
 
 MAX_PAGE = 1_000
 MAX_BOOK = 100_000
@@ -109,6 +109,8 @@ class TenantDatabase(Records, Protocol):
         """Connects and migrates. Called once, before anything else."""
 
     async def close(self) -> None: ...
+    def cabinet(self, tenant: TenantId) -> Cabinet:
+        """Small documents of this tenant alone: the records of its files."""
 
     # the protocol
     async def open_round(self, opening: Opening) -> Opened:

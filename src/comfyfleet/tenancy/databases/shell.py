@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeVar
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import Account, Book, CreditGrant, Hold, HoldId, Posting, RunEntry, Settlement
+from comfyfleet.ports import Cabinet
 from comfyfleet.tenancy.database import (
     MAX_PAGE,
     Ended,
@@ -20,24 +20,9 @@ from comfyfleet.tenancy.database import (
     OutboxEntry,
 )
 from comfyfleet.tenancy.databases import ledger, rounds
+from comfyfleet.tenancy.databases.carrying import Carrier
+from comfyfleet.tenancy.databases.documents import TenantCabinet
 from comfyfleet.tenancy.databases.work import Work
-
-_Answer = TypeVar("_Answer")
-
-
-class Carrier(Protocol):
-    """Carries out work on one database."""
-
-    async def open(self) -> None: ...
-    async def close(self) -> None: ...
-    async def transact(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        """In one transaction. Begun anew where others were in the way."""
-
-    async def read(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        """What changes nothing. Each of its questions is answered as of its own moment …"""
-
-    async def snapshot(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        """… and here all of them as of one."""
 
 
 class SqlTenantDatabase:
@@ -49,6 +34,9 @@ class SqlTenantDatabase:
 
     async def close(self) -> None:
         await self._carrier.close()
+
+    def cabinet(self, tenant: TenantId) -> Cabinet:
+        return TenantCabinet(self._carrier, tenant)
 
     # the protocol
 
