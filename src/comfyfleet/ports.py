@@ -432,7 +432,12 @@ class Assets(Protocol):
         attempt_id: str | None = None,
         source: str | None = None,
     ) -> FileRecord: ...
-    async def get(self, file_id: str) -> FileRecord | None: ...
+    async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
+        """`tenant`: whose it should be, where that is known. Whether it is, is the hub's to ask."""
+
+    async def forget_tenant(self, tenant: TenantId) -> int:
+        """All files of the tenant, in use or not; how many there were. May be repeated."""
+
     def is_old(self, record: FileRecord) -> bool:
         """Its time is over: no other job may bring it, and it stays for those that do."""
 

@@ -4,7 +4,7 @@ was said of them, and are never written over."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, NamedTuple, Protocol
 
@@ -14,8 +14,9 @@ import pytest
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord, Grant
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.ports import Assets
+from comfyfleet.ports import Assets, Cabinet
 from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.cabinet import MemoryCabinet
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
 CONTENT = bytes(range(256)) * 4
@@ -42,6 +43,16 @@ class AssetsBench(Protocol):
 
 
 MakeAssets = Callable[..., AbstractAsyncContextManager[AssetsBench]]
+
+
+def apart(central: Cabinet) -> Callable[[TenantId], Awaitable[Cabinet]]:
+    """The records of one tenant lie in a database of its own."""
+    own = MemoryCabinet()
+
+    async def cabinet_of(tenant: TenantId) -> Cabinet:
+        return own if tenant == ACME else central
+
+    return cabinet_of
 
 
 def sha(content: bytes) -> str:

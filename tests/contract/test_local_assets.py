@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.contract._assets import AssetsContract, MakeAssets, Moved
+from tests.contract._assets import AssetsContract, MakeAssets, Moved, apart
 from tests.hub._hub import ask_app
 
 from comfyfleet.assets.local import LocalAssets
@@ -38,13 +38,15 @@ class _Bench:
 
 
 class TestLocalAssets(AssetsContract):
-    @pytest.fixture
-    def make_assets(self, tmp_path: Path) -> MakeAssets:
+    @pytest.fixture(params=["central", "apart"])
+    def make_assets(self, tmp_path: Path, request: pytest.FixtureRequest) -> MakeAssets:
         @asynccontextmanager
         async def make(**options: Any) -> AsyncIterator[_Bench]:
             clock = ManualClock(time.time())
             store = MemoryStore(clock)
             async with Engine(store, clock=clock) as engine:
+                if request.param == "apart":
+                    options["cabinet_of"] = apart(store.cabinet)
                 assets = LocalAssets(tmp_path, store.cabinet, clock, **options)
                 yield _Bench(assets, clock, Hub(engine, store.cabinet, clock, assets=assets))
 

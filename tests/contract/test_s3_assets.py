@@ -10,7 +10,17 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.contract._assets import ACME, CONTENT, AssetsContract, MakeAssets, Moved, read, refusal, uploaded
+from tests.contract._assets import (
+    ACME,
+    CONTENT,
+    AssetsContract,
+    MakeAssets,
+    Moved,
+    apart,
+    read,
+    refusal,
+    uploaded,
+)
 from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 from yarl import URL
 
@@ -20,6 +30,7 @@ from comfyfleet.assets.storage import Storage
 from comfyfleet.model.errors import Fault, RefusalCode
 from comfyfleet.model.file import Grant
 from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.ports import Cabinet
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.cabinet import MemoryCabinet
 
@@ -56,16 +67,16 @@ class _Bench:
 
 
 class TestS3Assets(AssetsContract):
-    @pytest.fixture
-    def make_assets(self, server: S3Server) -> MakeAssets:
+    @pytest.fixture(params=["central", "apart"])
+    def make_assets(self, server: S3Server, request: pytest.FixtureRequest) -> MakeAssets:
         @asynccontextmanager
         async def make(**options: Any) -> AsyncIterator[_Bench]:
-            clock = ManualClock(time.time())
+            clock, cabinet = ManualClock(time.time()), MemoryCabinet()
+            if request.param == "apart":
+                options["cabinet_of"] = apart(cabinet)
             prefix = f"of tests/{secrets.token_hex(4)}"
             async with (
-                S3Assets(
-                    server.bucket, CREDENTIALS, MemoryCabinet(), clock, prefix=prefix, **options
-                ) as assets,
+                S3Assets(server.bucket, CREDENTIALS, cabinet, clock, prefix=prefix, **options) as assets,
                 aiohttp.ClientSession() as session,
             ):
                 yield _Bench(assets, clock, session)
@@ -137,6 +148,34 @@ async def test_objects_that_no_record_tells_of_are_swept_once_they_are_old(serve
             await bench.swept()
             assert len(await storage.keys(prefix, "", 10)) == left
         assert await storage.keys(prefix, "", 10) == [f"{prefix}somebody's/notes.txt"]
+
+
+async def test_an_object_whose_record_lies_with_its_tenant_is_no_orphan_while_that_is_away_or_the_stub_is_lost(
+    server: S3Server,
+) -> None:
+    tenants, is_away = MemoryCabinet(), False
+
+    async def cabinet_of(_: TenantId) -> Cabinet:
+        if is_away:
+            raise Fault("the database is away")
+        return tenants
+
+    async with some_assets(server, keep_s=1000.0, cabinet_of=cabinet_of) as (bench, storage, prefix):
+        mine = await uploaded(bench, tenant=TenantId("a b/é"))
+        assets, key = bench.assets, (await storage.keys(prefix, "", 10))[0]
+
+        async def in_use(_: str) -> bool:
+            return True
+
+        assets.in_use = in_use
+        await bench.clock.advance(1100)
+        assert await assets._cabinet.remove("files", mine.file_id), "as after a lost store"
+        for is_away in (True, False):  # noqa: B007
+            await assets._remove_orphans()
+            assert await storage.keys(prefix, "", 10) == [key]
+        await tenants.remove("files", mine.file_id)
+        await assets._remove_orphans()
+        assert await storage.keys(prefix, "", 10) == []
 
 
 async def test_a_storage_that_is_away_or_refuses_is_told_without_a_secret(server: S3Server) -> None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Literal
 
+from comfyfleet.assets.keeping import CabinetOf
 from comfyfleet.assets.records import (
     GRANT_S,
     KEEP_S,
@@ -43,8 +44,9 @@ class LocalAssets(FileRecords):
         max_bytes: int = MAX_FILE_BYTES,
         grant_s: float = GRANT_S,
         keep_s: float = KEEP_S,
+        cabinet_of: CabinetOf | None = None,
     ) -> None:
-        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s)
+        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of)
         self._folder = folder
         self._key: bytes | None = None
 

@@ -1,7 +1,7 @@
-"""What is known of each file: a record in the cabinet, made, changed and forgotten here, wherever the bytes lie.
+"""What is known of each file: a record that is made, changed and forgotten here, wherever it and the bytes lie.
 
-A file is named by its id alone, which nobody chooses and which tells when it was made. Bytes, and links to them, are
-`local.py`'s and `s3.py`'s.
+A file is named by its id alone, which nobody chooses and which tells when it was made. Whose cabinet a record lies in
+is `keeping.py`'s; bytes, and links to them, are `local.py`'s and `s3.py`'s.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-import msgspec
-
+from comfyfleet.assets.keeping import CabinetOf, RecordKeeper
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import JobId, TenantId
@@ -22,7 +21,6 @@ from comfyfleet.ports import Cabinet, Clock
 
 _LOG = logging.getLogger(__name__)
 
-DRAWER = "files"
 GRANT_S = 900.0
 KEEP_S = 7 * 86400.0
 """As long as the jobs that failed: afterwards nothing refers to a file any more."""
@@ -32,15 +30,23 @@ MAX_FILE_BYTES = 4 * 2**30
 """Less than any storage takes in one request."""
 PAGE = 200
 _PRUNE_EVERY_S = 60.0
-_TRIES = 20
 _ID = re.compile(r"f_([0-9a-f]{12})[0-9a-f]{20}")
 
 
 class FileRecords:
     """What `LocalAssets` and `S3Assets` have in common: half of `Assets`."""
 
-    def __init__(self, cabinet: Cabinet, clock: Clock, max_bytes: int, grant_s: float, keep_s: float) -> None:
+    def __init__(
+        self,
+        cabinet: Cabinet,
+        clock: Clock,
+        max_bytes: int,
+        grant_s: float,
+        keep_s: float,
+        cabinet_of: CabinetOf | None,
+    ) -> None:
         self._cabinet = cabinet
+        self._records = RecordKeeper(cabinet, cabinet_of)
         self._clock = clock
         self._max_bytes = max_bytes
         self._grant_s = grant_s
@@ -73,13 +79,11 @@ class FileRecords:
         record = FileRecord(
             file_id, tenant, now, name, content_type, kind, size, sha256, job_id, attempt_id, source
         )
-        if not await self._cabinet.put(DRAWER, file_id, msgspec.json.encode(record), version=0):
-            raise Fault("a new file's id is taken already; try again")
+        await self._records.add(record)
         return record
 
-    async def get(self, file_id: str) -> FileRecord | None:
-        document = await self._cabinet.get(DRAWER, file_id) if is_file_id(file_id) else None
-        return None if document is None else msgspec.json.decode(document.body, type=FileRecord)
+    async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
+        return await self._records.get(file_id, tenant) if is_file_id(file_id) else None
 
     def is_old(self, record: FileRecord) -> bool:
         return self._clock.now() - record.created_at >= self._keep_s
@@ -93,18 +97,10 @@ class FileRecords:
     async def _change(
         self, file_id: str, check: Callable[[FileRecord], None] = lambda _: None, **fields: object
     ) -> FileRecord:
-        for _ in range(_TRIES):
-            document = await self._cabinet.get(DRAWER, file_id)
-            if document is None:
-                raise _gone(file_id)
-            record = msgspec.json.decode(document.body, type=FileRecord)
-            check(record)
-            record = msgspec.structs.replace(record, **fields)
-            if await self._cabinet.put(
-                DRAWER, file_id, msgspec.json.encode(record), version=document.version
-            ):
-                return record
-        raise Fault(f"file {file_id!r} is being changed by others all the time; try again")
+        record = await self._records.change(file_id, check, **fields)
+        if record is None:
+            raise _gone(file_id)
+        return record
 
     # the end of files
 
@@ -121,22 +117,34 @@ class FileRecords:
 
         Old files in use stay; where they fill a page, the next look goes on behind them.
         """
-        page = await self._cabinet.listing(DRAWER, self._pruned_to, PAGE)
-        self._pruned_to = page[-1].name if len(page) == PAGE else ""
-        for document in page:
-            record = msgspec.json.decode(document.body, type=FileRecord)
+        page = await self._records.page(self._pruned_to, PAGE)
+        self._pruned_to = page[-1].file_id if len(page) == PAGE else ""
+        for record in page:
             if not self._is_over(record.created_at):
                 self._pruned_to = ""
                 break
             if await self.in_use(record.file_id):
                 continue
             try:
-                await self._remove(record)
+                await self._forget(record)
             except (Fault, OSError) as error:
-                # Whoever brings a new file is not to blame for an old one.
+                # Whoever brings a new file is not to blame for an old one, nor one tenant for another's database.
                 _LOG.warning("the file %s cannot be removed: %s", record.file_id, error)
-                continue
-            await self._cabinet.remove(DRAWER, record.file_id)
+
+    async def forget_tenant(self, tenant: TenantId) -> int:
+        """All its files, bytes and records, whether in use or not; how many there were. May be repeated."""
+        count, after = 0, ""
+        while page := await self._records.page(after, PAGE, tenant):
+            after = page[-1].file_id
+            for record in page:
+                if record.tenant == tenant:
+                    await self._forget(record)
+                    count += 1
+        return count
+
+    async def _forget(self, record: FileRecord) -> None:
+        await self._remove(record)
+        await self._records.remove(record)
 
     def _is_over(self, since: float) -> bool:
         return since <= self._clock.now() - self._keep_s * _LONGER

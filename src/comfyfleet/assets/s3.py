@@ -15,8 +15,9 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from types import TracebackType
 from typing import Any, Literal, Self
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
+from comfyfleet.assets.keeping import CabinetOf
 from comfyfleet.assets.presigning import Bucket, Credentials
 from comfyfleet.assets.records import (
     GRANT_S,
@@ -55,8 +56,9 @@ class S3Assets(FileRecords):
         max_bytes: int = MAX_FILE_BYTES,
         grant_s: float = GRANT_S,
         keep_s: float = KEEP_S,
+        cabinet_of: CabinetOf | None = None,
     ) -> None:
-        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s)
+        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of)
         self._storage = Storage(bucket, credentials)
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._sweeping: asyncio.Task[None] | None = None
@@ -211,9 +213,15 @@ class S3Assets(FileRecords):
         for key in page:
             file_id = key.rpartition("/")[2]
             since = made_at(file_id)
-            if since is None or not self._is_over(since) or await self.get(file_id) is not None:
+            if since is None or not self._is_over(since):
                 continue
-            await self._storage.remove(key)
+            tenant = TenantId(unquote(key.removeprefix(self._prefix).partition("/")[0]))
+            try:
+                if await self.get(file_id, tenant) is None:
+                    await self._storage.remove(key)
+            except Fault as fault:
+                # While its tenant's database is away nobody knows; it will be seen again.
+                _LOG.warning("whether %s is an orphan cannot be told: %s", file_id, fault)
 
 
 def _bound_headers(record: FileRecord) -> dict[str, str]:

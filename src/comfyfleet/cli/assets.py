@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from urllib.parse import unquote, urlsplit
 
+from comfyfleet.assets.keeping import CabinetOf
 from comfyfleet.assets.local import LocalAssets
 from comfyfleet.assets.presigning import Bucket, Credentials
 from comfyfleet.assets.s3 import S3Assets
@@ -19,12 +20,15 @@ _LOG = logging.getLogger(__name__)
 
 
 @asynccontextmanager
-async def open_assets(resolved: Resolved, cabinet: Cabinet, clock: Clock) -> AsyncIterator[Assets]:
+async def open_assets(
+    resolved: Resolved, cabinet: Cabinet, clock: Clock, cabinet_of: CabinetOf | None = None
+) -> AsyncIterator[Assets]:
+    """`cabinet_of`: where the records of each tenant's files lie; unless said, all in `cabinet`."""
     if resolved.values.assets is None:
-        yield LocalAssets(resolved.data / "files", cabinet, clock)
+        yield LocalAssets(resolved.data / "files", cabinet, clock, cabinet_of=cabinet_of)
         return
     bucket, prefix, credentials = storage(resolved)
-    async with S3Assets(bucket, credentials, cabinet, clock, prefix=prefix) as assets:
+    async with S3Assets(bucket, credentials, cabinet, clock, prefix=prefix, cabinet_of=cabinet_of) as assets:
         try:
             await assets.look()
         except StorageRefused as refused:

@@ -47,7 +47,7 @@ class InputDesk:
         if each.file is None:
             return each
         assert self._assets is not None
-        record = await self._assets.get(each.file)
+        record = await self._assets.get(each.file, tenant)
         if record is None or record.tenant != tenant or self._assets.is_old(record):
             raise Refusal(
                 RefusalCode.INVALID_REQUEST, f"there is no file {each.file!r} (any more)", field="inputs"
@@ -102,7 +102,7 @@ class InputDesk:
 
     async def record(self, job: Job, file: InputFile) -> FileRecord | None:
         """Asked again: it may be gone by now, and what a worker names as its output may be anything."""
-        record = None if self._assets is None else await self._assets.get(file.file_id)
+        record = None if self._assets is None else await self._assets.get(file.file_id, job.tenant)
         if record is None or record.tenant != job.tenant or not record.is_complete:
             return None
         return record

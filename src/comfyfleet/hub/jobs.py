@@ -21,7 +21,7 @@ from comfyfleet.model.calls import JobFilter, JobView
 from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
-from comfyfleet.model.job import JobResult
+from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.workflow import parse_workflow
 from comfyfleet.ports import Assets
@@ -155,22 +155,24 @@ class JobHandlers:
     async def get_result(self, call: Call[None]) -> Reply:
         view = await self._view(call)
         phase, job = view.dispatch.phase, view.job
-        result = None if job.result is None else await self._linked(job.result, job.job_id)
+        result = await self._linked(job)
         body = answers.ResultBody(job.job_id, spell(phase), result, job.failure)
         return Reply(200 if phase.is_final else 202, body)
 
-    async def _linked(self, result: JobResult, job_id: JobId) -> JobResult:
+    async def _linked(self, job: Job) -> JobResult | None:
         """Files that were uploaded come with a link that is good for a short while."""
+        if job.result is None:
+            return None
         files = []
-        for file in result.files:
+        for file in job.result.files:
             record = None
             if self._assets is not None and file.file_id is not None:
-                record = await self._assets.get(file.file_id)
-            if self._assets is not None and record is not None and record.job_id == job_id:
+                record = await self._assets.get(file.file_id, job.tenant)
+            if self._assets is not None and record is not None and record.job_id == job.job_id:
                 link = await self._assets.grant(record, "GET")
                 file = msgspec.structs.replace(file, url=link.url)
             files.append(file)
-        return msgspec.structs.replace(result, files=tuple(files))
+        return msgspec.structs.replace(job.result, files=tuple(files))
 
     async def explain(self, call: Call[None]) -> Reply:
         return Reply(200, await self._engine.explain(await self._mine(call)))

@@ -29,6 +29,8 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     received_at: float | None = None
     is_complete: bool = False
     """It is there, and is what was said."""
+    is_apart: bool = False
+    """A stub: the record lies in its tenant's own database."""
 
 
 class InputFile(msgspec.Struct, frozen=True, omit_defaults=True):

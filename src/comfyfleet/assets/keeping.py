@@ -1,0 +1,108 @@
+"""Where the record of a file is kept: in the central cabinet, or in that of a tenant whose records lie apart.
+
+Of a file whose record lies apart the central cabinet has a *stub*: its id, tenant and attempt, so that whoever knows
+the id alone finds it, and old files are found in one place. The stub is written before the record and goes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.file import FileRecord
+from comfyfleet.model.ids import TenantId
+from comfyfleet.ports import Cabinet
+
+DRAWER = "files"
+_TRIES = 20
+_records = msgspec.json.Decoder(FileRecord)
+
+CabinetOf = Callable[[TenantId], Awaitable[Cabinet]]
+"""The cabinet that a tenant's records lie in: the central one itself, unless they lie apart. Raises `Fault` while it
+cannot be reached."""
+
+
+class RecordKeeper:
+    def __init__(self, central: Cabinet, cabinet_of: CabinetOf | None = None) -> None:
+        self._central = central
+        self._cabinet_of = cabinet_of
+
+    async def cabinet(self, tenant: TenantId) -> Cabinet:
+        return self._central if self._cabinet_of is None else await self._cabinet_of(tenant)
+
+    async def add(self, record: FileRecord) -> None:
+        cabinet = await self.cabinet(record.tenant)
+        if cabinet is not self._central and not await _put(self._central, _stub(record), 0):
+            raise _taken()
+        if not await _put(cabinet, record, 0):
+            raise _taken()
+
+    async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
+        """`tenant`, where it is known: its record is found even if the central store has lost the stub."""
+        found = await _get(self._central, file_id)
+        if found is not None and not found.is_apart:
+            return found
+        owner = tenant if found is None else found.tenant
+        if owner is None:
+            return None
+        cabinet = await self.cabinet(owner)
+        return None if cabinet is self._central else await _get(cabinet, file_id)
+
+    async def change(
+        self, file_id: str, check: Callable[[FileRecord], None], **fields: object
+    ) -> FileRecord | None:
+        """None: there is no such file (any more)."""
+        for _ in range(_TRIES):
+            cabinet, document = self._central, await self._central.get(DRAWER, file_id)
+            if document is not None and (record := _records.decode(document.body)).is_apart:
+                cabinet = await self.cabinet(record.tenant)
+                document = None if cabinet is self._central else await cabinet.get(DRAWER, file_id)
+            if document is None:
+                return None
+            record = _records.decode(document.body)
+            check(record)
+            record = msgspec.structs.replace(record, **fields)
+            if await _put(cabinet, record, document.version):
+                return record
+        raise Fault(f"file {file_id!r} is being changed by others all the time; try again")
+
+    async def remove(self, record: FileRecord) -> None:
+        """The record, then its stub: what is left over is found again."""
+        cabinet = await self.cabinet(record.tenant)
+        if cabinet is not self._central:
+            await cabinet.remove(DRAWER, record.file_id)
+        await self._central.remove(DRAWER, record.file_id)
+
+    async def page(self, after: str, limit: int, tenant: TenantId | None = None) -> list[FileRecord]:
+        """In the order of their ids, the oldest first: all there are, by their stubs where they lie apart; or those
+        that lie where this tenant's do."""
+        cabinet = self._central if tenant is None else await self.cabinet(tenant)
+        return [_records.decode(each.body) for each in await cabinet.listing(DRAWER, after, limit)]
+
+
+def _stub(record: FileRecord) -> FileRecord:
+    """What it takes to find the record, and the bytes; nothing of what they are."""
+    return FileRecord(
+        record.file_id,
+        record.tenant,
+        record.created_at,
+        kind=record.kind,
+        job_id=record.job_id,
+        attempt_id=record.attempt_id,
+        is_apart=True,
+    )
+
+
+def _taken() -> Fault:
+    return Fault("a new file's id is taken already; try again")
+
+
+async def _get(cabinet: Cabinet, file_id: str) -> FileRecord | None:
+    document = await cabinet.get(DRAWER, file_id)
+    return None if document is None else _records.decode(document.body)
+
+
+async def _put(cabinet: Cabinet, record: FileRecord, version: int) -> bool:
+    return await cabinet.put(DRAWER, record.file_id, msgspec.json.encode(record), version=version)
