@@ -452,13 +452,13 @@ async def test_a_file_that_an_open_job_brings_is_not_swept(tmp_path: Path) -> No
             return (await assets.complete(record.file_id)).file_id
 
         used, unused = await kept("used"), await kept("unused")
-        asked = await desk.checked(Submission(edit(), inputs=(JobInput("10", "image", used),)))
-        job_id = (await engine.submit(asked)).job_id
+        asked = Submission(edit(), inputs=(JobInput("10", "image", used),))
+        job_id = (await desk.submit(asked)).job_id
         await clock.advance(1000)
         await kept("in between")
         assert await assets.get(unused) is not None, "it may have been named a moment ago"
         with pytest.raises(Refusal, match="no file"):
-            await desk.checked(Submission(edit(), inputs=(JobInput("10", "image", unused),)))
+            await desk.submit(Submission(edit(), inputs=(JobInput("10", "image", unused),)))
         await clock.advance(4000)
         await kept("another")
         assert await assets.get(unused) is None and await assets.get(used) is not None

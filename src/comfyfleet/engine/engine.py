@@ -147,6 +147,10 @@ class Engine:
         """Brings a round into the queue that was taken before, at another time or by another engine."""
         await self._submitting.admit(job, dispatch, write)
 
+    async def repeat_of(self, submission: Submission) -> Submitted | None:
+        """The job that was made of exactly this before, if any."""
+        return await self._submitting.repeat_of(submission)
+
     async def convert(
         self, workflow: Mapping[str, Any], tenant: TenantId = DEFAULT_TENANT
     ) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A submission on its way into the queue: read, known already or new, judged, announced, written, told.
+"""A submission on its way into the queue: known already or new, read, judged, announced, written, told.
 
 What may be asked for is policy's (`policy/admission.py`), what a graph is `reading.py`'s, where a job waits first
 `placing.py`'s. What is noted beside the queue is noted before the job is written: nobody finds a job without it.
@@ -30,9 +30,10 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import check_workflow, read_needs
 from comfyfleet.policy.admission import check_dependencies, check_room, check_submission
 from comfyfleet.policy.feasibility import misses, nearest_miss
-from comfyfleet.policy.inputs import as_asked, check_inputs
+from comfyfleet.policy.inputs import check_inputs
 from comfyfleet.policy.lifecycle import standing_at
 from comfyfleet.policy.priority import effective_priority
+from comfyfleet.policy.repeating import digest_of, is_repeat
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.timing import wake_at
 from comfyfleet.ports import Counts
@@ -55,15 +56,18 @@ class SubmitDesk:
     async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
         """`is_own`: the graph was decoded from JSON, and nobody else has it."""
         context, rules = self._context, self._context.rules
+        # Before it is judged: of a job that was taken once, files and workers may be gone by now.
+        known = await self._known(submission)
+        if known is not None and is_repeat(known.payload, submission):
+            return _repeat(known)
         check_submission(submission, rules)
+        sent = digest_of(submission)
         reading = await self._read(submission, is_own)
-        submission = msgspec.structs.replace(submission, workflow=reading.graph)
+        submission = msgspec.structs.replace(submission, workflow=reading.graph, sent=sent)
         if submission.inputs or submission.after:
             submission = await self._named(submission)
-        if submission.reference is not None:
-            known = await context.store.records.by_reference(submission.tenant, submission.reference)
-            if known is not None:
-                return _repeat(known, submission)
+        if known is not None:
+            return _same(known, submission)
         is_held = bool(submission.after) and await self._dependencies.check(
             submission.after, submission.tenant
         )
@@ -91,7 +95,7 @@ class SubmitDesk:
             # Somebody else submitted under the same reference in between.
             known = await context.store.records.get(written.dispatch.job_id)
             assert known is not None, "the store answered with it"
-            return _repeat(known, submission)
+            return _same(known, submission)
         await self._tell(written)
         return Submitted(job.job_id, Phase.QUEUED, job.workflow_hash, seeds=job.seeds, unworkable=unworkable)
 
@@ -120,6 +124,16 @@ class SubmitDesk:
             if written is not None:
                 await self._tell(written)
                 return
+
+    async def repeat_of(self, submission: Submission) -> Submitted | None:
+        """The job that was made of exactly this before, whatever has become of its files and workers."""
+        known = await self._known(submission)
+        return _repeat(known) if known is not None and is_repeat(known.payload, submission) else None
+
+    async def _known(self, submission: Submission) -> Job | None:
+        if submission.reference is None:
+            return None
+        return await self._context.store.records.by_reference(submission.tenant, submission.reference)
 
     # what is asked for
 
@@ -255,15 +269,15 @@ def _check_room(counts: Counts, size: int, rules: Rules) -> None:
     check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
 
 
-def _repeat(known: Job, submission: Submission) -> Submitted:
-    # What was attached to a completed job is not kept.
-    kept = known.payload
-    if not kept.attachments:
-        submission = msgspec.structs.replace(submission, attachments=())
-    if as_asked(kept) != as_asked(submission):
+def _same(known: Job, submission: Submission) -> Submitted:
+    if not is_repeat(known.payload, submission):
         raise Refusal(
             RefusalCode.DUPLICATE_DIFFERS,
             f"a different job was submitted as {submission.reference!r} before; choose another id",
             job_id=known.job_id,
         )
+    return _repeat(known)
+
+
+def _repeat(known: Job) -> Submitted:
     return Submitted(known.job_id, known.phase, known.workflow_hash, seeds=known.seeds, is_repeat=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.model.calls import LeasedJob, RegisterWorker
+from comfyfleet.model.calls import LeasedJob, RegisterWorker, Submitted
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord, InputFile
@@ -31,7 +31,14 @@ class InputDesk:
 
     # submit
 
-    async def checked(self, submission: Submission) -> Submission:
+    async def submit(self, submission: Submission) -> Submitted:
+        """A repeat is known before its files are looked for: they may be gone by now."""
+        known = await self._engine.repeat_of(submission) if submission.inputs else None
+        if known is not None:
+            return known
+        return await self._engine.submit(await self._checked(submission), is_own=True)
+
+    async def _checked(self, submission: Submission) -> Submission:
         """With size and SHA-256 of each file, which is there, whole, and the tenant's own."""
         if not submission.inputs or len(submission.inputs) > self._engine.rules.max_inputs:
             # Of too many none is looked for: the engine refuses them.
@@ -40,10 +47,10 @@ class InputDesk:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST, "this hub keeps no files: leave out 'inputs'", field="inputs"
             )
-        inputs = [await self._checked(each, submission.tenant) for each in submission.inputs]
+        inputs = [await self._checked_input(each, submission.tenant) for each in submission.inputs]
         return msgspec.structs.replace(submission, inputs=tuple(inputs))
 
-    async def _checked(self, each: JobInput, tenant: TenantId) -> JobInput:
+    async def _checked_input(self, each: JobInput, tenant: TenantId) -> JobInput:
         if each.file is None:
             return each
         assert self._assets is not None

@@ -73,8 +73,7 @@ class JobHandlers:
     async def _submit(
         self, body: bodies.SubmitBody, caller: Caller, key: str | None, traceparent: str | None
     ) -> answers.SubmittedBody:
-        submission = await self._inputs.checked(bodies.submission(body, caller.owner, key, traceparent))
-        submitted = await self._engine.submit(submission, is_own=True)
+        submitted = await self._inputs.submit(bodies.submission(body, caller.owner, key, traceparent))
         if _LOG.isEnabledFor(logging.INFO):
             with about(job_id=submitted.job_id, traceparent=traceparent_of(submitted.job_id, traceparent)):
                 _LOG.info("submitted%s", ", as it was before" if submitted.is_repeat else "")

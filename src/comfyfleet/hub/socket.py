@@ -318,9 +318,8 @@ class Session:
                 trace = message.get("traceparent")
                 trace = parse_traceparent(trace) if isinstance(trace, str) else None
                 asked = bodies.submission(body, self.caller.owner, traceparent=trace)
-                submission = await self._hub.inputs.checked(asked)
                 submitted = await self._noted(
-                    name, lambda: engine.submit(submission, is_own=True), lambda made: made.job_id
+                    name, lambda: self._hub.inputs.submit(asked), lambda made: made.job_id
                 )
                 status = spell(submitted.phase, Face.SOCKET)
                 self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)

@@ -83,6 +83,8 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     webhook: Webhook | None = None
     traceparent: str | None = None
     """The caller's trace, where it has one. A repeat may come with another."""
+    sent: str | None = None
+    """A digest of what was sent, where that is not kept as it came."""
 
     @property
     def input_files(self) -> tuple[InputFile, ...]:

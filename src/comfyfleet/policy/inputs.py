@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-import msgspec
-
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobInput, JobResult, Submission
@@ -75,16 +73,6 @@ def output_of(wanted: JobInput, result: JobResult) -> str | Failure:
             "Submit it with requirements.needs_files",
         )
     return file.file_id
-
-
-def as_asked(submission: Submission) -> Submission:
-    """Without what was found out later or belongs to one request alone (its trace), and with files told by their
-    content: so a repeat is known again."""
-    inputs = tuple(
-        msgspec.structs.replace(each, file=None) if each.job is not None or each.sha256 is not None else each
-        for each in submission.inputs
-    )
-    return msgspec.structs.replace(submission, inputs=inputs, traceparent=None)
 
 
 def _missing(wanted: JobInput, what: str) -> Failure:
