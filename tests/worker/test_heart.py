@@ -11,6 +11,7 @@ from comfyfleet.model.calls import Beat
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.worker.heart import Heart
+from comfyfleet.worker.outage import Outage
 
 
 class Held:
@@ -39,7 +40,9 @@ class SlowApi(ScriptedApi):
 
 async def test_a_beat_that_falls_due_during_another_is_not_forgotten() -> None:
     api = SlowApi()
-    heart = Heart(api, WorkerId("w"), quick(heartbeat_s=15.0), lambda _: None, lambda _: None)
+    heart = Heart(
+        api, WorkerId("w"), quick(heartbeat_s=15.0), lambda _: None, lambda _: None, Outage(WorkerId("w"))
+    )
     task = asyncio.create_task(heart.run())
     first, second = Held("first"), Held("second")
     try:

@@ -28,6 +28,7 @@ from comfyfleet.worker.commands import CommandListener
 from comfyfleet.worker.heart import Heart
 from comfyfleet.worker.journal import Begun, Journal, stop_orphan
 from comfyfleet.worker.news import NewsSender
+from comfyfleet.worker.outage import Outage
 from comfyfleet.worker.presence import HasClientId, Server, TellsConnection, check_all
 from comfyfleet.worker.registration import Registration
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff
@@ -75,10 +76,11 @@ class Agent:
                 + (", ".join(server.name for server in self._servers) or "none")
             )
         self._news = NewsSender(api, self._settings, self._obey)
-        self._heart = Heart(api, worker_id, self._settings, self._obey, self._heartbeat_refused)
+        self._outage = Outage(worker_id)
+        self._heart = Heart(api, worker_id, self._settings, self._obey, self._heartbeat_refused, self._outage)
         self._commands = CommandListener(api, worker_id, self._settings, self._do)
         self._registration = Registration(
-            api, worker_id, self._servers, self._settings, declared, self._update, self._renewed
+            api, worker_id, self._servers, self._settings, declared, self._update, self._renewed, self._outage
         )
         self._slots = Slots(
             api,
@@ -89,6 +91,7 @@ class Agent:
             self._registration.renew,
             self._next_begun,
             self._clear_away,
+            self._outage,
         )
         self._begun: list[Begun] = []
         """What the journal knew at the start, until a slot asks for it."""
@@ -342,7 +345,7 @@ class Agent:
                 wait_s = await self._turn(backoff)
             except Exception as error:
                 wait_s = backoff.next_s()
-                _log.warning("worker %s could not register: %r", self.worker_id, error)
+                self._outage.miss(error)
                 if self._registration.offer is None:
                     self._tell(AgentStatus.OFFLINE, f"The worker could not be registered: {error}")
             self._first_verdict.set()

@@ -15,6 +15,7 @@ from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.ports import WorkerApi
+from comfyfleet.worker.outage import Outage
 from comfyfleet.worker.settings import AgentSettings, Backoff
 
 
@@ -36,12 +37,14 @@ class Heart:
         settings: AgentSettings,
         on_beat: Callable[[Beat], None],
         on_refusal: Callable[[Refusal], None],
+        outage: Outage,
     ) -> None:
         self._api = api
         self._worker_id = worker_id
         self._settings = settings
         self._on_beat = on_beat
         self._on_refusal = on_refusal
+        self._outage = outage
         self._held: dict[LeaseRef, Held] = {}
         self._unacknowledged: dict[LeaseRef, None] = {}
         self._wake = asyncio.Event()
@@ -100,7 +103,9 @@ class Heart:
             self._on_refusal(refusal)
             return False
         except Exception:
+            self._outage.beat_missed()
             return False
+        self._outage.beat_answered()
         for ref in beat.alive:
             self._unacknowledged.pop(ref, None)
             if (held := self._held.get(ref)) is not None:

@@ -16,6 +16,7 @@ from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import InputSource, NodeKeeper, WorkerApi
 from comfyfleet.worker.offer import Offer, join
+from comfyfleet.worker.outage import Outage
 from comfyfleet.worker.presence import Server
 from comfyfleet.worker.settings import AgentSettings
 
@@ -32,6 +33,7 @@ class Registration:
         declared: Capabilities | None,
         on_change: Callable[[], None],
         on_renewal: Callable[[], None],
+        outage: Outage,
     ) -> None:
         """`on_change`: what is offered may have changed. `on_renewal`: another offer stands in its place."""
         self.offer: Offer | None = None
@@ -47,6 +49,7 @@ class Registration:
         self._declared = declared
         self._on_change = on_change
         self._on_renewal = on_renewal
+        self._outage = outage
         self._described: NodeDefinitions = {}
         """What the other side was told of the servers' nodes."""
         self._turn = asyncio.Lock()
@@ -102,7 +105,7 @@ class Registration:
                     self._described = {}
                     await self._register(self.offer)
         except Exception as error:
-            _log.info("worker %s could not register again: %r", self._worker_id, error)
+            self._outage.miss(error)
 
     async def end(self, reason: str) -> None:
         async with self._turn:
@@ -121,6 +124,7 @@ class Registration:
         await self._api.register(
             RegisterWorker(self._worker_id, offer.capabilities, self._settings.slots, offer.live)
         )
+        self._outage.answered()
         # Before it counts as online here: whoever waits for that may use what it told.
         await self._describe(offer)
         is_new, self.offer = self.offer is None, offer

@@ -7,7 +7,6 @@ lease is for whoever takes it (`agent.py`, `attempt.py`).
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -17,9 +16,8 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.ports import WorkerApi
 from comfyfleet.worker.journal import Begun
+from comfyfleet.worker.outage import Outage
 from comfyfleet.worker.settings import AgentSettings, Backoff
-
-_log = logging.getLogger(__name__)
 
 _LONGEST_TURN_S = 0.01
 """A slot whose calls all end at once still lets the others run this often."""
@@ -41,6 +39,7 @@ class Slots:
         register_again: Callable[[int], Awaitable[None]],
         next_begun: Callable[[], Begun | None],
         clear_away: Callable[[Begun], Awaitable[None]],
+        outage: Outage,
     ) -> None:
         self.quiet = asyncio.Event()
         """Set while every slot rests: nothing is polled, run or reported."""
@@ -52,6 +51,7 @@ class Slots:
         self._register_again = register_again
         self._next_begun = next_begun
         self._clear_away = clear_away
+        self._outage = outage
         self._gate = asyncio.Event()
         self._parked: set[asyncio.Task[Any]] = set()
         self._recalled: set[asyncio.Task[Any]] = set()
@@ -133,14 +133,15 @@ class Slots:
             try:
                 job = await self._api.poll(poll)
                 backoff.reset()
+                self._outage.answered()
                 return True, job
             except Refusal as refusal:
                 if refusal.code is RefusalCode.NOT_FOUND:
                     await self._register_again(registration)
                 else:
-                    _log.warning("worker %s: a poll was refused: %s", self._worker_id, refusal)
+                    self._outage.miss(refusal)
             except Exception as error:
-                _log.info("worker %s: a poll was not answered: %r", self._worker_id, error)
+                self._outage.miss(error)
             await asyncio.sleep(backoff.next_s())
         except asyncio.CancelledError:
             if task.cancelling() > (task in self._recalled):
