@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -243,6 +244,18 @@ def test_a_key_file_that_is_none_says_what_to_do(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(CommandFailed, match="remove it"):
         read_hub(tmp_path)
+
+
+def test_a_key_that_cannot_be_written_names_its_file_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(CommandFailed, match=r"hub\.json cannot be written: No space left"):
+        write_hub(tmp_path, LocalHub("http://127.0.0.1:3001"))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_workers_key_is_kept_by_hub_and_worker(tmp_path: Path) -> None:

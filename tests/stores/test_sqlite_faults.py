@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from pathlib import Path
 
 import msgspec
@@ -287,3 +289,19 @@ async def test_a_known_job_that_is_purged_while_others_are_taken_in_is_answered_
     assert adopted is not None
     assert [adopted[0], adopted[1].job_id] == [ended.dispatch, "new"]
     await bench.store.close()
+
+
+async def test_a_disk_without_room_for_the_first_byte_is_told_with_the_path_and_nothing_stays_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = make_bench(tmp_path / "fleet.db").store
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        with pytest.raises(Fault, match="No space left") as told:
+            await store.open()
+    assert str(tmp_path / "fleet.db") in str(told.value) and "Make room" in str(told.value)
+    await store.open()
+    await store.close()

@@ -96,9 +96,18 @@ def _read(path: Path) -> bytes | None:
 def _write(path: Path, value: msgspec.Struct) -> Path:
     """Whole or not at all, and readable by nobody else at any moment."""
     make_data_folder(path.parent)
-    # `mkstemp` makes files that only their owner can read.
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(value))
-    Path(name).replace(path)
+    try:
+        # `mkstemp` makes files that only their owner can read.
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(value))
+            Path(name).replace(path)
+        except OSError:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise CommandFailed(
+            f"{path} cannot be written: {error.strerror}. Make room on its disk, or see to its rights"
+        ) from error
     return path

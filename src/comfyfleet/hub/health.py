@@ -1,23 +1,46 @@
-"""Whether the process lives, whether it serves, and what it speaks."""
+"""Whether the process lives, whether it serves, and what it speaks.
+
+It serves if its store can be written, and that is tried: a disk that is full still answers whoever only reads.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from comfyfleet.hub.door import Call, Handler, Reply
-from comfyfleet.ports import Store
+from comfyfleet.model.errors import Fault
+from comfyfleet.ports import Cabinet, Clock
 from comfyfleet.wire.answers import HealthBody
 from comfyfleet.wire.openapi import document
 from comfyfleet.wire.route import Route
 
+_LOG = logging.getLogger(__name__)
+
 _STORE_ANSWERS_WITHIN_S = 2.0
+_TRIED_EVERY_S = 5.0
+_FAILED_EVERY_S = 1.0
+"""So often at most is it written, however many ask."""
+
+DRAWER = "health"
+_NAME = "tried"
 
 
 class HealthHandlers:
-    def __init__(self, store: Store, routes: tuple[Route, ...], is_stopping: Callable[[], bool]) -> None:
-        self._store = store
+    def __init__(
+        self,
+        cabinet: Cabinet,
+        clock: Clock,
+        routes: tuple[Route, ...],
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        self._cabinet = cabinet
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._next_try_at = float("-inf")
+        self._wrong = ""
         self._is_stopping = is_stopping
         self._version = version_here()
         self._document = document(routes, self._version)
@@ -29,16 +52,36 @@ class HealthHandlers:
         return Reply(200, HealthBody("ok", self._version))
 
     async def ready(self, call: Call[None]) -> Reply:
-        """Ready means that a job can be taken and kept: the store answers."""
+        """Ready means that a job can be taken and kept."""
         if self._is_stopping():
             return Reply(503, HealthBody("stopping", self._version), {"retry-after": "1"})
+        wrong = await self._tried()
+        if wrong:
+            return Reply(503, HealthBody("failing", self._version, wrong), {"retry-after": "1"})
+        return Reply(200, HealthBody("ok", self._version))
+
+    async def _tried(self) -> str:
+        """What is wrong with the store; empty if it was written a moment ago."""
+        async with self._turn:
+            now = self._clock.now()
+            # A clock that was set back must not keep an old answer alive.
+            if not 0 <= self._next_try_at - now <= _TRIED_EVERY_S:
+                self._wrong = await self._try(b"%.0f" % now)
+                self._next_try_at = self._clock.now() + (_FAILED_EVERY_S if self._wrong else _TRIED_EVERY_S)
+            return self._wrong
+
+    async def _try(self, body: bytes) -> str:
         try:
             async with asyncio.timeout(_STORE_ANSWERS_WITHIN_S):
-                await self._store.now()
+                await self._cabinet.put(DRAWER, _NAME, body, version=None)
+        except Fault as fault:
+            return str(fault)
+        except TimeoutError:
+            return f"the store does not answer within {_STORE_ANSWERS_WITHIN_S:.0f} s"
         except Exception as error:
-            detail = f"the store does not answer: {type(error).__name__}"
-            return Reply(503, HealthBody("failing", self._version, detail), {"retry-after": "1"})
-        return Reply(200, HealthBody("ok", self._version))
+            _LOG.exception("the store cannot be written")
+            return f"the store cannot be written: {type(error).__name__}"
+        return ""
 
     async def openapi(self, call: Call[None]) -> Reply:
         return Reply(200, self._document)

@@ -33,9 +33,16 @@ class Ownership:
                 f"the store {database} is in use by {f'process {owner}' if owner else 'another process'}. "
                 "One process owns a SQLite store: stop it first, or speak to it over its API"
             ) from error
-        os.ftruncate(self._file, 0)
-        os.lseek(self._file, 0, os.SEEK_SET)
-        os.write(self._file, str(os.getpid()).encode())
+        try:
+            os.ftruncate(self._file, 0)
+            os.lseek(self._file, 0, os.SEEK_SET)
+            os.write(self._file, str(os.getpid()).encode())
+        except OSError as error:
+            os.close(self._file)
+            raise Fault(
+                f"the store {database} cannot be opened: {path} cannot be written ({error.strerror}). "
+                "Make room on its disk and start again"
+            ) from error
         self._is_held = True
 
     async def opened(
