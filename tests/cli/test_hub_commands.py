@@ -296,6 +296,25 @@ def test_config_tells_where_a_setting_came_from_and_no_secret(
     assert run("config", "check", "--json").json["holds"] is False
 
 
+def test_config_check_names_every_mistake(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(
+        'prot = 1\nlog_level = "loud"\nrules = 5\nwebhook_allow = ["10.0.0.0/33"]\nassets = "s3://videos"\n'
+        "[limits]\nmax_debth = 1\nmax_depth = 0.5\n"
+    )
+    monkeypatch.setenv("COMFYFLEET_SLOTS", "many")
+    monkeypatch.setenv("COMFYFLEET_PROT", "1")
+    found = run("config", "check", "--config", file, "--json")
+    problems = found.json["problems"]
+    named = ("'prot'", "log_level", "'rules'", "webhook_allow", "max_debth", "max_depth'", "'slots'", "PROT ")
+    for name in (*named, "s3.endpoint", "s3.access_key", "s3.secret_key"):
+        assert any(name in problem for problem in problems), name
+    assert (found.code, len(problems)) == (2, 11)
+    assert run("config", "show", "--config", file).errors.count("\n") == 1, (
+        "whoever only starts sees the first"
+    )
+
+
 def test_shells_learn_the_commands(run: Run) -> None:
     for shell in ("zsh", "fish"):
         assert "_COMFYFLEET_COMPLETE" in run("completion", shell).output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from urllib.parse import unquote, urlsplit
 
@@ -12,6 +12,7 @@ from comfyfleet.assets.local import LocalAssets
 from comfyfleet.assets.presigning import Bucket, Credentials
 from comfyfleet.assets.s3 import S3Assets
 from comfyfleet.assets.storage import StorageRefused
+from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.settings import Resolved
 from comfyfleet.model.errors import Fault
 from comfyfleet.ports import Assets, Cabinet, Clock
@@ -44,16 +45,21 @@ async def open_assets(
 
 def storage(resolved: Resolved) -> tuple[Bucket, str, Credentials]:
     """Bucket, prefix and credentials. Raises `CommandFailed` with the name of the setting that will not do."""
-    parts = urlsplit(resolved.values.assets or "")
-    if parts.scheme != "s3" or not parts.hostname or parts.query or "@" in parts.netloc:
-        raise resolved.wrong("assets", "write s3://BUCKET or s3://BUCKET/PREFIX; all else is said in [s3]")
-    chosen = resolved.s3()
-    endpoint = urlsplit(chosen.endpoint)
-    if endpoint.scheme not in ("http", "https") or not endpoint.hostname or endpoint.query:
-        raise resolved.wrong("s3.endpoint", "write the storage's address, such as https://storage.example")
-    for name in ("access_key", "secret_key", "region"):
-        if not getattr(chosen, name):
-            raise resolved.wrong(f"s3.{name}", "it is needed beside 'assets'")
+    for mistake in storage_mistakes(resolved):
+        raise mistake
+    parts, chosen = urlsplit(resolved.values.assets or ""), resolved.s3()
     bucket = Bucket(chosen.endpoint.rstrip("/"), chosen.region, parts.netloc, chosen.path_style)
     credentials = Credentials(chosen.access_key, chosen.secret_key, chosen.session_token or None)
     return bucket, unquote(parts.path).strip("/"), credentials
+
+
+def storage_mistakes(resolved: Resolved) -> Iterator[CommandFailed]:
+    parts, chosen = urlsplit(resolved.values.assets or ""), resolved.s3()
+    if parts.scheme != "s3" or not parts.hostname or parts.query or "@" in parts.netloc:
+        yield resolved.wrong("assets", "write s3://BUCKET or s3://BUCKET/PREFIX; all else is said in [s3]")
+    endpoint = urlsplit(chosen.endpoint)
+    if endpoint.scheme not in ("http", "https") or not endpoint.hostname or endpoint.query:
+        yield resolved.wrong("s3.endpoint", "write the storage's address, such as https://storage.example")
+    for name in ("access_key", "secret_key", "region"):
+        if not getattr(chosen, name):
+            yield resolved.wrong(f"s3.{name}", "it is needed beside 'assets'")

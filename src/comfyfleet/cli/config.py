@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.cli.options import as_json, settings
-
-if TYPE_CHECKING:
-    from comfyfleet.cli.settings import Resolved
 
 
 @click.group("config")
@@ -39,22 +36,23 @@ def show(config: str | None, show_all: bool, as_json: bool) -> None:
 @as_json
 @settings("config")
 def check(config: str | None, as_json: bool) -> None:
-    """Whether the settings can be understood: 0 if so, 2 if not.
+    """Whether the settings can be understood: 0 if so, 2 if not. Every mistake is told, one a line.
 
     Variables that begin like ours and mean nothing are told too: mostly they are misspelled.
     """
     from comfyfleet.cli.reach import print_json
     from comfyfleet.cli.settings import PREFIX, nearest, read_settings, variables
 
-    problems = []
-    try:
-        resolved = read_settings(config=config)
-    except CommandFailed as error:
-        problems.append(str(error))
-    else:
-        problems += _storage(resolved)
-        for name in resolved.unheard:
-            problems.append(f"{name} means nothing{nearest(name, variables(), PREFIX)}")
+    mistakes: list[CommandFailed] = []
+    resolved = read_settings(config=config, mistakes=mistakes)
+    if resolved.values.assets is not None:
+        from comfyfleet.cli.assets import storage_mistakes
+
+        # What a hub would find wrong about where its files lie; those who only ask a hub need not know it.
+        mistakes += storage_mistakes(resolved)
+    problems = [str(mistake) for mistake in mistakes]
+    for name in resolved.unheard:
+        problems.append(f"{name} means nothing{nearest(name, variables(), PREFIX)}")
     if as_json:
         print_json({"holds": not problems, "problems": problems})
     else:
@@ -64,18 +62,6 @@ def check(config: str | None, as_json: bool) -> None:
             click.echo("the settings can be understood")
     if problems:
         raise SystemExit(ExitCode.USAGE)
-
-
-def _storage(resolved: Resolved) -> list[str]:
-    """What a hub would find wrong about where its files lie; those who only ask a hub need not know it."""
-    from comfyfleet.cli.assets import storage
-
-    try:
-        if resolved.values.assets is not None:
-            storage(resolved)
-    except CommandFailed as error:
-        return [str(error)]
-    return []
 
 
 def _text(value: Any) -> str:

@@ -12,6 +12,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -202,27 +203,79 @@ def read_settings(
     config: str | Path | None = None,
     environment: Mapping[str, str] | None = None,
     old_store: bool = True,
+    mistakes: list[CommandFailed] | None = None,
 ) -> Resolved:
     """`flags` that are None or empty were not given. `config` is the file; else the variable's, else the one here.
-    `old_store`: whether the store may be named as others name theirs."""
+    `old_store`: whether the store may be named as others name theirs. `mistakes` takes every one of them, with settings
+    as if what is wrong had not been said; without it the first is raised."""
     environment = os.environ if environment is None else environment
-    values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    found = _Found(mistakes)
     path = _file(config, environment)
     if path is not None:
-        _take(values, origins, _flat(_read_file(path), path), Origin(1, f"file {path}"))
-    unheard = _take_environment(values, origins, environment, old_store)
+        found.take_file(path)
+    unheard = _take_environment(found, environment, old_store)
     for name, value in (flags or {}).items():
         if value is not None and value != ():
-            _put(values, origins, name, value, Origin(3, f"flag {flag_of(name)}"))
+            found.put(name, value, Origin(3, f"flag {flag_of(name)}"))
+    values = found.values
     if values.get("assets"):
-        _take_others(values, origins, environment)
+        _take_others(found, environment)
     if not values.get("data"):
         values["data"] = str(_usual_data(environment))
-    resolved = Resolved(msgspec.convert(values, Settings), origins, unheard)
+    resolved = Resolved(msgspec.convert(values, Settings), found.origins, unheard)
     if resolved.values.webhook_allow:
-        resolved.allowed()
+        with found.noting():
+            resolved.allowed()
     return resolved
+
+
+class _Found:
+    """What was said so far, the nearest last."""
+
+    def __init__(self, mistakes: list[CommandFailed] | None) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, Origin] = {}
+        self._mistakes = mistakes
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        try:
+            yield
+        except CommandFailed as mistake:
+            if self._mistakes is None:
+                raise
+            self._mistakes.append(mistake)
+
+    def take_file(self, path: Path) -> None:
+        origin = Origin(1, f"file {path}")
+        with self.noting():
+            for name, value in _read_file(path).items():
+                if name not in TABLES:
+                    self.put(name, value, origin)
+                elif isinstance(value, dict):
+                    for field, each in value.items():
+                        self.put(f"{name}.{field}", each, origin)
+                else:
+                    with self.noting():
+                        raise _wrong(name, origin, f"it is a table: write [{name}] and its settings below")
+
+    def put(self, name: str, value: Any, origin: Origin) -> None:
+        with self.noting():
+            table, _, field = name.rpartition(".")
+            fields = _fields(table)
+            if (table and table not in TABLES) or field not in fields or name in TABLES:
+                raise _unknown(name, origin)
+            # What comes as text is read as what it should be; a file and a flag have kinds of their own.
+            is_text = origin.rank == 2
+            try:
+                value = msgspec.convert(value, fields[field], strict=not is_text)
+            except msgspec.ValidationError as error:
+                raise _wrong(name, origin, str(error)) from error
+            if table:
+                self.values.setdefault(table, {})[field] = value
+            else:
+                self.values[name] = value
+            self.origins[name] = origin
 
 
 def _file(config: str | Path | None, environment: Mapping[str, str]) -> Path | None:
@@ -244,29 +297,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise CommandFailed(f"{path} is not TOML: {error}", ExitCode.USAGE) from error
 
 
-def _flat(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    origin = Origin(1, f"file {path}")
-    found: dict[str, Any] = {}
-    for name, value in content.items():
-        if name not in TABLES:
-            found[name] = value
-        elif isinstance(value, dict):
-            found |= {f"{name}.{field}": each for field, each in value.items()}
-        else:
-            raise _wrong(name, origin, f"it is a table: write [{name}] and its settings below")
-    return found
-
-
-def _take(
-    values: dict[str, Any], origins: dict[str, Origin], given: Mapping[str, Any], origin: Origin
-) -> None:
-    for name, value in given.items():
-        _put(values, origins, name, value, origin)
-
-
-def _take_environment(
-    values: dict[str, Any], origins: dict[str, Origin], environment: Mapping[str, str], old_store: bool
-) -> tuple[str, ...]:
+def _take_environment(found: _Found, environment: Mapping[str, str], old_store: bool) -> tuple[str, ...]:
     by_variable = {variable_of(name): name for name in _names()}
     for name, olds in OLD_NAMES.items():
         if name == "store" and not old_store:
@@ -274,7 +305,7 @@ def _take_environment(
         # The first of them wins, and our own wins over them all.
         for old in reversed(olds):
             if environment.get(old):
-                _put(values, origins, name, environment[old], Origin(2, f"environment {old}"))
+                found.put(name, environment[old], Origin(2, f"environment {old}"))
     unheard = []
     for variable, text in sorted(environment.items()):
         if not variable.startswith(PREFIX) or variable in ELSEWHERE or not text:
@@ -284,40 +315,23 @@ def _take_environment(
             continue
         name = by_variable[variable]
         value: Any = text.replace(",", " ").split() if name in LISTS else text
-        _put(values, origins, name, value, Origin(2, f"environment {variable}"))
+        found.put(name, value, Origin(2, f"environment {variable}"))
     return tuple(unheard)
 
 
-def _take_others(values: dict[str, Any], origins: dict[str, Origin], environment: Mapping[str, str]) -> None:
+def _take_others(found: _Found, environment: Mapping[str, str]) -> None:
     """What the machine's environment says to every program that uses a storage, where nobody said it to us. Credentials
     are taken together or not at all: halves of two would open nothing."""
-    has_own = not _TOGETHER.isdisjoint(values.get("s3", {}))
+    own = frozenset(found.values.get("s3", {}))
+    has_own = not _TOGETHER.isdisjoint(own)
     for field, names in OTHERS.items():
-        if field in values.get("s3", {}) or (has_own and field in _TOGETHER):
+        if field in own or (has_own and field in _TOGETHER):
             continue
         for variable in names:
             if environment.get(variable):
                 origin = Origin(2, f"environment {variable}")
-                _put(values, origins, f"s3.{field}", environment[variable], origin)
+                found.put(f"s3.{field}", environment[variable], origin)
                 break
-
-
-def _put(values: dict[str, Any], origins: dict[str, Origin], name: str, value: Any, origin: Origin) -> None:
-    table, _, field = name.rpartition(".")
-    fields = _fields(table)
-    if (table and table not in TABLES) or field not in fields or name in TABLES:
-        raise _unknown(name, origin)
-    # What comes as text is read as what it should be; a file and a flag have kinds of their own.
-    is_text = origin.rank == 2
-    try:
-        value = msgspec.convert(value, fields[field], strict=not is_text)
-    except msgspec.ValidationError as error:
-        raise _wrong(name, origin, str(error)) from error
-    if table:
-        values.setdefault(table, {})[field] = value
-    else:
-        values[name] = value
-    origins[name] = origin
 
 
 def _names() -> list[str]:
