@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.worker._scripted import quick
 
 from comfyfleet.assets.local import LocalAssets
 from comfyfleet.client.fleet import FleetClient
+from comfyfleet.hub.app import Hub
 from comfyfleet.hub.limits import HungUp
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
@@ -75,6 +77,26 @@ async def test_a_file_goes_up_by_its_link_and_comes_down_by_another(rig: HubRig)
     assert got.headers["x-content-type-options"] == "nosniff"
     part = await rig.get(link, role=None, headers={"range": "bytes=10-19"})
     assert (part.status, part.content) == (206, content[10:20])
+
+
+async def test_a_hub_with_a_folder_of_its_own_says_why_it_has_not_what_another_received(
+    rig: HubRig, tmp_path: Path
+) -> None:
+    clock = ManualClock(time.time())
+    folder = LocalAssets(tmp_path / "of its own", rig.cabinet, clock)
+    other = HubRig(Hub(rig.engine, rig.cabinet, clock, assets=folder), rig.engine, rig.cabinet, rig.keys)
+    file = await announced(rig)
+    assert (await rig.ask("PUT", file["link"]["url"], raw=b"x", role=None)).status == 200
+    link = (await other.get(f"/api/files/{file['id']}")).body["link"]["url"]
+    refused = [await other.get(link, role=None), await other.post(f"/api/files/{file['id']}/complete")]
+    for answer in refused:
+        assert answer.code == "not_found"
+        assert "received by another hub" in answer.body["detail"] and "'assets'" in answer.body["detail"]
+    record = await folder.get(file["id"])
+    assert record is not None
+    with pytest.raises(Refusal, match="one folder in common"):
+        _ = [piece async for piece in folder.read(record)]
+    assert (await rig.get(link, role=None)).content == b"x", "the link is good where the file is"
 
 
 async def test_a_link_is_good_for_one_file_one_method_and_a_while(rig: HubRig) -> None:

@@ -53,10 +53,12 @@ class LocalAssets(FileRecords):
     async def complete(self, file_id: str) -> FileRecord:
         """It has been received and is what was said of it. Asked again, the same answer."""
         record = await self._known(file_id)
-        if record.received_at is None or not self.path(record).is_file():
+        if record.received_at is None:
             raise Refusal(
                 RefusalCode.WRONG_PHASE, "nothing has been received yet: PUT the file to its link first"
             )
+        if not self.path(record).is_file():
+            raise elsewhere(record)
         return await self._change(file_id, is_complete=True)
 
     async def _remove(self, record: FileRecord) -> None:
@@ -125,7 +127,7 @@ class LocalAssets(FileRecords):
             finally:
                 file.close()
         except FileNotFoundError:
-            raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} is not here") from None
+            raise elsewhere(record) from None
         except OSError as error:
             raise Fault(f"the file {record.file_id!r} cannot be read: {error}") from error
 
@@ -144,6 +146,16 @@ class LocalAssets(FileRecords):
         finally:
             file.close()
         return size, digest.hexdigest()
+
+
+def elsewhere(record: FileRecord) -> Refusal:
+    """It was received, for all hubs of the store know so, but not into this folder."""
+    return Refusal(
+        RefusalCode.NOT_FOUND,
+        f"the file {record.file_id!r} is not in this hub's folder: it was received by another hub that keeps its files "
+        "in a folder of its own, or somebody removed it. Give all hubs on one store one folder in common, or "
+        "storage (the setting 'assets')",
+    )
 
 
 def _settle(descriptor: int, flush: object) -> None:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 from starlette.responses import FileResponse
 
-from comfyfleet.assets.local import LocalAssets
+from comfyfleet.assets.local import LocalAssets, elsewhere
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.limits import HungUp
@@ -100,8 +100,10 @@ class FileHandlers:
         asked = call.given
         record = await self._here.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
         path = self._here.path(record)
-        if record.received_at is None or not path.is_file():
-            raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} is not here")
+        if record.received_at is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} has not been received yet")
+        if not path.is_file():
+            raise elsewhere(record)
         return FileResponse(
             path,
             media_type=record.content_type,

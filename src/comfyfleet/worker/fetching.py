@@ -116,7 +116,9 @@ async def _fetch(api: InputSource, job: LeasedJob, file: InputFile, path: Path, 
         except Refusal as refusal:
             if refusal.code is RefusalCode.NOT_FOUND:
                 raise _failed(
-                    FailureKind.MISSING_INPUT, file, "it is not there any more. Upload it and submit again"
+                    FailureKind.MISSING_INPUT,
+                    file,
+                    f"it is not there any more ({refusal}). Upload it and submit again",
                 ) from refusal
             if refusal.code is RefusalCode.LEASE_LOST or patience.is_over():
                 raise _failed(FailureKind.TRANSIENT, file, f"the hub refused it: {refusal}") from refusal
