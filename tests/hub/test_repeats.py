@@ -9,7 +9,7 @@ from tests.hub._hub import hub_in_process
 from tests.hub.test_conversion import editors_workflow, hub_with_agent
 from tests.hub.test_inputs import brings, uploaded
 
-from comfyfleet.assets.records import DRAWER
+from comfyfleet.assets.keeping import DRAWER
 from comfyfleet.model.access import Role
 
 
