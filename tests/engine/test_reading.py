@@ -12,11 +12,12 @@ import msgspec
 import pytest
 from bench.pooling import twelve_nodes
 
+from comfyfleet.engine import reading
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.reading import Reader, Reading
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.job import Submission
-from comfyfleet.model.workflow import InvalidWorkflow, hash_workflow, read_needs
+from comfyfleet.model.workflow import InvalidWorkflow, decode_workflow, hash_workflow, read_needs
 from comfyfleet.stores.sqlite.store import SqliteStore
 
 
@@ -116,14 +117,19 @@ def test_whatever_is_made_of_nodes_seen_before_is_read_as_the_check_reads_it() -
             graph = dict(zip(reversed(graph), graph.values(), strict=True))
         text = msgspec.json.encode(graph)
         found: list[Any] = []
-        for each, is_own in ((Reader(4), False), (reader, True)):
+        decoded = msgspec.json.decode(text)
+        for each, sent, is_own in (
+            (Reader(4), decoded, False),
+            (reader, decoded, True),
+            (reader, msgspec.json.decode(text, type=dict[str, msgspec.Raw]), True),
+        ):
             try:
-                reading = each.read(msgspec.json.decode(text), is_own=is_own)
+                read_now = each.read(sent, is_own=is_own)
                 # Numbers that are equal may be written in two ways.
-                found.append((reading, repr(reading.graph)))
+                found.append((read_now, repr(read_now.graph)))
             except InvalidWorkflow as refusal:
                 found.append((str(refusal), refusal.node_errors))
-        assert found[0] == found[1]
+        assert found[0] == found[1] == found[2]
         read += isinstance(found[0][0], Reading)
     assert 500 < read < 4_500
 
@@ -136,13 +142,34 @@ def test_nodes_that_differ_in_a_seed_alone_share_what_they_are_made_of() -> None
     assert second.graph["5"] != first.graph["5"]
 
 
+def test_a_node_that_is_known_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, decoded = Reader(5_000), list[bytes]()
+
+    def counted(text: bytes) -> Any:
+        decoded.append(text)
+        return decode_workflow(text)
+
+    monkeypatch.setattr(reading, "decode_workflow", counted)
+    for seed in (1, 2):
+        sent = msgspec.json.decode(msgspec.json.encode(twelve_nodes(seed)), type=dict[str, msgspec.Raw])
+        assert reader.read(sent, is_own=True) == _fresh(twelve_nodes(seed))
+    assert len(decoded) == 12 + 1
+    assert b'"seed":2' in decoded[-1]
+
+
+def test_a_node_that_is_no_json_is_refused_as_such() -> None:
+    for text in (b'{"class_type":"\xff","inputs":{}}', b'{"class_type":"\\ud800","inputs":{}}', b"nul"):
+        with pytest.raises(InvalidWorkflow, match="not JSON"):
+            Reader(5_000).read({"1": msgspec.Raw(text)}, is_own=True)
+
+
 def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing() -> None:
     reader = Reader(5_000)
     for seed in range(10_000):
         graph = twelve_nodes(seed, kind=seed % 3_000)
-        reading = reader.read(graph, is_own=True)
+        read_now = reader.read(graph, is_own=True)
         if seed % 1_000 == 0:
-            assert reading == _fresh(graph)
+            assert read_now == _fresh(graph)
     assert len(reader._nodes) <= 4_096
     assert len(reader._graphs) <= 1_024
 

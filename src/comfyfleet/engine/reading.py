@@ -1,8 +1,9 @@
 """What a submitted graph is: checked, hashed, and what it needs. Nodes and graphs that were seen before are recalled.
 
 Callers send the same workflow again and again with another seed or another prompt. Of such a graph all nodes but one or
-two are, byte for byte, nodes that were checked before, and its structure is one whose hash and needs are known. What is
-recalled is exactly what the check would find; whatever is new or wrong goes through the check itself (`model/`).
+two are, byte for byte, nodes that were checked before, and its structure is one whose hash and needs are known. So
+nodes may come as text, of which only what is new is decoded. What is recalled is exactly what the check would find;
+whatever is new or wrong goes through the check itself (`model/`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from comfyfleet.model.workflow import (
     Workflow,
     asks_for_seed,
     check_workflow,
+    decode_workflow,
     files_of,
     hash_workflow,
     label,
@@ -63,14 +65,15 @@ class Reader:
         self._graphs: dict[bytes, Reading] = {}
 
     def read(self, graph: Mapping[str, Any], *, is_own: bool = False) -> Reading:
-        """Raises `InvalidWorkflow`. `is_own`: it was decoded from JSON, and nobody else has it."""
+        """Raises `InvalidWorkflow`. `is_own`: it was decoded from JSON, its nodes or not, and nobody else has it."""
         if not is_own:
             # A copy of our own: the caller may go on changing its graph for the next job.
             workflow = parse_workflow(graph, max_nodes=self._max_nodes)
             return _read(workflow, workflow.to_graph())
         recalled = self._recall(graph)
         if recalled is None:
-            return _read(check_workflow(graph, max_nodes=self._max_nodes), dict(graph))
+            graph = {node_id: _decoded(content) for node_id, content in graph.items()}
+            return _read(check_workflow(graph, max_nodes=self._max_nodes), graph)
         nodes, structure = recalled
         known = self._graphs.get(structure)
         if known is None:
@@ -90,12 +93,13 @@ class Reader:
         structures: list[bytes] = []
         for node_id, content in graph.items():
             try:
-                text = _encode(content)
+                # A text in JSON and one in MessagePack are never the same: the first byte of an object differs.
+                text = bytes(content) if type(content) is msgspec.Raw else _encode(content)
             except OverflowError:
                 return None
             seen = self._nodes.get(text)
             if seen is None:
-                seen = self._see(node_id, content, graph, text)
+                seen = self._see(node_id, _decoded(content), graph, text)
                 if seen is None:
                     return None
             nodes[node_id] = seen.content
@@ -112,6 +116,10 @@ class Reader:
                 self._nodes.clear()
             self._nodes[text] = seen
         return seen
+
+
+def _decoded(content: Any) -> Any:
+    return decode_workflow(bytes(content)) if type(content) is msgspec.Raw else content
 
 
 def _structure(node: Node) -> bytes:

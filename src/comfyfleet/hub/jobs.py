@@ -37,7 +37,7 @@ _AT_A_TIME = 50
 while it wrote the last."""
 
 _KEY = re.compile(r"[\x21-\x7e]{1,200}")
-_ITEM = msgspec.json.Decoder(bodies.SpelledSubmit)
+_ITEM = msgspec.json.Decoder(bodies.SentSubmit)
 
 
 class JobHandlers:
@@ -64,7 +64,7 @@ class JobHandlers:
 
     # submit
 
-    async def submit(self, call: Call[bodies.SpelledSubmit]) -> Reply:
+    async def submit(self, call: Call[bodies.SentSubmit]) -> Reply:
         key = _idempotency_key(call.headers)
         answer = await self._submit(call.given, call.caller, key, call.traceparent)
         location = {"location": f"/api/jobs/{answer.id}"}
@@ -100,7 +100,7 @@ class JobHandlers:
         return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted), made=made)
 
     async def _submit_one(
-        self, body: bodies.SpelledSubmit | Refusal, caller: Caller, key: str | None, traceparent: str | None
+        self, body: bodies.SentSubmit | Refusal, caller: Caller, key: str | None, traceparent: str | None
     ) -> answers.BatchItem:
         try:
             if isinstance(body, Refusal):
@@ -217,22 +217,22 @@ class JobHandlers:
         return view
 
 
-def _decoded(raw: msgspec.Raw) -> bodies.SpelledSubmit | Refusal:
+def _decoded(raw: msgspec.Raw) -> bodies.SentSubmit | Refusal:
     try:
         return _ITEM.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         return Refusal(RefusalCode.INVALID_REQUEST, f"the job is not what is expected: {error}")
 
 
-def _own_reference(body: bodies.SpelledSubmit) -> str | None:
+def _own_reference(body: bodies.SentSubmit) -> str | None:
     return body.reference or body.id
 
 
 def _parts(
-    every: list[bodies.SpelledSubmit | Refusal], most: int
-) -> Iterator[list[bodies.SpelledSubmit | Refusal]]:
+    every: list[bodies.SentSubmit | Refusal], most: int
+) -> Iterator[list[bodies.SentSubmit | Refusal]]:
     """What is under way together: at most so many; a job that names one before it comes in a later part than that."""
-    part: list[bodies.SpelledSubmit | Refusal] = []
+    part: list[bodies.SentSubmit | Refusal] = []
     references: set[str | None] = set()
     for body in every:
         names = set() if isinstance(body, Refusal) else bodies.named_jobs(body)

@@ -26,6 +26,7 @@ from comfyfleet.model.requirement import (
     Requirements,
 )
 from comfyfleet.model.webhook import ENDINGS, Webhook
+from comfyfleet.model.workflow import decode_workflow
 from comfyfleet.wire.spelling import KNOWN_STATUSES, OLD_SERVICE_NAMES
 
 MAX_BATCH = 1_000
@@ -43,6 +44,8 @@ Url = Annotated[str, Meta(min_length=1, max_length=2_048)]
 Events = Annotated[tuple[FactKind, ...], Meta(min_length=1, max_length=len(FactKind))]
 Time = Annotated[float, Meta(ge=0, le=1e11, description="Seconds since 1970")] | datetime
 """Seconds since 1970, or a date in ISO 8601; without a zone it is UTC."""
+
+_PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -163,6 +166,12 @@ class SpelledSubmit(SubmitBody, frozen=True):
     id: Name | None = None
 
 
+class SentSubmit(SpelledSubmit, frozen=True, kw_only=True):
+    """As the door reads it: the nodes of the workflow stay text, since most of them were read before."""
+
+    payload: dict[str, msgspec.Raw]
+
+
 class BatchBody(_Sent, frozen=True):
     """Each job is a submission of its own: decoded, and answered, by itself."""
 
@@ -261,9 +270,22 @@ def _webhook(given: WebhookBody | str | None) -> Webhook | None:
 
 def _workflow(payload: dict[str, Any]) -> dict[str, Any]:
     workflow = payload.get("workflow")
-    if isinstance(workflow, dict) and "class_type" not in workflow:
-        return workflow
-    return payload
+    if isinstance(workflow, msgspec.Raw):
+        workflow = _parts(workflow)
+    if not isinstance(workflow, dict) or "class_type" in workflow:
+        workflow = payload
+    if isinstance(workflow.get("nodes"), msgspec.Raw):
+        # A file of the editor, most likely: what is in it is no node yet.
+        return {name: decode_workflow(bytes(text)) for name, text in workflow.items()}
+    return workflow
+
+
+def _parts(text: msgspec.Raw) -> dict[str, msgspec.Raw] | None:
+    try:
+        return _PARTS.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        # Whoever reads it as a node says what is wrong with it.
+        return None
 
 
 def _reference(body: SubmitBody, key: str | None) -> str | None:

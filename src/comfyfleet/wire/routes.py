@@ -50,7 +50,7 @@ JOBS = of_noun(
         CALLERS,
         aliases=("/jobs", "/api/ai-jobs"),
         body=bodies.SubmitBody,
-        reads=bodies.SpelledSubmit,
+        reads=bodies.SentSubmit,
         answers={201: answers.SubmittedBody, 200: answers.SubmittedBody},
         refuses=_SUBMIT,
         headers=("Idempotency-Key",),
