@@ -12,6 +12,7 @@ from tests.hub._hub import HubRig, running_hub
 from tests.hub._watching import register, watching
 from tests.worker._scripted import until
 
+from comfyfleet.hub.connections import Connection
 from comfyfleet.hub.limits import Limits
 from comfyfleet.model.access import Role
 
@@ -51,6 +52,55 @@ def post(rig: HubRig) -> bytes:
         b"POST /api/jobs HTTP/1.1\r\nhost: h\r\ncontent-length: 100000\r\n"
         b"authorization: Bearer " + rig.keys[Role.ADMIN].encode() + b"\r\n\r\n{"
     )
+
+
+# answers
+
+
+class _Recording:
+    """A transport, and what was written to it call by call."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.written: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
+        self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+async def test_head_and_body_of_an_answer_are_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[_Recording] = []
+    made: Any = Connection.connection_made
+
+    def recorded(connection: Connection, transport: asyncio.Transport) -> None:
+        seen.append(_Recording(transport))
+        made(connection, seen[-1])
+
+    monkeypatch.setattr(Connection, "connection_made", recorded)
+    async with running_hub() as rig:
+        assert (await rig.get("/health")).status == 200
+        assert (await rig.get("/nowhere")).code == "not_found"
+    answers = [answer for each in seen for answer in each.written]
+    assert len(answers) == 2
+    for answer, status in zip(answers, (b"200", b"404"), strict=True):
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 " + status)
+        assert f"content-length: {len(body)}".encode() in head and body.startswith(b"{")
+
+
+async def test_a_connection_goes_on_after_an_answer_unless_it_was_asked_to_end() -> None:
+    first = b"GET /health HTTP/1.1\r\nhost: h\r\n\r\nHEAD /health HTTP/1.1\r\nhost: h\r\n\r\n"
+    last = b"GET /nowhere HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
+    async with running_hub() as rig, wire(rig, first + last) as (reader, _):
+        answers = (await rest(reader)).split(b"HTTP/1.1 ")[1:]
+    heads, bodies = zip(*(each.split(b"\r\n\r\n") for each in answers), strict=True)
+    assert [head[:3] for head in heads] == [b"200", b"405", b"404"]
+    assert [b"connection: close" in head for head in heads] == [False, False, True]
+    assert [bool(body) for body in bodies] == [True, False, True]
 
 
 # slow requests

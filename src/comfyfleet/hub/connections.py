@@ -2,20 +2,25 @@
 
 uvicorn bounds how long a connection rests between two requests. It waits for ever for one that never comes whole, and
 for a reader that takes nothing; those are looked for here, once a second for all of them. What a caller may keep open
-once it is known is `places.py`'s.
+once it is known is `places.py`'s. An answer that is there as a whole is written as a whole, too: uvicorn writes twice,
+which is another call into the kernel and, to whoever reads it, another packet.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
+from functools import partial
 from typing import Any, cast
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from comfyfleet.hub.limits import Limits
+
+ANSWER = "comfyfleet.answer"
+"""In the scope of a request: how to answer it with head and body at once. Other servers do not have it."""
 
 _LOOK_S = 1.0
 _OWN_FILES = 128
@@ -131,6 +136,8 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = False
         before = cast(RequestResponseCycle | None, self.cycle)
         super().on_headers_complete()
+        if self.cycle is not before:
+            self.scope[ANSWER] = partial(_answer, self.cycle)  # type: ignore[literal-required]
         if before is not None and not before.response_complete:
             while self._unanswered and self._unanswered[0].response_complete:
                 self._unanswered.popleft()
@@ -173,3 +180,27 @@ class Connection(HttpToolsProtocol):
             self._all.by_address[self._address] -= 1
             if not self._all.by_address[self._address]:
                 del self._all.by_address[self._address]
+
+
+async def _answer(
+    cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]], body: bytes
+) -> None:
+    """As its `send` does with both messages of such an answer. The headers are the door's own."""
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
+    if cycle.disconnected:
+        return
+    assert not cycle.response_started, "a request is answered once"
+    parts = [STATUS_LINE[status]]
+    for name, value in headers:
+        parts += (name, b": ", value, b"\r\n")
+    parts.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+    if cycle.scope["method"] != "HEAD":
+        parts.append(body)
+    cycle.response_started = cycle.response_complete = True
+    cycle.waiting_for_100_continue = False
+    cycle.transport.write(b"".join(parts))
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()

@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from comfyfleet import tracing
 from comfyfleet.hub import html
 from comfyfleet.hub.audit import Audit
+from comfyfleet.hub.connections import ANSWER
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.limits import HungUp, Limits, Rate, check_json, read_body
 from comfyfleet.hub.paths import Found, Paths
@@ -186,9 +187,9 @@ class Door:
             await _send_reply(call, reply, send)
             return reply.status
         if call.route.is_page and "text/html" in call.headers.get("accept", ""):
-            await _send_refusal_page(answered, call.request_id, send)
+            await _send_refusal_page(answered, call.request_id, call.scope, send)
         else:
-            await _send_problem(answered, call.request_id, send)
+            await _send_problem(answered, call.request_id, call.scope, send)
         return answered.status
 
     async def _handled(self, call: Call[Any]) -> Reply | Response:
@@ -350,24 +351,24 @@ async def _send_reply(call: Call[Any], reply: Reply, send: Send) -> None:
         headers += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]
     for name, value in (reply.headers or {}).items():
         headers.append((name.encode("latin-1"), value.encode("latin-1")))
-    await _send(send, reply.status, headers, body)
+    await _send(call.scope, send, reply.status, headers, body)
 
 
-async def _send_problem(answered: Answered, request_id: str, send: Send) -> None:
+async def _send_problem(answered: Answered, request_id: str, scope: Scope, send: Send) -> None:
     headers = [(b"content-type", CONTENT_TYPE.encode())]
     if request_id:
         headers.append((b"x-request-id", request_id.encode("latin-1")))
     headers += [(name.encode(), value.encode()) for name, value in answered.headers().items()]
-    await _send(send, answered.status, headers, _ENCODER.encode(answered.body))
+    await _send(scope, send, answered.status, headers, _ENCODER.encode(answered.body))
 
 
-async def _send_refusal_page(answered: Answered, request_id: str, send: Send) -> None:
+async def _send_refusal_page(answered: Answered, request_id: str, scope: Scope, send: Send) -> None:
     told = {"content-type": "text/html; charset=utf-8", "x-request-id": request_id}
     told |= {**html.HEADERS, **answered.headers()}
     # A browser would not know what to do with a bearer.
     told.pop("www-authenticate", None)
     headers = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
-    await _send(send, answered.status, headers, html.refusal_page(answered).encode())
+    await _send(scope, send, answered.status, headers, html.refusal_page(answered).encode())
 
 
 async def _respond_nowhere(scope: Scope, methods: tuple[str, ...], send: Send) -> None:
@@ -375,18 +376,23 @@ async def _respond_nowhere(scope: Scope, methods: tuple[str, ...], send: Send) -
     path, request_id = scope["path"], _request_id(_headers(scope))
     if not methods:
         answered = answer_to(Refusal(RefusalCode.NOT_FOUND, f"there is nothing at {path!r}"), request_id)
-        await _send_problem(answered, request_id, send)
+        await _send_problem(answered, request_id, scope, send)
         return
     allow = ", ".join(methods)
     message = f"{path!r} has no {scope['method']}: it has {allow}"
     body = answer_to(Refusal(RefusalCode.INVALID_REQUEST, message), request_id).body | {"status": 405}
     headers = [(b"content-type", CONTENT_TYPE.encode()), (b"allow", allow.encode())]
     headers.append((b"x-request-id", request_id.encode("latin-1")))
-    await _send(send, 405, headers, b"" if scope["method"] == "HEAD" else _ENCODER.encode(body))
+    await _send(scope, send, 405, headers, b"" if scope["method"] == "HEAD" else _ENCODER.encode(body))
 
 
-async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+async def _send(
+    scope: Scope, send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes
+) -> None:
     if status != 204:
         headers.append((b"content-length", str(len(body)).encode()))
+    if (answer := scope.get(ANSWER)) is not None:
+        await answer(status, headers, body)
+        return
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
