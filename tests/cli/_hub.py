@@ -41,7 +41,7 @@ class Address(NamedTuple):
 
 
 @contextmanager
-def hub_with_a_worker(folder: Path | None = None) -> Iterator[Address]:
+def hub_with_a_worker(folder: Path | None = None, *, is_open: bool = False) -> Iterator[Address]:
     """One simulated worker, `gpu`, which takes a moment for each job. With a folder the hub keeps files."""
     ready: list[Address] = []
     is_ready = threading.Event()
@@ -50,7 +50,7 @@ def hub_with_a_worker(folder: Path | None = None) -> Iterator[Address]:
 
     async def live() -> None:
         async with AsyncExitStack() as stack:
-            rig = await stack.enter_async_context(running_hub(folder=folder))
+            rig = await stack.enter_async_context(running_hub(folder=folder, is_open=is_open))
             api: WorkerApi = rig.engine if rig.assets is None else InsideApi(rig.engine, rig.assets)
             agent = await stack.enter_async_context(Agent(api, WorkerId("gpu"), [SimulatedConnector()]))
             await agent.first_verdict()

@@ -13,12 +13,15 @@ from tests.hub._hub import graph
 from tests.hub.test_inputs import edit
 
 from comfyfleet.cli.jobs import print_jobs
+from comfyfleet.cli.local import LocalHub, write_hub
+from comfyfleet.cli.reach import rate
 from comfyfleet.client.fleet import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, OutputFile
-from comfyfleet.wire.answers import JobBody, ResultBody
+from comfyfleet.model.worker import WorkerStatus
+from comfyfleet.wire.answers import JobBody, ResultBody, WorkerBody
 
 
 @pytest.fixture(scope="module")
@@ -270,14 +273,44 @@ def test_an_error_that_is_cut_off_in_a_list_looks_so(capfd: pytest.CaptureFixtur
     assert told("x" * 61) == "x" * 59 + "…"
 
 
-def test_top_looks_once_where_there_is_no_terminal(run: Run) -> None:
+def test_top_looks_once_where_there_is_no_terminal(run: Run, hub: Address) -> None:
     assert "gpu" in run("top").output
     assert run("top", "--json").json["workers"][0]["id"] == "gpu"
+    refused = run("top", "--key", hub.keys[Role.TENANT])
+    assert refused.code == 3 and "top shows the whole fleet" in refused.errors
+    assert "`comfyfleet jobs`" in refused.errors
     assert run("queue", "show", "--json").json["workers"] == 1
     shown = run("queue", "show").output.splitlines()
     assert {"workers        1", "is paused      no"} <= set(shown), (
         "the longest name is that of the payload bytes"
     )
+
+
+def test_a_key_in_the_data_folder_that_is_another_hubs_is_told_and_an_open_hub_needs_none(
+    run: Run, hub: Address, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("COMFYFLEET_HUB", "COMFYFLEET_KEY"):
+        monkeypatch.delenv(name)
+    file = write_hub(tmp_path, LocalHub(hub.url, "cfk_of_another"))
+    refused = run("jobs")
+    assert refused.code == 3 and f"the key in {file} is not good at {hub.url}" in refused.errors
+    assert "the key is not good" in run("jobs", "--key", "cfk_mine").errors, (
+        "one that was named is not left out"
+    )
+    with hub_with_a_worker(is_open=True) as other:
+        write_hub(tmp_path, LocalHub(other.url, "cfk_of_another"))
+        assert "gpu" in run("workers").output
+        assert run("workers", "--key", "cfk_of_another").code == 3
+
+
+def test_a_rate_is_told_once_there_is_one() -> None:
+    def told(completed: int) -> str:
+        worker = WorkerBody(
+            "gpu", WorkerStatus.IDLE, "self_hosted", (), 1, 0.0, 0.0, (), completed, 0, 1800.0
+        )
+        return rate(worker)
+
+    assert (told(1), told(4), told(5)) == ("–", "–", "1800")
 
 
 def test_config_tells_where_a_setting_came_from_and_no_secret(

@@ -108,6 +108,14 @@ def test_a_backup_that_cannot_be_written_leaves_nothing_behind(path: Path, tmp_p
     assert [each.name for each in tmp_path.iterdir() if "copy" in each.name] == []
 
 
+def test_a_store_without_a_scheme_is_told_how_to_write_it() -> None:
+    ended = run_cli("store", "check", "fleet.db")
+    assert ended.returncode == 3
+    assert "'fleet.db' is no store's URL: a SQLite file is sqlite:///fleet.db" in ended.stderr
+    assert "secret" not in run_cli("store", "check", "me:secret@host/fleet").stderr
+    assert "secret" not in run_cli("store", "check", "//me:secret@host/fleet").stderr
+
+
 @pytest.mark.parametrize("words", [("check",), ("vacuum",), ("backup", "copy.db")])
 def test_a_file_that_is_not_there_is_not_made(tmp_path: Path, words: tuple[str, ...]) -> None:
     ended = run_cli("store", words[0], "sqlite:///missing.db", *words[1:], cwd=tmp_path)
@@ -225,7 +233,7 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
     ("words", "told"),
     [
         (("check", "memory:"), "gone with its process"),
-        (("check", "what"), "there is no store for ''"),
+        (("check", "what:"), "there is no store for 'what'"),
         (("vacuum", "redis://h"), "needs no vacuum"),
         (("vacuum", "postgresql://h/d"), "autovacuum"),
         (("backup", "redis://h", "f"), "redis-cli --rdb"),

@@ -47,6 +47,32 @@ async def test_a_repeat_is_answered_with_what_has_become_of_the_job() -> None:
                 await rig.complete(leased)
 
 
+async def test_of_a_job_that_does_not_wait_it_is_told_what_became_of_it() -> None:
+    async with Rig(max_attempts=1) as rig:
+        await rig.worker("a")
+
+        async def told(job_id: JobId) -> str:
+            return (await rig.engine.explain(job_id)).summary
+
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        assert await told(job_id) == "the job is leased on a"
+        await rig.fail(leased)
+        assert await told(job_id) == (
+            "the job failed (node_error; 1 attempt(s)): it broke. A retry opens a new round"
+        )
+        await rig.worker("b")
+        await rig.engine.retry(job_id)
+        leased = await rig.take("b")
+        await rig.engine.cancel(job_id)
+        assert await told(job_id) == "the job is leased on b and was told to stop"
+        await rig.complete(leased)
+        assert await told(job_id) == "the job has completed on b"
+        waiting = await rig.submit()
+        await rig.engine.cancel(waiting)
+        assert await told(waiting) == "the job was cancelled; a retry opens a new round"
+
+
 async def test_what_no_live_worker_has_is_named_at_submit_and_the_job_waits_for_it() -> None:
     async with Rig() as rig:
         assert (await rig.engine.submit(Submission(graph()))).unworkable == ("no worker is connected",)

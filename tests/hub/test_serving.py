@@ -15,8 +15,11 @@ import pytest
 from tests.hub._hub import hub_in_process, running_hub, submission
 from tests.worker._scripted import until
 
+from comfyfleet.client.fleet import FleetClient
 from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.worker.transports.http import HttpWorkerApi
 
 
 async def test_a_hub_serves_tls_by_certificate_files(tmp_path: Path) -> None:
@@ -41,6 +44,15 @@ async def test_a_hub_serves_tls_by_certificate_files(tmp_path: Path) -> None:
                 assert response.status == 200
             with pytest.raises(aiohttp.ClientConnectorCertificateError):
                 await session.get(f"{serving.url}/health")
+        plain = serving.url.replace("https:", "http:")
+        async with FleetClient(plain, patience_s=0.1) as client:
+            with pytest.raises(Fault, match=r"is it https:// there\?"):
+                await client.stats()
+        async with HttpWorkerApi(plain, "cfk_x") as api:
+            with pytest.raises(
+                Fault, match=r"did not answer unregister: Server disconnected \(.* https://\)"
+            ):
+                await api.unregister(WorkerId("gpu"), "stopped")
 
 
 async def test_a_taken_port_is_named() -> None:

@@ -129,14 +129,17 @@ def retry(job_id: str, as_json: bool, **flags: Any) -> None:
 @as_json
 @settings(*TO_REACH)
 def explain(job_id: str, as_json: bool, **flags: Any) -> None:
-    """Why a job is not running."""
+    """Why a job is not running, or what became of it."""
     from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.model.dispatch import Phase
 
     answer = ask(flags, lambda client: client.explain(job_id))
     if as_json:
         print_json(answer)
         return
     click.echo(answer.summary)
+    if answer.phase in (Phase.FAILED, Phase.CANCELLED):
+        click.echo(f"  again: comfyfleet job retry {answer.job_id}")
     if answer.position is not None:
         click.echo(f"  its place in line: {answer.position}")
     for worker in answer.workers:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import functools
 import ssl
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import msgspec
 
 from comfyfleet.cli.endings import run
-from comfyfleet.cli.local import read_hub
+from comfyfleet.cli.local import HUB_FILE, read_hub
 from comfyfleet.cli.settings import Resolved, read_settings
 from comfyfleet.client.fleet import DEFAULT_URL, FleetClient
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.wire.answers import WorkerBody
 
 T = TypeVar("T")
 
@@ -25,10 +27,16 @@ _PATIENCE_S = 3.0
 """Whoever sits at a terminal wants to know soon that nobody answers."""
 
 
+_ENOUGH = 5
+"""Completed jobs from which a rate is told: one job of two seconds is not 1,800 an hour."""
+
+
 class Reach(msgspec.Struct, frozen=True):
     url: str
     key: str | None
     trust: ssl.SSLContext | None
+    key_file: Path | None = None
+    """Where the key was found, if nobody named one."""
 
 
 def find_hub(resolved: Resolved) -> Reach:
@@ -36,9 +44,9 @@ def find_hub(resolved: Resolved) -> Reach:
     local = read_hub(resolved.data)
     url = (chosen.hub or (DEFAULT_URL if local is None else local.url)).rstrip("/")
     is_local = local is not None and local.url == url
-    key, trust = chosen.key, None
+    key, trust, key_file = chosen.key, None, None
     if key is None and is_local and local is not None:
-        key = local.key
+        key, key_file = local.key, resolved.data / HUB_FILE
     if chosen.trust is not None:
         try:
             trust = ssl.create_default_context()
@@ -47,7 +55,7 @@ def find_hub(resolved: Resolved) -> Reach:
             raise resolved.wrong("trust", f"there are no certificates to read: {error}") from error
     elif is_local and local is not None and local.certificate is not None:
         trust = _exactly(local.certificate)
-    return Reach(url, key, trust)
+    return Reach(url, key, trust, key_file)
 
 
 def _exactly(certificate: str) -> ssl.SSLContext | None:
@@ -73,17 +81,29 @@ def ask(
     resolved = read_settings(flags, config=config)
     reach = find_hub(resolved)
 
-    async def asking() -> T:
+    async def asking(key: str | None) -> T:
         try:
-            client = FleetClient(reach.url, reach.key, patience_s=patience_s, trust=reach.trust)
+            client = FleetClient(reach.url, key, patience_s=patience_s, trust=reach.trust)
         except Refusal as error:
             raise resolved.wrong("hub", error.message) from error
         async with client:
             return await work(client)
 
     try:
-        return run(asking())
+        try:
+            return run(asking(reach.key))
+        except Refusal as error:
+            if error.code is not RefusalCode.UNAUTHENTICATED or reach.key_file is None:
+                raise
+        # Another hub may answer there by now; an open one, as the demo's, asks this machine for no key.
+        return run(asking(None))
     except Refusal as error:
+        if error.code is RefusalCode.UNAUTHENTICATED and reach.key_file is not None:
+            told = (
+                f"the key in {reach.key_file} is not good at {reach.url}: it was revoked, or another hub is there. "
+                "A start of the hub with that data folder makes a new one; --key, or COMFYFLEET_KEY, names another"
+            )
+            raise Refusal(error.code, told, **error.details) from error
         if error.code is RefusalCode.UNAUTHENTICATED and reach.key is None:
             # The hub speaks of headers; here it is a setting.
             told = f"{reach.url} wants a key: set COMFYFLEET_KEY, or give --key"
@@ -149,6 +169,13 @@ def print_pairs(pairs: list[tuple[str, object]]) -> None:
     for name, value in pairs:
         shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
         click.echo(f"{name:<{width}}  {shown}")
+
+
+def rate(worker: WorkerBody) -> str:
+    """Jobs an hour, where enough were completed to say so."""
+    if worker.completed < _ENOUGH:
+        return "–"
+    return f"{worker.per_hour:.0f}" if worker.per_hour >= 10 else f"{worker.per_hour:.2g}"
 
 
 def ago(at: float | None, now: float) -> str:

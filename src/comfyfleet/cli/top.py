@@ -30,7 +30,10 @@ _FRAME = 8
 @as_json
 @settings(*TO_REACH)
 def command(interval: float, once: bool, as_json: bool, **flags: Any) -> None:
-    """Watch queue, workers and running jobs live, until `q` or Ctrl-C."""
+    """Watch queue, workers and running jobs live, until `q` or Ctrl-C.
+
+    It shows the whole fleet, so it takes a key of a viewer, an operator or an administrator; a tenant has `jobs`.
+    """
     from comfyfleet.cli.reach import ask, print_json
 
     if as_json:
@@ -43,9 +46,17 @@ def command(interval: float, once: bool, as_json: bool, **flags: Any) -> None:
 async def _look(client: FleetClient) -> tuple[StatsBody, list[WorkerBody], list[JobBody]]:
     import asyncio
 
-    stats, workers, page = await asyncio.gather(
-        client.stats(), client.workers(), client.jobs(status="leased", order="oldest", limit=20)
-    )
+    from comfyfleet.model.errors import Refusal, RefusalCode
+
+    try:
+        stats, workers, page = await asyncio.gather(
+            client.stats(), client.workers(), client.jobs(status="leased", order="oldest", limit=20)
+        )
+    except Refusal as error:
+        if error.code is RefusalCode.NOT_ALLOWED:
+            told = f"top shows the whole fleet: {error.message}. `comfyfleet jobs` lists the jobs of a tenant's key"
+            raise Refusal(error.code, told, **error.details) from error
+        raise
     return stats, list(workers), list(page.jobs)
 
 
@@ -127,7 +138,7 @@ def _drawn(
     from rich.table import Table
     from rich.text import Text
 
-    from comfyfleet.cli.reach import ago
+    from comfyfleet.cli.reach import ago, rate
 
     now = time.time()
     styles = {
@@ -150,7 +161,7 @@ def _drawn(
             f"{len(worker.current_jobs)} of {worker.slots}",
             str(worker.completed),
             str(worker.failed),
-            f"{worker.per_hour:g}",
+            rate(worker),
             f"{ago(worker.last_seen_at, now)} ago",
         )
     running = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))

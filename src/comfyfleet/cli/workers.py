@@ -37,7 +37,7 @@ def list_(as_json: bool, **flags: Any) -> None:
 def _list(as_json: bool, flags: dict[str, Any]) -> None:
     import time
 
-    from comfyfleet.cli.reach import ago, ask, print_json, print_table
+    from comfyfleet.cli.reach import ago, ask, print_json, print_table, rate
 
     workers = ask(flags, lambda client: client.workers())
     if as_json:
@@ -51,7 +51,7 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
             f"{len(worker.current_jobs)} of {worker.slots}",
             str(worker.completed),
             str(worker.failed),
-            f"{worker.per_hour:g}",
+            rate(worker),
             f"{ago(worker.last_seen_at, now)} ago",
         ]
         for worker in workers

@@ -178,6 +178,9 @@ class Link:
             raise _Away(_away(self.url, error.os_error)) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             why = str(error) or "it took too long"
+            if isinstance(error, aiohttp.ServerDisconnectedError) and self.url.startswith("http://"):
+                # So ends plain HTTP at a port that speaks TLS.
+                why += ": is it https:// there?"
             raise Fault(f"the hub at {self.url} did not answer: {why}") from error
 
 

@@ -1,4 +1,5 @@
-"""Why is my job not running? For each worker one reason, the nearest miss, the place in line, an estimate."""
+"""Why is my job not running? For each worker one reason, the nearest miss, the place in line, an estimate; of a job
+that does not wait, what became of it."""
 
 from __future__ import annotations
 
@@ -15,8 +16,7 @@ from comfyfleet.policy.learning import expected_s
 async def explain(context: Context, dispatch: Dispatch) -> Explanation:
     job_id, phase = dispatch.job_id, dispatch.phase
     if phase is not Phase.QUEUED:
-        where = "" if dispatch.lease is None else f" on {dispatch.lease.worker_id}"
-        return Explanation(job_id, phase, f"the job is {phase.value}{where}")
+        return Explanation(job_id, phase, await _became(context, dispatch))
     now = await context.store.now()
     cls = context.fleet.classes[dispatch.class_key]
     lacking: dict[WorkerId, tuple[Miss, ...]] = {}
@@ -45,6 +45,24 @@ async def explain(context: Context, dispatch: Dispatch) -> Explanation:
         position,
         _estimate_s(context, dispatch, able, position),
     )
+
+
+async def _became(context: Context, dispatch: Dispatch) -> str:
+    """Of a job that does not wait: what became of it, and what can be done."""
+    if dispatch.phase is Phase.LEASED and dispatch.lease is not None:
+        cancelled = " and was told to stop" if dispatch.cancel_requested_at is not None else ""
+        return f"the job is leased on {dispatch.lease.worker_id}{cancelled}"
+    job = await context.store.records.get(dispatch.job_id)
+    failure = None if job is None else job.failure
+    if dispatch.phase is Phase.FAILED and failure is not None:
+        attempts = len(await context.store.attempts(dispatch.job_id))
+        tried = "it was never begun" if not attempts else f"{attempts} attempt(s)"
+        said = failure.message.rstrip(".")
+        return f"the job failed ({failure.kind.value}; {tried}): {said}. A retry opens a new round"
+    if dispatch.phase is Phase.CANCELLED:
+        return "the job was cancelled; a retry opens a new round"
+    where = "" if job is None or job.worker_id is None else f" on {job.worker_id}"
+    return f"the job has {dispatch.phase.value}{where}"
 
 
 async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord, now: float) -> list[str]:

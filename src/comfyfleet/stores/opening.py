@@ -19,6 +19,12 @@ def open_store(url: str, clock: Clock) -> Store:
 def check_address(url: str) -> None:
     """Refuses a scheme nobody knows."""
     scheme = urlsplit(url).scheme
+    if not scheme and "@" not in url:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"{url!r} is no store's URL: a SQLite file is sqlite:///{url or 'fleet.db'}, a server "
+            "redis://HOST:6379/0 or postgresql://USER@HOST/DATABASE",
+        )
     if scheme not in _OPENERS:
         # Not the whole URL: it may hold a password.
         known = ", ".join(f"{each}:" for each in _OPENERS)

@@ -231,7 +231,7 @@ class HttpWorkerApi:
                     return answer
                 raise refusal_in(response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error)}") from error
+            raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error, self._url)}") from error
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -243,10 +243,13 @@ class HttpWorkerApi:
         return self._session
 
 
-def plain(error: Exception) -> str:
+def plain(error: Exception, url: str = "") -> str:
     """What went wrong, for logs and people: some errors show the whole request as well, with its key and links."""
-    said = error.message if isinstance(error, aiohttp.ClientResponseError) else error
-    return f"{type(error).__name__}({said})"
+    said = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("http://"):
+        # So ends plain HTTP at a port that speaks TLS.
+        said = f"{said} (a hub with a certificate is at https://)"
+    return said or type(error).__name__
 
 
 def _decode(content: bytes, kind: type[T]) -> T:

@@ -76,7 +76,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         try:
             answer = await line.ask(call_id, frame, wait_s + self._answer_s, is_parking=name in _PARKING)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error)}") from error
+            raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error, self._url)}") from error
         self._backoff.reset()
         self._again_at = 0.0
         if answer.type == socket.ERROR:
@@ -114,7 +114,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         except aiohttp.WSServerHandshakeError as error:
             raise self._unwelcome(error) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer: {plain(error)}") from error
+            raise Fault(f"the hub at {self._url} did not answer: {plain(error, self._url)}") from error
         if connection.protocol != socket.AGENT_PROTOCOL:
             await connection.close()
             raise Fault(f"what answers at {self._url}/hub knows no agents: use HTTP, or a newer hub")
