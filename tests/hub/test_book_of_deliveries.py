@@ -6,8 +6,9 @@ from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.policy.delivering import asked_again, given_up
+from comfyfleet.ports import Document
 from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.tenancy.deliveries import DUE, Deliveries, due_name, name_of
+from comfyfleet.tenancy.deliveries import DELIVERIES, DUE, Deliveries, due_name, name_of
 
 JOB = JobId("01900000-0000-7000-8000-000000000000")
 
@@ -37,3 +38,54 @@ async def test_one_that_is_asked_for_again_while_its_entry_is_put_right_stays_du
     known = await book.get(name_of(over))
     assert known is not None and known[0].status is DeliveryStatus.PENDING
     assert entry in [each.name for each in await book.due("", 10)]
+
+
+def made(number: int, owner: str | None) -> Delivery:
+    job = JobId(f"01900000-0000-7000-8000-{number:012d}")
+    tenant = None if owner is None else TenantId(owner)
+    return Delivery(job, 1, "job", tenant, "https://x.example/", FactKind.FAILED, 1, 1.0, 1.0)
+
+
+class Counting(MemoryCabinet):
+    """Counts the documents that anybody was given."""
+
+    read = 0
+
+    async def get(self, drawer: str, name: str) -> Document | None:
+        self.read += 1
+        return await super().get(drawer, name)
+
+    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+        found = await super().listing(drawer, after, limit)
+        self.read += len(found)
+        return found
+
+
+async def test_a_tenants_list_costs_by_what_is_its_own() -> None:
+    cabinet = Counting()
+    book = Deliveries(cabinet)
+    for number in range(500):
+        await book.add(made(number, ("others", "more", None)[number % 3]))
+    mine = [made(number, "acme") for number in (600, 3, 40)]
+    for delivery in mine:
+        await book.add(delivery)
+    cabinet.read = 0
+    first, further = await book.page_of(TenantId("acme"), "", 2)
+    rest, end = await book.page_of(TenantId("acme"), further, 2)
+    assert [name for name, _ in first + rest] == sorted(map(name_of, mine))
+    assert (end, await book.page_of(TenantId("nobody"), "", 2)) == ("", ([], ""))
+    assert cabinet.read <= 10
+
+
+async def test_what_is_forgotten_leaves_nothing_and_an_entry_without_a_delivery_is_passed_over() -> None:
+    cabinet = MemoryCabinet()
+    book = Deliveries(cabinet)
+    first, second = made(1, "acme"), made(2, "acme")
+    for delivery in (first, second):
+        await book.add(delivery)
+    await cabinet.remove(DELIVERIES, name_of(first))
+    found, _ = await book.page_of(TenantId("acme"), "", 10)
+    assert [delivery for _, delivery in found] == [second]
+    for delivery in (first, second):
+        await book.forget(name_of(delivery), delivery.owner)
+    assert await cabinet.drawers() == [DUE]

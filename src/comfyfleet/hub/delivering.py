@@ -19,7 +19,7 @@ from comfyfleet.hub.outgoing import Bounds, Outgoing
 from comfyfleet.hub.sending import Sender
 from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.model.fact import Event, Fact
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.webhook import OF_THE_JOB, Delivery, DeliveryStatus, StandingWebhook
 from comfyfleet.outbound.guard import Guard
@@ -258,8 +258,11 @@ class Delivering:
         kept_s = min(rules.keep_completed_s, rules.keep_failed_s)
         old = [each for each in page if submitted_at(each[0]) <= now - kept_s]
         self._prune_after = old[-1][0] if len(old) == _PRUNE else ""
-        over = [name for name, delivery in old if _ended_before(delivery, now, rules)]
-        await _some_at_a_time(self._book.forget, over)
+        over = [(name, delivery.owner) for name, delivery in old if _ended_before(delivery, now, rules)]
+        await _some_at_a_time(self._forget, over)
+
+    async def _forget(self, over: tuple[str, TenantId | None]) -> None:
+        await self._book.forget(*over)
 
 
 def _ended_before(delivery: Delivery, now: float, rules: Rules) -> bool:

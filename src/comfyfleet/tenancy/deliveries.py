@@ -1,29 +1,34 @@
 """The book of deliveries, in the store's cabinet: whose facts are to be told, what was told, and what is due when.
 
-Three drawers. A *note* is written before a round of a job is, and stays until the end of the round is in the book: it
+Four drawers. A *note* is written before a round of a job is, and stays until the end of the round is in the book: it
 says where to look for facts. A *delivery* has a name that follows from fact and webhook, so that two hubs that enter
-the same one enter it once. A *due* entry stands in the order of time and leads to its delivery; one that leads nowhere
+the same one enter it once. An entry *of its owner*, made before it, lets a tenant's be listed without anybody else's. A
+*due* entry stands in the order of time and leads to its delivery; one that leads nowhere
 is put right by whoever finds it. So every step may be taken twice, and a hub may die between any two.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from hashlib import sha256
 from urllib.parse import urlsplit
 
 import msgspec
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.ports import Cabinet, Document
 
 NOTES = "webhook_notes"
 DELIVERIES = "deliveries"
+OF_OWNER = "deliveries_of"
 DUE = "deliveries_due"
 
 _TRIES = 20
 _PAGE = 200
+_AT_A_TIME = 50
 MAX_OF_A_JOB = 1_000
 
 
@@ -91,6 +96,8 @@ class Deliveries:
     async def add(self, delivery: Delivery) -> DueEntry | None:
         """Enters it once. What is answered is still to be sent."""
         name = name_of(delivery)
+        if delivery.owner is not None:
+            await self._cabinet.put(OF_OWNER, _beginning(delivery.owner) + name, b"", version=0)
         if not await self._cabinet.put(DELIVERIES, name, msgspec.json.encode(delivery), version=0):
             known = await self.get(name)
             if known is None or known[0].status is not DeliveryStatus.PENDING:
@@ -159,8 +166,26 @@ class Deliveries:
             (each.name, _delivery(each)) for each in await self._cabinet.listing(DELIVERIES, after, limit)
         ]
 
-    async def forget(self, name: str) -> None:
+    async def page_of(
+        self, owner: TenantId, after: str, limit: int
+    ) -> tuple[list[tuple[str, Delivery]], str]:
+        """A tenant's own, in the same order, and where to go on: nowhere (empty) behind the last."""
+        beginning = _beginning(owner)
+        page = await self._cabinet.listing(OF_OWNER, beginning + after, limit)
+        names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
+        found: list[tuple[str, Delivery]] = []
+        for start in range(0, len(names), _AT_A_TIME):
+            some = names[start : start + _AT_A_TIME]
+            known = await asyncio.gather(*map(self.get, some))
+            # An entry without a delivery: it is being made, or was forgotten by halves.
+            found += [(name, each[0]) for name, each in zip(some, known, strict=True) if each is not None]
+        return found, names[-1] if len(names) == limit else ""
+
+    async def forget(self, name: str, owner: TenantId | None) -> None:
+        """The entry last: one that is left over is passed over, a delivery without one could not be listed."""
         await self._cabinet.remove(DELIVERIES, name)
+        if owner is not None:
+            await self._cabinet.remove(OF_OWNER, _beginning(owner) + name)
 
     # what is due
 
@@ -194,6 +219,11 @@ class Deliveries:
         body = msgspec.json.encode((entry.host, entry.owner))
         await self._cabinet.put(DUE, entry.name, body, version=None)
         return entry
+
+
+def _beginning(owner: TenantId) -> str:
+    """Of the same length for every tenant, whatever it is called."""
+    return sha256(owner.encode()).hexdigest()[:32] + "/"
 
 
 def name_of(delivery: Delivery) -> str:
