@@ -25,6 +25,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import JobInput, Submission
+from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.address import parse_address
@@ -149,6 +150,20 @@ async def test_a_worker_with_redis_alone_gets_no_job_that_brings_files_whatever_
             return (await engine.get(later)).job.failure
 
         assert "on its server alone" in (await until(failure)).message
+        assert (await engine.get(passed_over)).job.phase is Phase.QUEUED
+
+
+async def test_a_worker_with_redis_alone_gets_no_job_that_is_for_workers_of_a_hub_whatever_it_declares(
+    url: str,
+) -> None:
+    async with engine_on(url) as engine, Guest(url) as guest:
+        await guest.register({**DECLARED, "has_hub": True})
+        needs = Requirements(needs_hub=True)
+        passed_over = (await engine.submit(Submission(graph(), priority=5, requirements=needs))).job_id
+        taken = (await engine.submit(Submission(graph()))).job_id
+        assert (await guest.take())[0] == taken
+        explained = await engine.explain(passed_over)
+        assert "takes its jobs from the store itself" in explained.workers[0].reasons[0]
         assert (await engine.get(passed_over)).job.phase is Phase.QUEUED
 
 

@@ -14,8 +14,14 @@ from tests.worker._scripted import until
 
 from comfyfleet.hub.serving import ServingSettings
 from comfyfleet.model.access import Role
+from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.fact import News
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.job import Submission
+from comfyfleet.model.requirement import Requirements
+from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.policy.rules import Rules
+from comfyfleet.wire.worker import capabilities_hash
 
 OLD_STYLE = {
     "workerId": "gpu-a",
@@ -76,6 +82,26 @@ async def test_a_worker_of_the_old_schema_is_understood(rig: HubRig) -> None:
     assert found["tenant_access"] == {"isolation": "loose", "allowed": ["default"], "denied": ["evil"]}
     assert found["hardware"]["gpu"]["memory_gb"] == 24
     assert worker["live"]["available_ram_gb"] == 32
+
+
+async def test_whoever_registers_at_a_hub_has_one(rig: HubRig) -> None:
+    for_hubs = Submission(graph(), requirements=Requirements(needs_hub=True))
+    for said in ({}, {"has_hub": False}):
+        job_id = (await rig.engine.submit(for_hubs)).job_id
+        await register(rig, capabilities={"services": ["comfyui"], **said})
+        assert (await leased(rig, job_id))["lease"]["job_id"] == job_id
+        await rig.engine.remove_worker(WorkerId("gpu-a"))
+
+
+async def test_a_worker_that_was_admitted_without_a_hub_is_asked_to_register_at_this_one(rig: HubRig) -> None:
+    known = await register(rig)
+    direct = Capabilities((Service("comfyui"),))
+    record = await rig.engine.register(RegisterWorker(WorkerId("gpu-a"), direct))
+    poll = {"worker_id": "gpu-a", "poll_id": "1", "wait_s": 0}
+    for said in (known["capabilities_hash"], capabilities_hash(record.capabilities)):
+        assert (await call(rig, "poll", **poll, capabilities_hash=said)).code == "not_found"
+    said = (await register(rig))["capabilities_hash"]
+    assert (await call(rig, "poll", **poll, capabilities_hash=said)).status == 204
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ OFFERS: dict[str, st.SearchStrategy[Any]] = {
     "cost": st.builds(Cost, st.sampled_from(COST_TIERS)),
     "environment": st.sampled_from(ENVIRONMENTS),
     "moves_files": st.booleans(),
+    "has_hub": st.booleans(),
 }
 
 slow_worker_classes = st.lists(
@@ -125,6 +126,7 @@ NEEDS: dict[str, st.SearchStrategy[Any]] = {
     "workers": st.none() | st.lists(worker_ids, unique=True).map(tuple),
     "exclude_workers": st.lists(worker_ids, unique=True, max_size=2).map(tuple),
     "needs_files": st.booleans(),
+    "needs_hub": st.booleans(),
 }
 
 
@@ -138,6 +140,7 @@ DECIDED_BY = {
     "workers": "environment",
     "exclude_workers": "environment",
     "needs_files": "moves_files",
+    "needs_hub": "has_hub",
 }
 """Which offer can decide a need. A worker's name is no offer; there any will do."""
 

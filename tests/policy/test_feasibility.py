@@ -87,6 +87,10 @@ def test_reasons_come_weightiest_first(
         ({"node_classes": ("KSampler", "FaceDetailer")}, "lacks the node class 'FaceDetailer'"),
         ({"models": ("flux1-schnell.safetensors",)}, "does not have the model 'flux1-schnell.safetensors'"),
         (
+            {"needs_hub": True},
+            "takes its jobs from the store itself, where this tenant's are not to be read",
+        ),
+        (
             {"isolation": "strict"},
             "takes jobs of other tenants too, and the job asks for strict isolation",
         ),

@@ -100,7 +100,7 @@ class ForeignDesk:
         worker_id, problem = applicant.worker_id, applicant.problem
         try:
             if applicant.call is not None:
-                await self._workers.register(_without_files(applicant.call))
+                await self._workers.register(_without_hub(applicant.call))
             elif not problem:
                 await self._workers.unregister(worker_id, "it left")
         except Refusal as refusal:
@@ -145,8 +145,8 @@ class ForeignDesk:
             await asyncio.gather(self._running, return_exceptions=True)
 
 
-def _without_files(call: RegisterWorker) -> RegisterWorker:
-    """Whatever it says: with the store alone it has no hub to fetch files from, or to bring them to."""
+def _without_hub(call: RegisterWorker) -> RegisterWorker:
+    """Whatever it says: with the store alone it has no hub to get jobs and files from, or to bring files to."""
     return msgspec.structs.replace(
-        call, capabilities=msgspec.structs.replace(call.capabilities, moves_files=False)
+        call, capabilities=msgspec.structs.replace(call.capabilities, moves_files=False, has_hub=False)
     )

@@ -70,12 +70,13 @@ class InputDesk:
     # lease
 
     def admitted(self, call: RegisterWorker) -> RegisterWorker:
-        """Without files here, a worker has nowhere to fetch any from."""
-        if self._assets is not None or not call.capabilities.moves_files:
+        """Whoever registers here has a hub. Without files here, it has nowhere to fetch any from."""
+        capabilities = call.capabilities
+        moves_files = capabilities.moves_files and self._assets is not None
+        if capabilities.has_hub and capabilities.moves_files == moves_files:
             return call
-        return msgspec.structs.replace(
-            call, capabilities=msgspec.structs.replace(call.capabilities, moves_files=False)
-        )
+        capabilities = msgspec.structs.replace(capabilities, moves_files=moves_files, has_hub=True)
+        return msgspec.structs.replace(call, capabilities=capabilities)
 
     async def linked(self, job: LeasedJob) -> LeasedJob:
         """With a link to each file, good for a short while."""

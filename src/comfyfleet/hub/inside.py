@@ -47,7 +47,7 @@ class InsideApi:
         self._inputs = InputDesk(engine, assets)
 
     async def register(self, call: RegisterWorker) -> WorkerRecord:
-        return await self._engine.register(call)
+        return await self._engine.register(self._inputs.admitted(call))
 
     async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None:
         await self._engine.describe(worker_id, definitions)

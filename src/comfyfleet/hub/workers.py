@@ -100,7 +100,10 @@ class WorkerHandlers:
             ):
                 known = await self._engine.register(wanted)
         elif body.capabilities_hash is not None and (
-            known is None or self._hash(known) != body.capabilities_hash
+            known is None
+            or self._hash(known) != body.capabilities_hash
+            # Admitted by somebody else than a hub: it has one now.
+            or not known.capabilities.has_hub
         ):
             raise Refusal(
                 RefusalCode.NOT_FOUND,

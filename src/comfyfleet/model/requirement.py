@@ -55,6 +55,8 @@ class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     exclude_workers: tuple[WorkerId, ...] = ()
     needs_files: bool = False
     """Only workers that fetch files from the hub, and bring there what a run left."""
+    needs_hub: bool = False
+    """Only workers that take their jobs from a hub: the payload is not in the store for others to read."""
 
 
 class Preferences(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

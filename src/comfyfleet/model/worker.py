@@ -78,6 +78,8 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     environment: Environment = "self_hosted"
     moves_files: bool = False
     """It has a hub to fetch a job's inputs from, and to bring its outputs to."""
+    has_hub: bool = False
+    """It takes its jobs from a hub. The hub says so, whatever the worker declares."""
 
     @property
     def worker_class(self) -> str:

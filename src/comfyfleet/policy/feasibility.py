@@ -74,6 +74,8 @@ def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities
         yield from _inventory_misses(needs, service)
     if needs.needs_files and not capabilities.moves_files:
         yield Miss("service", "exchanges no files with a hub, and the job brings some or wants its own kept")
+    if needs.needs_hub and not capabilities.has_hub:
+        yield Miss("service", "takes its jobs from the store itself, where this tenant's are not to be read")
     if not admits(capabilities.tenant_access, cls.tenant, is_strict=needs.isolation == "strict"):
         yield _tenant_miss(capabilities.tenant_access, cls.tenant)
     yield from _performance_misses(needs, capabilities)

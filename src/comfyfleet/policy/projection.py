@@ -47,6 +47,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     ram_gb: frozenset[float] = frozenset()
     slow_worker_classes: frozenset[str] = frozenset()
     files: frozenset[bool] = frozenset()
+    hubs: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, classes: Iterable[RequirementClass]) -> Vocabulary:
@@ -92,6 +93,7 @@ def _words(requirement_class: RequirementClass) -> dict[str, Iterable[Any]]:
         "ram_gb": _bound(hardware.ram_gb),
         "slow_worker_classes": needs.slow_worker_classes,
         "files": (True,) if needs.needs_files else (),
+        "hubs": ("hub",) if needs.needs_hub else (),
     }
 
 
@@ -152,6 +154,7 @@ def _project(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Vocabu
         # As with exclusion: its own class is the one that is absent.
         vocabulary.slow_worker_classes - {capabilities.worker_class},
         *(vocabulary.files & {capabilities.moves_files}),
+        *(vocabulary.hubs if capabilities.has_hub else ()),
     )
 
 
