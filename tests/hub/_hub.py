@@ -27,6 +27,9 @@ from comfyfleet.outbound.guard import Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Assets, Cabinet, Clock
 from comfyfleet.stores.opening import open_store
+from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.tenants import Tenants
 
 TENANT = TenantId("acme")
 
@@ -62,8 +65,13 @@ class HubRig:
         keys: dict[Role, str],
         url: str = "",
         assets: LocalAssets | None = None,
+        *,
+        tenants: Tenants,
+        pools: Pools,
     ) -> None:
         self.assets = assets
+        self.tenants = tenants
+        self.pools = pools
         self.hub = hub
         self.engine = engine
         self.keys = keys
@@ -171,10 +179,13 @@ async def hub_in_process(
     max_file_bytes: int = MAX_FILE_BYTES,
     guard: Guard | None = None,
     assets_on: Callable[[Cabinet, Clock], Assets] | None = None,
+    pool_urls: Mapping[str, str] | None = None,
 ) -> AsyncIterator[HubRig]:
     clock = SystemClock()
     store = open_store(store_url, clock)
     cabinet = store.cabinet
+    tenants = Tenants(cabinet, clock, is_shared=store.is_shared)
+    pools = Pools(pool_urls or {}, clock, open_tenant_database)
     async with Engine(store, rules=rules, clock=clock) as engine:
         assets = None if folder is None else LocalAssets(folder, cabinet, clock, max_bytes=max_file_bytes)
         hub = Hub(
@@ -186,12 +197,17 @@ async def hub_in_process(
             legacy_websocket=legacy_websocket,
             assets=assets if assets_on is None else assets_on(cabinet, clock),
             guard=guard,
+            tenants=tenants,
+            pools=pools,
         )
         keys = {}
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None
             keys[role] = (await hub.keys.create(role, tenant=tenant))[1]
-        yield HubRig(hub, engine, cabinet, keys, assets=assets)
+        try:
+            yield HubRig(hub, engine, cabinet, keys, assets=assets, tenants=tenants, pools=pools)
+        finally:
+            await pools.close()
 
 
 @asynccontextmanager

@@ -129,6 +129,19 @@ def test_a_priority_rises_towards_its_deadline_in_steps() -> None:
     assert review(waiting, NOW + 600, RULES).due is Due.DEADLINE_OVER
 
 
+def test_no_deadline_lifts_a_priority_above_its_ceiling_and_no_timer_is_set_for_what_it_cuts_off() -> None:
+    waiting = job(deadline_at=NOW + 600, base_priority=5, priority=5, priority_ceiling=28)
+    seen = []
+    at: float | None = NOW
+    while at is not None and at < NOW + 600:
+        change = review(waiting, at, RULES).change
+        assert change is not None
+        waiting = change.apply(waiting)
+        seen.append(waiting.priority)
+        at = waiting.wake_at
+    assert seen == [15, 25, 28]
+
+
 def test_a_job_flagged_late_keeps_what_its_deadline_had_added() -> None:
     waiting = job(deadline_at=NOW, fails_at_deadline=False, base_priority=5, priority=95)
     found = review(waiting, NOW, RULES)

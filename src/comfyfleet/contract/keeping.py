@@ -57,6 +57,14 @@ class KeepingContract:
         assert await bench.store.facts(ref.job_id, after=5) == []
         assert await bench.store.facts(JobId("nobody")) == []
 
+    async def test_the_ceiling_of_a_priority_is_kept_and_changed(self, bench: Bench) -> None:
+        dispatch = await bench.enqueue(priority_ceiling=-7)
+        for ceiling in (None, 0, 12):
+            assert await bench.store.load(dispatch.job_id) == dispatch
+            written = await bench.change(dispatch, Change(priority_ceiling=ceiling))
+            assert written is not None and written.dispatch.priority_ceiling == ceiling
+            dispatch = written.dispatch
+
     async def test_a_late_report_is_noted_on_its_own_attempt_and_nowhere_else(self, bench: Bench) -> None:
         _, ref = await bench.leased()
         await bench.store.mark_late(ref)

@@ -127,6 +127,16 @@ class TenantDatabaseContract(TenantDocumentsContract):
         await teller.submit(0)
         assert await teller.database.account(ACME) == Account(ACME)
 
+    async def test_open_rounds_are_counted_for_each_tenant_up_to_a_bound(self, teller: Teller) -> None:
+        first, *_ = [await teller.submit(0) for _ in range(3)]
+        await teller.submit(0, BORG)
+        assert [await teller.database.count_open(ACME, most) for most in (0, 2, 3, 9)] == [0, 2, 3, 3]
+        await teller.end(first, Phase.FAILED)
+        assert await teller.database.count_open(ACME, 9) == 2
+        await teller.retry(first)
+        assert await teller.database.count_open(ACME, 9) == 3
+        assert await teller.database.count_open(BORG, 9) == 1
+
     async def test_a_submit_that_is_repeated_is_known_and_holds_once(self, teller: Teller) -> None:
         await teller.grant(100)
         opening = teller.opening(80, reference="mine")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from comfyfleet.engine.fleet import Fleet
+from comfyfleet.engine.gate import Gate, OpenGate
 from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Written
 from comfyfleet.model.fact import FleetEvent
@@ -48,6 +49,8 @@ class Context:
         """Set by whoever measures: a write of this engine stands."""
         self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = _to_nobody
         """Set by whoever tells others of facts: a round of this job is about to be written. It may refuse."""
+        self.gate: Gate = OpenGate()
+        """Set by whoever knows of tenants and their terms."""
         self._lessons: dict[WorkflowHash, Lesson] = {}
         self._ahead_s = 0.0
         """How far the store's clock is ahead of this machine's."""

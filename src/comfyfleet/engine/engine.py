@@ -15,6 +15,7 @@ from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.explain import explain
 from comfyfleet.engine.following import Follower
 from comfyfleet.engine.foreign import ForeignDesk
+from comfyfleet.engine.gate import Gate
 from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.listing import list_jobs
@@ -236,6 +237,10 @@ class Engine:
         """`hear` is told of each round of a job before it is written, and may refuse it: what it notes beside the queue
         is there before the first fact. A round that was announced may still not come."""
         self._context.announce = hear
+
+    def judged_by(self, gate: Gate) -> None:
+        """Jobs that come in, new or retried by hand, pass this gate."""
+        self._context.gate = gate
 
     def now(self) -> float:
         """As the store would say, without asking it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import msgspec
 
@@ -37,6 +38,7 @@ from comfyfleet.policy.lifecycle import (
     target,
 )
 from comfyfleet.policy.priority import effective_priority
+from comfyfleet.policy.terms import under_terms
 from comfyfleet.policy.timing import wake_at
 
 
@@ -98,17 +100,15 @@ class JobDesk:
         rules, fleet = self._context.rules, self._context.fleet
         view = await self.get(job_id)
         submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
-        lesson = await self._context.lesson(workflow_hash)
-        cls = class_of(submission, read_needs(submission.workflow), lesson)
-        place = first_place(self._context, cls, lesson, await self._context.store.now())
         is_legal = (view.dispatch.phase, Move.RETRY) in MOVES
+        tenant = await self._context.gate.terms(submission.tenant) if is_legal else None
+        placed = submission if tenant is None else under_terms(submission, tenant)
+        ceiling = None if tenant is None else tenant.caps.max_priority
+        lesson = await self._context.lesson(workflow_hash)
+        cls = class_of(placed, read_needs(submission.workflow), lesson)
+        place = first_place(self._context, cls, lesson, await self._context.store.now())
         # One that was let go before has what it waited for, though that may be gone by now.
         is_held = view.dispatch.is_held and is_legal
-        if is_legal:
-            await self._context.announce(submission, job_id, view.dispatch.round + 1)
-            await self._inputs.use((each.file for each in submission.inputs), job_id)
-        if is_held:
-            await self._dependencies.announce(submission.after, job_id)
 
         def decide(dispatch: Dispatch, now: float) -> Write:
             try:
@@ -138,7 +138,8 @@ class JobDesk:
                 deadline_at=None,
                 expires_at=None,
                 settled_at=None,
-                priority=effective_priority(dispatch.base_priority, 0, "normal", None, now, rules),
+                priority=effective_priority(dispatch.base_priority, 0, "normal", None, now, rules, ceiling),
+                priority_ceiling=ceiling,
                 wake_at=now + rules.held_look_s if is_held else place.relax_at,
             )
             return _write(
@@ -157,7 +158,16 @@ class JobDesk:
                 },
             )
 
-        dispatch, _ = await self._change(job_id, decide, needed=place.classes)
+        entering: AbstractAsyncContextManager[None] = (
+            nullcontext() if tenant is None else self._context.gate.entering(tenant)
+        )
+        async with entering:
+            if is_legal:
+                await self._context.announce(submission, job_id, view.dispatch.round + 1)
+                await self._inputs.use((each.file for each in submission.inputs), job_id)
+            if is_held:
+                await self._dependencies.announce(submission.after, job_id)
+            dispatch, _ = await self._change(job_id, decide, needed=place.classes)
         if is_held:
             await self._dependencies.look(job_id)
         return Submitted(job_id, dispatch.phase, workflow_hash)
@@ -189,13 +199,23 @@ class JobDesk:
         rules = self._context.rules
         check_priority(priority)
         asked = (await self.get(job_id)).job.payload
+        tenant = await self._context.gate.terms(asked.tenant)
+        tier = asked.tier + (0 if tenant is None else tenant.tier)
+        ceiling = None if tenant is None else tenant.caps.max_priority
 
         def decide(dispatch: Dispatch, now: float) -> Write:
             self._must_wait(dispatch, "change the priority of")
-            base = effective_priority(priority, asked.tier, asked.urgency, None, now, rules)
-            raised = effective_priority(base, 0, "normal", dispatch.deadline_at, now, rules)
-            changed = msgspec.structs.replace(dispatch, base_priority=base, priority=raised)
-            change = Change(base_priority=base, priority=raised, wake_at=wake_at(changed, now, rules))
+            base = effective_priority(priority, tier, asked.urgency, None, now, rules, ceiling)
+            raised = effective_priority(base, 0, "normal", dispatch.deadline_at, now, rules, ceiling)
+            changed = msgspec.structs.replace(
+                dispatch, base_priority=base, priority_ceiling=ceiling, priority=raised
+            )
+            change = Change(
+                base_priority=base,
+                priority_ceiling=ceiling,
+                priority=raised,
+                wake_at=wake_at(changed, now, rules),
+            )
             return _write(
                 dispatch,
                 change,

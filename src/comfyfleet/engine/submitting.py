@@ -35,6 +35,7 @@ from comfyfleet.policy.lifecycle import standing_at
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.repeating import digest_of, is_repeat
 from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.terms import under_terms, with_terms
 from comfyfleet.policy.timing import wake_at
 from comfyfleet.ports import Counts
 
@@ -73,13 +74,16 @@ class SubmitDesk:
         )
         if submission.inputs and not is_held:
             submission = await self._inputs.filled(submission)
+        tenant = await context.gate.terms(submission.tenant)
+        placed = submission if tenant is None else under_terms(submission, tenant)
         counts, now, lesson = await self._asked(reading.workflow_hash)
         size = submission.payload_bytes()
         _check_room(counts, size, rules)
-        cls = class_of(submission, reading.needs, lesson)
+        cls = class_of(placed, reading.needs, lesson)
         unworkable = await self._unworkable(cls, submission)
         place = first_place(context, cls, lesson, max(now, submission.not_before or now))
-        dispatch = self._dispatch(submission, size, place, reading.workflow_hash, now, is_held)
+        ceiling = None if tenant is None else tenant.caps.max_priority
+        dispatch = self._dispatch(placed, size, place, reading.workflow_hash, now, is_held, ceiling)
         job = Job(
             dispatch.job_id,
             submission.tenant,
@@ -89,8 +93,11 @@ class SubmitDesk:
             reference=submission.reference,
             seeds={node_id: context.chance.seed() for node_id in reading.drawing} or None,
         )
-        await self._announce(submission, dispatch)
-        written = await self._enqueue(dispatch, job, place)
+        if tenant is None:
+            written = await self._write(dispatch, job, place)
+        else:
+            async with context.gate.entering(tenant):
+                written = await self._write(dispatch, job, place)
         if written.dispatch.job_id != dispatch.job_id:
             # Somebody else submitted under the same reference in between.
             known = await context.store.records.get(written.dispatch.job_id)
@@ -106,7 +113,10 @@ class SubmitDesk:
         dispatch there; None from it: its class has gone meanwhile."""
         context = self._context
         lesson = await context.lesson(dispatch.workflow_hash)
-        cls = class_of(job.payload, read_needs(job.payload.workflow), lesson)
+        # It was judged when it was taken. Where it may run is what its tenant's terms say now.
+        tenant = await context.gate.terms(job.tenant)
+        payload = job.payload if tenant is None else with_terms(job.payload, tenant)
+        cls = class_of(payload, read_needs(job.payload.workflow), lesson)
         place = first_place(context, cls, lesson, await context.store.now())
         placed = msgspec.structs.replace(
             dispatch,
@@ -206,16 +216,20 @@ class SubmitDesk:
         workflow_hash: WorkflowHash,
         now: float,
         is_held: bool,
+        ceiling: int | None,
     ) -> Dispatch:
         fleet, rules = self._context.fleet, self._context.rules
-        base = effective_priority(submission.priority, submission.tier, submission.urgency, None, now, rules)
+        base = effective_priority(
+            submission.priority, submission.tier, submission.urgency, None, now, rules, ceiling
+        )
         total_s = submission.timeouts.total_s
         dispatch = Dispatch(
             job_id=self._context.chance.job_id(now),
             class_key=fleet.key_of(place.cls),
             workflow_hash=workflow_hash,
-            priority=effective_priority(base, 0, "normal", submission.deadline, now, rules),
+            priority=effective_priority(base, 0, "normal", submission.deadline, now, rules, ceiling),
             base_priority=base,
+            priority_ceiling=ceiling,
             tenant=submission.tenant,
             standing=standing_at(submission.not_before, now, is_held),
             queued_at=now,
@@ -231,6 +245,10 @@ class SubmitDesk:
         if is_held:
             dispatch = held(dispatch)
         return msgspec.structs.replace(dispatch, wake_at=wake_at(dispatch, now, rules))
+
+    async def _write(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
+        await self._announce(job.payload, dispatch)
+        return await self._enqueue(dispatch, job, place)
 
     async def _announce(self, submission: Submission, dispatch: Dispatch) -> None:
         await self._context.announce(submission, dispatch.job_id, dispatch.round)

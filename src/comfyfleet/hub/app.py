@@ -28,12 +28,16 @@ from comfyfleet.hub.rooms import Rooms
 from comfyfleet.hub.sending import Sender
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
+from comfyfleet.hub.terms import TermsGate
 from comfyfleet.hub.webhooks import WebhookHandlers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.outbound.guard import Guard
 from comfyfleet.ports import Assets, Cabinet, Clock
+from comfyfleet.tenancy.databases import open_tenant_database
 from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.keys import Keys
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.tenants import Tenants
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.routes import ROUTES
 
@@ -41,7 +45,7 @@ from comfyfleet.wire.routes import ROUTES
 class Hub:
     """`is_open`: whoever asks from this machine without a key is an administrator. `legacy_websocket`: whether callers
     and monitors are still served over the WebSocket; workers always are. `guard` stands before every URL that is called
-    for somebody."""
+    for somebody. `tenants` and `pools`: those that an operator set up; unless given, those of the store, in no pool."""
 
     def __init__(
         self,
@@ -54,6 +58,8 @@ class Hub:
         legacy_websocket: LegacyWebsocket = "on",
         assets: Assets | None = None,
         guard: Guard | None = None,
+        tenants: Tenants | None = None,
+        pools: Pools | None = None,
     ) -> None:
         self.engine = engine
         self.is_open = is_open
@@ -71,6 +77,10 @@ class Hub:
         self._delivering = Delivering(engine, book, webhooks, guard, sender)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
         self._key_watch = KeyWatch(self.keys, places, self.limits.beat_s)
+        is_shared = engine.store.is_shared
+        tenants = tenants or Tenants(cabinet, clock, is_shared=is_shared)
+        pools = pools or Pools({}, clock, open_tenant_database)
+        engine.judged_by(TermsGate(tenants, pools, cabinet, engine.now, is_shared=is_shared))
         inputs = InputDesk(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
         handlers: dict[str, Handler] = {

@@ -118,6 +118,8 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     relax_at: float | None = None
     base_priority: int = 0
     """Without what a near deadline adds."""
+    priority_ceiling: int | None = None
+    """The most that its tenant may have, a near deadline or not."""
     deadline_at: float | None = None
     fails_at_deadline: bool = True
     expires_at: float | None = None
@@ -205,6 +207,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     class_key: ClassKey | UnsetType = UNSET
     priority: int | UnsetType = UNSET
     base_priority: int | UnsetType = UNSET
+    priority_ceiling: int | UnsetType | None = UNSET
     round: int | UnsetType = UNSET
     wake_at: float | UnsetType | None = UNSET
     not_before: float | UnsetType | None = UNSET

@@ -30,6 +30,7 @@ class TenantCaps(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """The most it may ask for. None: no bound of its own."""
 
     max_waiting: Bound | None = None
+    """Open jobs: those that run are among them."""
     max_running: Bound | None = None
     submits_per_minute: Bound | None = None
     max_priority: Annotated[int, Meta(ge=-1000, le=1000)] | None = None

@@ -37,7 +37,15 @@ def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
     if dispatch.phase is Phase.QUEUED:
         moments += [dispatch.deadline_at, dispatch.relax_at]
         moments.append(
-            next_priority_change(dispatch.base_priority, 0, "normal", dispatch.deadline_at, now, rules)
+            next_priority_change(
+                dispatch.base_priority,
+                0,
+                "normal",
+                dispatch.deadline_at,
+                now,
+                rules,
+                dispatch.priority_ceiling,
+            )
         )
         if dispatch.is_held:
             moments.append(next_look(dispatch, now, rules))
@@ -101,7 +109,9 @@ def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: fl
 
 
 def _priority(dispatch: Dispatch, now: float, rules: Rules) -> int:
-    return effective_priority(dispatch.base_priority, 0, "normal", dispatch.deadline_at, now, rules)
+    return effective_priority(
+        dispatch.base_priority, 0, "normal", dispatch.deadline_at, now, rules, dispatch.priority_ceiling
+    )
 
 
 def _placed(dispatch: Dispatch, now: float, rules: Rules) -> Change:

@@ -119,6 +119,9 @@ class TenantDatabase(Records, Protocol):
     async def outbox(self, *, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
         """Open rounds in the order of their ids: for the relay those not sent, for the reconciler the others."""
 
+    async def count_open(self, tenant: TenantId, most: int) -> int:
+        """How many rounds of a tenant are open; counting ends at `most`."""
+
     async def mark_sent(self, hold_id: HoldId) -> bool:
         """S3. False: it is closed, or was never there."""
 

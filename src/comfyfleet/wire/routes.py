@@ -39,6 +39,8 @@ _SUBMIT = (
     RefusalCode.QUEUE_FULL,
 )
 
+_RETRY = (*_PHASE, RefusalCode.CREDITS_SHORT, RefusalCode.QUEUE_FULL, RefusalCode.TOO_LARGE)
+
 
 JOBS = of_noun(
     "jobs",
@@ -149,7 +151,7 @@ JOBS = of_noun(
         CALLERS,
         answers.SubmittedBody,
         aliases=("/jobs/{job_id}/retry",),
-        refuses=(*_PHASE, RefusalCode.CREDITS_SHORT),
+        refuses=_RETRY,
     ),
     post_route(
         "pause_job",
@@ -203,7 +205,7 @@ QUEUE = of_noun(
         "Run a dead job again, in a new round",
         OPERATORS,
         answers.SubmittedBody,
-        refuses=_PHASE,
+        refuses=_RETRY,
     ),
     post_route(
         "purge_dead",

@@ -50,6 +50,7 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     expired_on: tuple[WorkerId, ...] = ()
     relax_at: float | None = None
     base_priority: int = 0
+    priority_ceiling: int | None = None
     deadline_at: float | None = None
     fails_at_deadline: bool = True
     expires_at: float | None = None
@@ -126,6 +127,7 @@ def decode_kept(data: bytes, start: int) -> Kept:
         ClassKey(relaxed_class.decode()) if relaxed_class else None,
         rest.relax_at,
         rest.base_priority,
+        rest.priority_ceiling,
         rest.deadline_at,
         rest.fails_at_deadline,
         rest.expires_at,
@@ -205,6 +207,7 @@ def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, refe
         dispatch.expired_on,
         dispatch.relax_at,
         dispatch.base_priority,
+        dispatch.priority_ceiling,
         dispatch.deadline_at,
         dispatch.fails_at_deadline,
         dispatch.expires_at,

@@ -49,6 +49,9 @@ SELECT job_id, round, tenant, opened_at, envelope FROM @rounds
 WHERE outbox = :outbox AND (job_id > :job_id OR (job_id = :job_id AND round > :round))
 ORDER BY job_id, round LIMIT :limit
 """
+_COUNT_OPEN = """
+SELECT count(*) FROM (SELECT 1 FROM @rounds WHERE tenant = :tenant AND phase = 'open' LIMIT :most) AS found
+"""
 _MOVE = """
 UPDATE @rounds SET outbox = :outbox WHERE job_id = :job_id AND round = :round AND outbox <> 'closed' RETURNING outbox
 """
@@ -192,6 +195,11 @@ def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxE
         OutboxEntry(HoldId(JobId(job_id), number), TenantId(tenant), at, _dispatches.decode(envelope))
         for job_id, number, tenant, at, envelope in found
     ]
+
+
+def count_open(tenant: TenantId, most: int) -> Work[int]:
+    found = yield from row(_COUNT_OPEN, tenant=tenant, most=most)
+    return 0 if found is None else int(found[0])
 
 
 def mark(hold_id: HoldId, state: str) -> Work[bool]:

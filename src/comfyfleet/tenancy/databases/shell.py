@@ -49,6 +49,9 @@ class SqlTenantDatabase:
     async def outbox(self, *, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
         return await self._carrier.read(lambda: rounds.outbox(is_sent, after, _page(limit)))
 
+    async def count_open(self, tenant: TenantId, most: int) -> int:
+        return await self._carrier.read(lambda: rounds.count_open(tenant, most))
+
     async def mark_sent(self, hold_id: HoldId) -> bool:
         return await self._carrier.transact(lambda: rounds.mark(hold_id, "sent"))
 
