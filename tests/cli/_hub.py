@@ -41,8 +41,11 @@ class Address(NamedTuple):
 
 
 @contextmanager
-def hub_with_a_worker(folder: Path | None = None, *, is_open: bool = False) -> Iterator[Address]:
-    """One simulated worker, `gpu`, which takes a moment for each job. With a folder the hub keeps files."""
+def hub_with_a_worker(
+    folder: Path | None = None, *, pools: bool = False, is_open: bool = False
+) -> Iterator[Address]:
+    """One simulated worker, `gpu`, which takes a moment for each job. With a folder the hub keeps files, and with
+    `pools` tenants, of which it has two there."""
     ready: list[Address] = []
     is_ready = threading.Event()
     loop = asyncio.new_event_loop()
@@ -50,7 +53,9 @@ def hub_with_a_worker(folder: Path | None = None, *, is_open: bool = False) -> I
 
     async def live() -> None:
         async with AsyncExitStack() as stack:
-            rig = await stack.enter_async_context(running_hub(folder=folder, is_open=is_open))
+            names = ("default", "other") if pools else ()
+            urls = {name: f"sqlite:///{folder}/{name}.db" for name in names}
+            rig = await stack.enter_async_context(running_hub(folder=folder, pools=urls, is_open=is_open))
             api: WorkerApi = rig.engine if rig.assets is None else InsideApi(rig.engine, rig.assets)
             agent = await stack.enter_async_context(Agent(api, WorkerId("gpu"), [SimulatedConnector()]))
             await agent.first_verdict()

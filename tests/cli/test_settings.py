@@ -22,6 +22,7 @@ from comfyfleet.cli.local import (
     write_worker_key,
 )
 from comfyfleet.cli.options import _OPTIONS
+from comfyfleet.cli.pools import pool_urls
 from comfyfleet.cli.settings import DEFAULT, Settings, flag_of, read_settings
 from comfyfleet.hub.limits import Limits
 
@@ -221,6 +222,47 @@ def test_the_usual_data_folder_is_the_users() -> None:
 def test_every_flag_is_a_settings() -> None:
     assert _OPTIONS.keys() - {"config"} == set(Settings.__struct_fields__) - {"limits", "rules", "s3"}
     assert flag_of("servers") == "--server"
+
+
+# pools of tenants
+
+
+def test_pools_are_named_in_the_file_the_environment_and_by_flags(file: Path) -> None:
+    found = read_settings(
+        {"pools": ("c=sqlite:///c.db",)},
+        config=said(file, '[pools]\na = "sqlite:///a.db"\nb = "sqlite:///file.db"\n'),
+        environment={"COMFYFLEET_POOLS": "b=postgresql://me:secret@one,two/b, d=sqlite:///d.db"},
+    )
+    assert found.values.pools == {
+        "a": "sqlite:///a.db",
+        "b": "postgresql://me:secret@one,two/b",
+        "c": "sqlite:///c.db",
+        "d": "sqlite:///d.db",
+    }
+    shown = {name: (value, place) for name, value, place in found.shown()}
+    assert shown["pools.b"] == ("postgresql://…@one,two/b", "environment COMFYFLEET_POOLS")
+    assert shown["pools.c"] == ("sqlite:///c.db", "flag --pool")
+    assert pool_urls(found) == found.values.pools
+
+
+@pytest.mark.parametrize(
+    ("given", "said_of_it"),
+    [
+        ({"pools": ("nowhere",)}, "names no pool"),
+        ({"pools": ("a=redis://x",)}, "sqlite:///"),
+        ({"pools": ("a b=sqlite:///x.db",)}, "no name for a pool"),
+    ],
+)
+def test_a_pool_that_is_none_is_told_of(given: dict[str, Any], said_of_it: str, tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match=said_of_it):
+        read_settings(given, environment={})
+
+
+def test_beside_an_embedded_store_there_is_a_pool_without_being_asked_for(tmp_path: Path) -> None:
+    for store in (None, "sqlite:///elsewhere.db"):
+        urls = pool_urls(read_settings({"data": str(tmp_path), "store": store}, environment={}))
+        assert urls == {"default": f"sqlite:///{tmp_path}/tenants.db"}
+    assert pool_urls(read_settings({"store": "redis://x"}, environment={})) == {}
 
 
 # what is kept for others of the same user

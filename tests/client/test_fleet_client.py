@@ -17,6 +17,7 @@ from comfyfleet import Fault, FleetClient, Refusal, RefusalCode, SyncFleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.ledger import FlatPrice
 from comfyfleet.wire.bodies import WebhookBody
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
@@ -127,6 +128,29 @@ async def test_keys_are_made_used_and_revoked(rig: HubRig, client: FleetClient) 
         with pytest.raises(Refusal) as refused:
             await tenant.stats()
     assert code_of(refused) is RefusalCode.UNAUTHENTICATED
+
+
+async def test_tenants_are_set_up_and_given_credits(tmp_path: Path) -> None:
+    pools = {"default": f"sqlite:///{tmp_path}/tenants.db"}
+    async with running_hub(pools=pools) as rig, FleetClient(rig.url, rig.keys[Role.ADMIN]) as client:
+        made = await client.create_tenant("acme", price=FlatPrice(5), caps={"max_running": 2})
+        assert (made.price, made.caps.max_running) == (FlatPrice(5), 2)
+        assert (await client.change_tenant("acme", weight=3)).price == FlatPrice(5)
+        assert [each.id for each in (await client.tenants()).tenants] == ["acme"]
+        assert (await client.suspend_tenant("acme")).state == "suspended"
+        assert (await client.resume_tenant("acme")).state == (await client.tenant("acme")).state == "active"
+        first, again = [await client.grant_credits("acme", 100, grant_id="p") for _ in range(2)]
+        assert first == again
+        await client.grant_credits("acme", 10, grant_id="q", pending=True)
+        await client.grant_credits("acme", 10, grant_id="r", pending=True)
+        assert (await client.confirm_grant("acme", "q")).state == "granted"
+        assert (await client.void_grant("acme", "r")).state == "void"
+        assert len((await client.grants("acme")).grants) == 3
+        assert (await client.adjust_credits("acme", -20, "a mistake")).balance == 90
+        assert (await client.balance("acme")).available == 90
+        assert [each.balance for each in (await client.statement("acme", 1)).entries] == [10, -20]
+        with pytest.raises(Refusal, match="cannot be said of a tenant"):
+            await client.change_tenant("acme", wait=3)
 
 
 async def test_the_queue_and_the_workers_are_told_what_to_do(rig: HubRig, client: FleetClient) -> None:

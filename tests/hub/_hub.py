@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -27,9 +27,7 @@ from comfyfleet.outbound.guard import Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Assets, Cabinet, Clock
 from comfyfleet.stores.opening import open_store
-from comfyfleet.tenancy.databases import open_tenant_database
-from comfyfleet.tenancy.pools import Pools
-from comfyfleet.tenancy.tenants import Tenants
+from comfyfleet.tenancy.estate import Estate
 
 TENANT = TenantId("acme")
 
@@ -65,19 +63,21 @@ class HubRig:
         keys: dict[Role, str],
         url: str = "",
         assets: LocalAssets | None = None,
-        *,
-        tenants: Tenants,
-        pools: Pools,
+        estate: Estate | None = None,
     ) -> None:
         self.assets = assets
-        self.tenants = tenants
-        self.pools = pools
+        self._estate = estate
         self.hub = hub
         self.engine = engine
         self.keys = keys
         self.url = url
         self.cabinet = cabinet
         self._session: aiohttp.ClientSession | None = None
+
+    @property
+    def estate(self) -> Estate:
+        assert self._estate is not None
+        return self._estate
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -179,15 +179,22 @@ async def hub_in_process(
     max_file_bytes: int = MAX_FILE_BYTES,
     guard: Guard | None = None,
     assets_on: Callable[[Cabinet, Clock], Assets] | None = None,
-    pool_urls: Mapping[str, str] | None = None,
+    pools: Mapping[str, str] | None = None,
 ) -> AsyncIterator[HubRig]:
     clock = SystemClock()
     store = open_store(store_url, clock)
     cabinet = store.cabinet
-    tenants = Tenants(cabinet, clock, is_shared=store.is_shared)
-    pools = Pools(pool_urls or {}, clock, open_tenant_database)
-    async with Engine(store, rules=rules, clock=clock) as engine:
-        assets = None if folder is None else LocalAssets(folder, cabinet, clock, max_bytes=max_file_bytes)
+    estate = Estate(store, clock, pools or {})
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(estate.close)
+        engine = Engine(estate.store if pools else store, rules=rules, clock=clock)
+        await stack.enter_async_context(engine)
+        if pools:
+            await stack.enter_async_context(estate.kept(engine.admit))
+        cabinet_of = estate.cabinet_of if pools else None
+        assets = None
+        if folder is not None:
+            assets = LocalAssets(folder, cabinet, clock, max_bytes=max_file_bytes, cabinet_of=cabinet_of)
         hub = Hub(
             engine,
             cabinet,
@@ -197,17 +204,13 @@ async def hub_in_process(
             legacy_websocket=legacy_websocket,
             assets=assets if assets_on is None else assets_on(cabinet, clock),
             guard=guard,
-            tenants=tenants,
-            pools=pools,
+            estate=estate,
         )
         keys = {}
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None
             keys[role] = (await hub.keys.create(role, tenant=tenant))[1]
-        try:
-            yield HubRig(hub, engine, cabinet, keys, assets=assets, tenants=tenants, pools=pools)
-        finally:
-            await pools.close()
+        yield HubRig(hub, engine, cabinet, keys, assets=assets, estate=estate)
 
 
 @asynccontextmanager

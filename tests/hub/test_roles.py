@@ -60,7 +60,9 @@ class Belongings:
 
 @pytest_asyncio.fixture(scope="module")
 async def theirs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Belongings]:
-    async with hub_in_process(folder=tmp_path_factory.mktemp("files"), rules=Rules(max_attempts=1)) as rig:
+    folder = tmp_path_factory.mktemp("files")
+    pools = {"default": f"sqlite:///{folder}/tenants.db"}
+    async with hub_in_process(folder=folder, rules=Rules(max_attempts=1), pools=pools) as rig:
         offer = Capabilities(
             (Service("comfyui"),), tenant_access=TenantAccess("loose", allowed=(ACME, OTHER))
         )
@@ -77,7 +79,9 @@ async def theirs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Belo
         await rig.engine.release(Release(declined.ref, "declined"))
         assert await rig.engine.poll(Poll(WorkerId("gpu-a"), PollId("3"), 0)) is not None
         file = await rig.post("/api/files", {"name": "acme.png", "type": "image/png"}, role=Role.TENANT)
-        ids = {"job_id": jobs[0], "file_id": file.body["id"]}
+        # Set up last: the jobs above lie in the store itself.
+        assert (await rig.post("/api/tenants", {"id": ACME})).status == 201
+        ids = {"job_id": jobs[0], "file_id": file.body["id"], "tenant_id": ACME}
         strangers = {
             role: (await rig.hub.keys.create(role, tenant=OTHER))[1] for role in (Role.TENANT, Role.VIEWER)
         }
@@ -129,20 +133,22 @@ OF_ONE_TENANT = [
     (method, path, Role(role))
     for method, path, operation in OPERATIONS
     for role in operation["x-roles"]
-    if role in ("tenant", "viewer") and re.search(r"\{(job_id|file_id)\}", path)
+    if role in ("tenant", "viewer") and re.search(r"\{(job_id|file_id|tenant_id)\}", path)
 ]
 LOOKS = [
     (path, Role(role))
     for method, path, operation in OPERATIONS
     for role in operation["x-roles"]
-    if role in ("tenant", "viewer") and method == "GET" and not re.search(r"\{(job_id|file_id)\}", path)
+    if role in ("tenant", "viewer")
+    and method == "GET"
+    and not re.search(r"\{(job_id|file_id|tenant_id)\}", path)
     # A stream has no end; test_streams.py listens to it.
     if path != "/api/events"
 ]
 
 
 @pytest.mark.parametrize(("method", "path", "role"), OF_ONE_TENANT)
-async def test_to_another_tenants_key_a_job_and_a_file_are_not_there(
+async def test_to_another_tenants_key_a_job_a_file_and_a_book_are_not_there(
     theirs: Belongings, method: str, path: str, role: Role
 ) -> None:
     """In the very words of one that never was, and nothing is changed."""

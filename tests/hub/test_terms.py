@@ -15,7 +15,7 @@ from tests.hub.test_conversion import editors_workflow
 from tests.hub.test_socket import connected
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.contract.tenants import Teller
+from comfyfleet.contract.teller import Teller
 from comfyfleet.hub.terms import TermsGate
 from comfyfleet.hub.turns import DRAWER, Turns
 from comfyfleet.model.access import Role
@@ -40,16 +40,16 @@ def pools_in(folder: Path) -> dict[str, str]:
 
 @pytest_asyncio.fixture
 async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
-    async with hub_in_process(pool_urls=pools_in(tmp_path)) as rig:
+    async with hub_in_process(pools=pools_in(tmp_path)) as rig:
         yield rig
 
 
 async def set_up(rig: HubRig, **terms: Any) -> Tenant:
-    return await rig.tenants.create(Tenant(TENANT, "first", 1.0, **terms))
+    return await rig.estate.tenants.create(Tenant(TENANT, "first", 1.0, **terms))
 
 
 async def change(rig: HubRig, **terms: Any) -> None:
-    await rig.tenants.change(TENANT, lambda tenant: msgspec.structs.replace(tenant, **terms))
+    await rig.estate.tenants.change(TENANT, lambda tenant: msgspec.structs.replace(tenant, **terms))
 
 
 def drawing(**inputs: Any) -> dict[str, Any]:
@@ -125,7 +125,7 @@ async def test_each_job_of_a_batch_is_judged_by_itself(rig: HubRig) -> None:
 
 
 async def test_the_old_websocket_passes_the_same_gate(tmp_path: Path) -> None:
-    async with running_hub(pool_urls=pools_in(tmp_path)) as rig, connected(rig, Role.TENANT) as line:
+    async with running_hub(pools=pools_in(tmp_path)) as rig, connected(rig, Role.TENANT) as line:
         await set_up(rig, denied_node_classes=("KSampler",))
         heard = await line.ask("submit_job", payload={"workflow": graph()})
         assert (heard["type"], heard["code"]) == ("error", "not_allowed")
@@ -231,9 +231,9 @@ async def test_only_a_tenant_that_allows_it_is_served_by_workers_without_a_hub(
 
 
 async def test_open_jobs_are_counted_in_the_tenants_own_database(tmp_path: Path) -> None:
-    async with hub_in_process(pool_urls=pools_in(tmp_path)) as rig:
+    async with hub_in_process(pools=pools_in(tmp_path)) as rig:
         await set_up(rig, caps=TenantCaps(max_waiting=3))
-        teller = Teller(await rig.pools.get("first"))
+        teller = Teller(await rig.estate.pools.get("first"))
         for _ in range(2):
             await teller.submit(0, TENANT)
         assert (await rig.post("/api/jobs", submission(), role=Role.TENANT)).status == 201
@@ -242,7 +242,7 @@ async def test_open_jobs_are_counted_in_the_tenants_own_database(tmp_path: Path)
 
 
 async def test_a_pool_that_is_down_keeps_a_tenant_from_going_beyond_its_bound(rig: HubRig) -> None:
-    await rig.tenants.create(Tenant(TENANT, "gone", 1.0, caps=TenantCaps(max_waiting=3)))
+    await rig.estate.tenants.create(Tenant(TENANT, "gone", 1.0, caps=TenantCaps(max_waiting=3)))
     answer = await rig.post("/api/jobs", submission(), role=Role.TENANT)
     assert answer.code == "unavailable" and "'gone'" in answer.body["detail"]
 
@@ -363,8 +363,8 @@ def server() -> Iterator[str]:
 async def test_two_hubs_on_redis_count_together(server: str, tmp_path: Path) -> None:
     url, pools = with_prefix(server), pools_in(tmp_path)
     async with (
-        hub_in_process(store_url=url, pool_urls=pools) as here,
-        hub_in_process(store_url=url, pool_urls=pools) as there,
+        hub_in_process(store_url=url, pools=pools) as here,
+        hub_in_process(store_url=url, pools=pools) as there,
     ):
         await set_up(here, caps=TenantCaps(submits_per_minute=5))
         answers = await asyncio.gather(

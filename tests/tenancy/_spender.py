@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 
-from comfyfleet.contract.tenants import Teller
+from comfyfleet.contract.teller import Teller
 from comfyfleet.model.ids import TenantId
 from comfyfleet.tenancy.databases import open_tenant_database
 

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.contract.tenants import Teller
+from comfyfleet.contract.teller import Teller
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account, Hold, HoldId

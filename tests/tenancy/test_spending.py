@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.contract.tenants import Teller
+from comfyfleet.contract.teller import Teller
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account
 from comfyfleet.tenancy.databases import open_tenant_database

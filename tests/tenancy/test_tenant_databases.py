@@ -9,7 +9,8 @@ import psycopg
 import pytest
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.contract.tenants import Connect, Teller, TenantDatabaseContract
+from comfyfleet.contract.teller import Teller
+from comfyfleet.contract.tenants import Connect, TenantDatabaseContract
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.sim.time import ManualClock

@@ -24,6 +24,7 @@ import msgspec
 from comfyfleet.cli.assets import open_assets
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
+from comfyfleet.cli.pools import pool_urls
 from comfyfleet.cli.settings import Resolved, masked
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
@@ -34,6 +35,7 @@ from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.outbound.guard import Guard
 from comfyfleet.stores.opening import open_store
+from comfyfleet.tenancy.estate import Estate
 
 T = TypeVar("T")
 
@@ -76,8 +78,15 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     known = read_hub(resolved.data)
     clock = SystemClock()
     store = open_store(settings.store or embedded_store(resolved.data), clock)
-    async with Engine(store, rules=resolved.rules(), clock=clock) as engine, AsyncExitStack() as stack:
-        assets = await stack.enter_async_context(open_assets(resolved, store.cabinet, clock))
+    estate = Estate(store, clock, pool_urls(resolved))
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(estate.close)
+        engine = Engine(estate.store, rules=resolved.rules(), clock=clock)
+        await stack.enter_async_context(engine)
+        await stack.enter_async_context(estate.kept(engine.admit))
+        assets = await stack.enter_async_context(
+            open_assets(resolved, store.cabinet, clock, estate.cabinet_of)
+        )
         hub = Hub(
             engine,
             store.cabinet,
@@ -87,6 +96,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             legacy_websocket=settings.legacy_websocket,
             assets=assets,
             guard=Guard(resolved.allowed()),
+            estate=estate,
         )
         key, is_new = await _owners_key(hub, known)
         async with Serving(hub, serving_settings) as serving:

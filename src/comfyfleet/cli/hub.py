@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @settings(
     "store",
     "assets",
+    "pools",
     "host",
     "port",
     "open",

@@ -65,6 +65,37 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
         click.echo(f"  {file.filename}  {file.url or ''}")
 
 
+@command.command("receipt")
+@click.argument("job_id", shell_complete=values.job_ids)
+@as_json
+@settings(*TO_REACH)
+def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
+    """What a job was held for and what it cost, round by round."""
+    from comfyfleet.cli.prices import price_text
+    from comfyfleet.cli.reach import ask, print_json, print_table
+
+    found = ask(flags, lambda client: client.receipt(job_id))
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [
+            str(each.round),
+            each.status,
+            price_text(each.price),
+            str(each.held),
+            str(each.consumed),
+            str(each.returned),
+            each.worker_id or "–",
+            f"{each.gpu_s:.1f}",
+            each.verified_by or "–",
+        ]
+        for each in found.rounds
+    ]
+    heads = ["round", "status", "price", "held", "consumed", "returned", "worker", "GPU s", "verified by"]
+    print_table(heads, rows, empty=f"jobs of tenant {found.tenant} cost no credits")
+
+
 @command.command("watch")
 @click.argument("job_id", shell_complete=values.job_ids)
 @click.option(

@@ -39,6 +39,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="URL",
         help="Where jobs are kept: sqlite:///…, redis://…, rediss://… or postgresql://…",
     ),
+    "pools": click.option(
+        "--pool",
+        "pools",
+        multiple=True,
+        metavar="NAME=URL",
+        help="A database for tenants: sqlite:///… or postgresql://… (better in [pools]). Repeatable.",
+    ),
     "assets": _option(
         "--assets",
         metavar="URL",

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -54,7 +54,7 @@ OTHERS = {
 """What other programs call the settings of a storage in the environment."""
 _TOGETHER = frozenset({"access_key", "secret_key", "session_token"})
 
-_FLAGS = {"servers": "--server", "services": "--service", "grace_s": "--grace"}
+_FLAGS = {"servers": "--server", "services": "--service", "grace_s": "--grace", "pools": "--pool"}
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=1_000)]
@@ -74,6 +74,10 @@ class S3Settings(msgspec.Struct, frozen=True):
 
 
 TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules, "s3": S3Settings}
+POOLS = "pools"
+"""A table too, whose names are the operator's own."""
+_POOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_POOL_KINDS = ("sqlite", "postgresql", "postgres")
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,6 +117,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: dict[str, Any] = {}
     rules: dict[str, Any] = {}
     s3: dict[str, Any] = {}
+    pools: dict[str, str] = {}
+    """The databases that tenants are assigned to, by name. Unless said, one beside an embedded store."""
 
 
 class Origin(msgspec.Struct, frozen=True, order=True):
@@ -168,7 +174,7 @@ class Resolved(msgspec.Struct, frozen=True):
         """Each setting with its value, as it may be seen, and its place."""
         for name in Settings.__struct_fields__:
             value = getattr(self.values, name)
-            if name in TABLES:
+            if name in TABLES or name == POOLS:
                 for field in sorted(value):
                     full = f"{name}.{field}"
                     yield full, masked(full, value[field]), self.origin(full).place
@@ -183,7 +189,7 @@ def masked(name: str, value: Any) -> Any:
         return "…"
     if isinstance(value, tuple):
         return [masked(name, each) for each in value]
-    if name not in ADDRESSES:
+    if name not in ADDRESSES and name.partition(".")[0] != POOLS:
         return value
     return _PASSWORD.sub(r"\1…", _CREDENTIALS.sub(r"\1…@", value))
 
@@ -250,7 +256,7 @@ class _Found:
         origin = Origin(1, f"file {path}")
         with self.noting():
             for name, value in _read_file(path).items():
-                if name not in TABLES:
+                if name not in TABLES and name != POOLS:
                     self.put(name, value, origin)
                 elif isinstance(value, dict):
                     for field, each in value.items():
@@ -261,7 +267,15 @@ class _Found:
 
     def put(self, name: str, value: Any, origin: Origin) -> None:
         with self.noting():
+            if name == POOLS:
+                self._put_pools(value, origin)
+                return
             table, _, field = name.rpartition(".")
+            if table == POOLS:
+                _check_pool(field, value, origin)
+                self.values.setdefault(POOLS, {})[field] = value
+                self.origins[name] = origin
+                return
             fields = _fields(table)
             if (table and table not in TABLES) or field not in fields or name in TABLES:
                 raise _unknown(name, origin)
@@ -276,6 +290,20 @@ class _Found:
             else:
                 self.values[name] = value
             self.origins[name] = origin
+
+    def _put_pools(self, given: Iterable[str], origin: Origin) -> None:
+        for each in given:
+            pool, equals, address = each.partition("=")
+            if not equals:
+                raise _wrong(POOLS, origin, f"{masked('store', each)!r} names no pool: write NAME=URL")
+            self.put(f"{POOLS}.{pool}", address, origin)
+
+
+def _check_pool(name: str, address: Any, origin: Origin) -> None:
+    if not _POOL.fullmatch(name):
+        raise _wrong(POOLS, origin, f"{name!r} is no name for a pool: use letters, digits, _ and -")
+    if not isinstance(address, str) or address.partition(":")[0] not in _POOL_KINDS:
+        raise _wrong(f"{POOLS}.{name}", origin, 'write "sqlite:///…" or "postgresql://…"')
 
 
 def _file(config: str | Path | None, environment: Mapping[str, str]) -> Path | None:
@@ -315,6 +343,9 @@ def _take_environment(found: _Found, environment: Mapping[str, str], old_store: 
             continue
         name = by_variable[variable]
         value: Any = text.replace(",", " ").split() if name in LISTS else text
+        if name == POOLS:
+            # A comma may stand within an address, between two hosts.
+            value = re.split(r"[\s,]+(?=[\w-]+=)", text.strip())
         found.put(name, value, Origin(2, f"environment {variable}"))
     return tuple(unheard)
 

@@ -36,6 +36,7 @@ _LOOK_S = 10.0
     "data",
     "store",
     "assets",
+    "pools",
     "name",
     "grace_s",
     "legacy_websocket",

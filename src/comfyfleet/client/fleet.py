@@ -29,6 +29,7 @@ from comfyfleet.client.options import (
     update_of,
 )
 from comfyfleet.client.sse import EventParser
+from comfyfleet.client.tenants import TenantCalls
 from comfyfleet.client.uploading import FileLike, upload
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Explanation
@@ -54,7 +55,7 @@ _NOTHING_LEFT = 204
 T = TypeVar("T")
 
 
-class FleetClient:
+class FleetClient(TenantCalls):
     """An async context manager; closing twice is harmless.
 
     A hub that is away or says "not now" is tried again for `patience_s`, where that cannot do anything twice: every

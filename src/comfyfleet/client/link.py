@@ -43,10 +43,17 @@ _SAME_TWICE = frozenset(
         "revoke_key",
         "create_file",
         "complete_file",
+        "change_tenant",
+        "suspend_tenant",
+        "resume_tenant",
+        "grant_credits",
+        "confirm_grant",
+        "void_grant",
+        "adjust_credits",
     }
 )
-"""Beside what only looks: a submission has its key, a file announced twice is used once, and the others say how things
-shall be, not what to add."""
+"""Beside what only looks: a submission has its key and a grant its id, a file announced twice is used once, and the
+others say how things shall be, not what to add."""
 NOT_NOW = (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED)
 _PACK_FROM_BYTES = 16 * 1024
 _BASE_S, _CAP_S = 0.1, 3.0

@@ -1,93 +1,28 @@
 """What every tenant database keeps to, as tests for any: subclass `TenantDatabaseContract` and give it `connect`.
 
-A `Teller` plays the part of engine and policy: it makes the holds, settlements and postings that the database keeps.
+A `Teller` (`teller.py`) plays the part of engine and policy.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
 
+from comfyfleet.contract.teller import ACME, BORG, DONE, KNOWN, REFUSED, SHORT, Teller
 from comfyfleet.contract.tenant_documents import TenantDocumentsContract
-from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal
-from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, Submission
-from comfyfleet.model.ledger import Account, FlatPrice, Hold, HoldId, Outcome, RunEntry
+from comfyfleet.model.ledger import Account, FlatPrice, HoldId, Outcome, Receipt, RunEntry
 from comfyfleet.policy import accounting
-from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OpenRound, TenantDatabase
+from comfyfleet.tenancy.database import Ended, Opened, Opening, OpenRound, TenantDatabase
 
 Connect = Callable[[], TenantDatabase]
 """Each call is another process' view of the same database, which was empty at the beginning and is not yet opened."""
-
-ACME, BORG = TenantId("acme"), TenantId("borg")
-DONE, KNOWN, SHORT, REFUSED = Entered.DONE, Entered.KNOWN, Entered.SHORT, Entered.REFUSED
-
-
-class Teller:
-    def __init__(self, database: TenantDatabase, prefix: str = "job") -> None:
-        self.database = database
-        self._prefix = prefix
-        self._numbers = itertools.count(1)
-
-    def new_name(self) -> JobId:
-        return JobId(f"{self._prefix}-{next(self._numbers):06d}")
-
-    async def grant(self, amount: int, tenant: TenantId = ACME, grant_id: str | None = None) -> Entered:
-        given = accounting.grant(grant_id or self.new_name(), tenant, amount, 1.0)
-        return await self.database.grant(given, accounting.posting_of(given))
-
-    def opening(
-        self,
-        amount: int,
-        tenant: TenantId = ACME,
-        *,
-        job_id: JobId | None = None,
-        round_: int = 1,
-        reference: str | None = None,
-    ) -> Opening:
-        job_id = job_id or self.new_name()
-        hold = accounting.reserve(HoldId(job_id, round_), tenant, amount, 2.0)
-        payload = Submission({"1": {"class_type": "X", "inputs": {"text": "ж\u2028"}}}, reference=reference)
-        text = WorkflowHash("hash")
-        return Opening(
-            Job(job_id, tenant, text, 2.0, payload, reference=reference, round=round_),
-            hold,
-            accounting.posting_of(hold),
-            Dispatch(job_id, ClassKey("class"), text, 0, tenant=tenant, round=round_),
-        )
-
-    async def submit(self, amount: int, tenant: TenantId = ACME) -> Hold:
-        opening = self.opening(amount, tenant)
-        opened = await self.database.open_round(opening)
-        assert opened.outcome is DONE
-        return opening.hold
-
-    async def end(self, hold: Hold, phase: Phase, cost: int = 0, event_id: str = "") -> Ended:
-        return await self.database.end_round(self.ending(hold, phase, cost, event_id))
-
-    def ending(self, hold: Hold, phase: Phase, cost: int = 0, event_id: str = "") -> Ending:
-        settlement = accounting.settle(hold, phase, cost, 3.0)
-        posting = accounting.settling_posting(hold, settlement)
-        changes = {"result": JobResult({"9": {"images": []}})} if phase is Phase.COMPLETED else {}
-        return Ending(event_id or f"event {hold.hold_id}", settlement, posting, phase, changes)
-
-    async def is_open(self, hold_id: HoldId) -> bool:
-        return await self.database.leasable(hold_id) is not None
-
-    async def retry(self, hold: Hold) -> Opened:
-        job_id, round_ = hold.hold_id
-        return await self.database.open_round(
-            self.opening(hold.amount, hold.tenant, job_id=job_id, round_=round_ + 1)
-        )
-
-    async def check(self, *tenants: TenantId) -> None:
-        for tenant in tenants or (ACME,):
-            assert accounting.problems(await self.database.book(tenant)) == []
 
 
 class TenantDatabaseContract(TenantDocumentsContract):
@@ -289,6 +224,35 @@ class TenantDatabaseContract(TenantDocumentsContract):
         rest = await teller.database.runs(ACME, after=first[-1].number, limit=2)
         assert [msgspec.structs.replace(each, number=0) for each in (*first, *rest)] == runs
         assert await teller.database.runs(BORG, after=0, limit=2) == []
+
+    async def test_a_job_has_a_receipt_for_each_of_its_rounds(self, teller: Teller) -> None:
+        await teller.grant(100)
+        opening = msgspec.structs.replace(teller.opening(80), price=FlatPrice(80))
+        hold, job_id = opening.hold, opening.job.job_id
+        await teller.database.open_round(opening)
+        await teller.end(hold, Phase.FAILED)
+        await teller.retry(hold)
+        second = HoldId(job_id, 2)
+        run = RunEntry(second, ACME, WorkflowHash("h"), "comfyui", "completed", 3.0, WorkerId("gpu"), 1, 9)
+        again = msgspec.structs.replace(hold, hold_id=second)
+        ending = msgspec.structs.replace(teller.ending(again, Phase.COMPLETED, 30), run=run)
+        assert (await teller.database.end_round(ending)).outcome is DONE
+        first, last = await teller.database.receipts(ACME, job_id, limit=9)
+        assert first == Receipt(hold.hold_id, "failed", 2.0, 80, FlatPrice(80), 3.0, Outcome.REFUNDED)
+        assert last == Receipt(
+            second, "completed", 2.0, 80, None, 3.0, Outcome.CONSUMED, 30, "", WorkerId("gpu"), 1, 9
+        )
+        assert await teller.database.receipts(ACME, job_id, limit=1) == [last]
+        assert await teller.database.receipts(BORG, job_id, limit=9) == []
+
+    async def test_grants_are_listed_by_their_ids(self, teller: Teller) -> None:
+        for name, tenant in (("b", ACME), ("a", ACME), ("c", BORG)):
+            await teller.grant(5, tenant, name)
+        listed = await teller.database.grants(ACME, after="", limit=9)
+        assert [each.grant_id for each in listed] == ["a", "b"]
+        assert await teller.database.grants(ACME, after="a", limit=9) == listed[1:]
+        assert await teller.database.grant_of(ACME, "b") == listed[1]
+        assert await teller.database.grant_of(ACME, "c") is None
 
     async def test_a_completed_round_takes_what_it_cost_and_returns_the_rest(self, teller: Teller) -> None:
         await teller.grant(100)

@@ -11,6 +11,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials, KeyWatch
+from comfyfleet.hub.credits import CreditHandlers
 from comfyfleet.hub.delivering import Delivering
 from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.events import FleetFeed
@@ -28,16 +29,15 @@ from comfyfleet.hub.rooms import Rooms
 from comfyfleet.hub.sending import Sender
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
+from comfyfleet.hub.tenants import TenantHandlers
 from comfyfleet.hub.terms import TermsGate
 from comfyfleet.hub.webhooks import WebhookHandlers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.outbound.guard import Guard
 from comfyfleet.ports import Assets, Cabinet, Clock
-from comfyfleet.tenancy.databases import open_tenant_database
 from comfyfleet.tenancy.deliveries import Deliveries
+from comfyfleet.tenancy.estate import Estate
 from comfyfleet.tenancy.keys import Keys
-from comfyfleet.tenancy.pools import Pools
-from comfyfleet.tenancy.tenants import Tenants
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.routes import ROUTES
 
@@ -58,8 +58,7 @@ class Hub:
         legacy_websocket: LegacyWebsocket = "on",
         assets: Assets | None = None,
         guard: Guard | None = None,
-        tenants: Tenants | None = None,
-        pools: Pools | None = None,
+        estate: Estate | None = None,
     ) -> None:
         self.engine = engine
         self.is_open = is_open
@@ -77,10 +76,9 @@ class Hub:
         self._delivering = Delivering(engine, book, webhooks, guard, sender)
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
         self._key_watch = KeyWatch(self.keys, places, self.limits.beat_s)
-        is_shared = engine.store.is_shared
-        tenants = tenants or Tenants(cabinet, clock, is_shared=is_shared)
-        pools = pools or Pools({}, clock, open_tenant_database)
-        engine.judged_by(TermsGate(tenants, pools, cabinet, engine.now, is_shared=is_shared))
+        estate = estate or Estate(engine.store, clock, {})
+        tenants, pools = estate.tenants, estate.pools
+        engine.judged_by(TermsGate(tenants, pools, cabinet, engine.now, is_shared=engine.store.is_shared))
         inputs = InputDesk(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
         handlers: dict[str, Handler] = {
@@ -90,6 +88,8 @@ class Hub:
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
             **workers.bound(),
+            **TenantHandlers(tenants, pools, clock).bound(),
+            **CreditHandlers(engine, tenants, pools).bound(),
             **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
             **PageHandlers(engine, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),

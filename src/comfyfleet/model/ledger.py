@@ -154,6 +154,25 @@ class RunEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Its place in the list, given by the database."""
 
 
+class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """One round of a job as its tenant pays for it."""
+
+    hold_id: HoldId
+    phase: str
+    """`open`, or how it ended."""
+    opened_at: float
+    held: int
+    price: Price | None = None
+    ended_at: float | None = None
+    outcome: Outcome | None = None
+    consumed: int = 0
+    note: str = ""
+    worker_id: WorkerId | None = None
+    outputs: int = 0
+    gpu_milliseconds: int = 0
+    verified_by: str = ""
+
+
 class FlatPrice(msgspec.Struct, frozen=True, tag="flat", tag_field="by", forbid_unknown_fields=True):
     credits: Credits
 

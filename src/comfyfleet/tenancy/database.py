@@ -24,6 +24,7 @@ from comfyfleet.model.ledger import (
     HoldId,
     Posting,
     Price,
+    Receipt,
     RunEntry,
     Settlement,
 )
@@ -171,6 +172,13 @@ class TenantDatabase(Records, Protocol):
         """A pending grant comes to nothing."""
 
     async def adjust(self, posting: Posting) -> Entered: ...
+    async def grant_of(self, tenant: TenantId, grant_id: str) -> CreditGrant | None: ...
+    async def grants(self, tenant: TenantId, *, after: str, limit: int) -> list[CreditGrant]:
+        """By their ids, behind that one."""
+
+    async def receipts(self, tenant: TenantId, job_id: JobId, *, limit: int) -> list[Receipt]:
+        """The newest rounds of a job, the oldest of them first."""
+
     async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
         """Postings in their order, behind that number."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
-from comfyfleet.ports import Clock, Store
+from comfyfleet.model.ids import TenantId
+from comfyfleet.ports import Cabinet, Clock, Store
 from comfyfleet.tenancy.apart import ApartStore
 from comfyfleet.tenancy.database import TenantDatabase
 from comfyfleet.tenancy.databases import open_tenant_database
@@ -29,6 +30,7 @@ class Estate:
         pools: Mapping[str, str],
         open_database: Callable[[str], TenantDatabase] = open_tenant_database,
     ) -> None:
+        self._central = central
         self.tenants = Tenants(central.cabinet, clock, is_shared=central.is_shared)
         self.pools = Pools(pools, clock, open_database)
         self.homes = Homes(self.tenants, self.pools)
@@ -39,6 +41,11 @@ class Estate:
     def store(self) -> Store:
         """The engine's."""
         return self.apart.as_store()
+
+    async def cabinet_of(self, tenant: TenantId) -> Cabinet:
+        """Where its documents lie."""
+        home = await self.homes.of(tenant)
+        return self._central.cabinet if home is None else home.database.cabinet(tenant)
 
     @asynccontextmanager
     async def kept(self, admit: Admit) -> AsyncIterator[None]:

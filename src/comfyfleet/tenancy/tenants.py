@@ -14,6 +14,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.ports import Cabinet, Clock, Document
+from comfyfleet.stores.cabinet import is_name
 
 DRAWER = "tenants"
 REMEMBER_S = 2.0
@@ -41,7 +42,8 @@ class Tenants:
         return await self.newest(tenant_id)
 
     async def newest(self, tenant_id: TenantId) -> Tenant | None:
-        document = await self._cabinet.get(DRAWER, tenant_id)
+        # Whoever asks may have made the name up.
+        document = await self._cabinet.get(DRAWER, tenant_id) if is_name(tenant_id) else None
         found = None if document is None else _tenants.decode(document.body)
         self._remember(tenant_id, found)
         return found

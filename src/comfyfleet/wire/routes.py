@@ -26,6 +26,7 @@ from comfyfleet.wire.route import (
     of_noun,
     post_route,
 )
+from comfyfleet.wire.tenant_routes import CREDITS, TENANTS
 from comfyfleet.wire.webhook_routes import WEBHOOKS
 
 _PHASE = (RefusalCode.WRONG_PHASE,)
@@ -483,4 +484,15 @@ HUB = of_noun(
     get_route("openapi", "/openapi.json", "This protocol as OpenAPI 3.1", ANYBODY, dict[str, Any]),
 )
 
-ROUTES: tuple[Route, ...] = (*JOBS, *FILES, *WEBHOOKS, *QUEUE, *FLEET, *KEYS, *WORKER, *HUB)
+ROUTES: tuple[Route, ...] = (
+    *JOBS,
+    *FILES,
+    *WEBHOOKS,
+    *QUEUE,
+    *FLEET,
+    *TENANTS,
+    *CREDITS,
+    *KEYS,
+    *WORKER,
+    *HUB,
+)

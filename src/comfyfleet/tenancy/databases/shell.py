@@ -7,7 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
-from comfyfleet.model.ledger import Account, Book, CreditGrant, Hold, HoldId, Posting, RunEntry, Settlement
+from comfyfleet.model.ledger import (
+    Account,
+    Book,
+    CreditGrant,
+    Hold,
+    HoldId,
+    Posting,
+    Receipt,
+    RunEntry,
+    Settlement,
+)
 from comfyfleet.ports import Cabinet
 from comfyfleet.tenancy.database import (
     MAX_PAGE,
@@ -19,7 +29,7 @@ from comfyfleet.tenancy.database import (
     OpenRound,
     OutboxEntry,
 )
-from comfyfleet.tenancy.databases import ledger, rounds
+from comfyfleet.tenancy.databases import ledger, reports, rounds
 from comfyfleet.tenancy.databases.carrying import Carrier
 from comfyfleet.tenancy.databases.documents import TenantCabinet
 from comfyfleet.tenancy.databases.work import Work
@@ -133,6 +143,15 @@ class SqlTenantDatabase:
 
     async def adjust(self, posting: Posting) -> Entered:
         return await self._enter(lambda: ledger.adjust(posting))
+
+    async def grant_of(self, tenant: TenantId, grant_id: str) -> CreditGrant | None:
+        return await self._carrier.read(lambda: reports.grant_of(tenant, grant_id))
+
+    async def grants(self, tenant: TenantId, *, after: str, limit: int) -> list[CreditGrant]:
+        return await self._carrier.read(lambda: reports.grants(tenant, after, _page(limit)))
+
+    async def receipts(self, tenant: TenantId, job_id: JobId, *, limit: int) -> list[Receipt]:
+        return await self._carrier.read(lambda: reports.receipts(tenant, job_id, _page(limit)))
 
     async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
         return await self._carrier.read(lambda: ledger.statement(tenant, after, _page(limit)))

@@ -1,0 +1,160 @@
+"""`comfyfleet credits`: what tenants have, what they are given, and every entry of their books."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from comfyfleet.cli.options import TO_REACH, as_json, settings
+
+
+@click.group("credits")
+def command() -> None:
+    """Give credits to tenants, put books right, read them."""
+
+
+@command.command("balance")
+@click.argument("tenant_id")
+@as_json
+@settings(*TO_REACH)
+def balance(tenant_id: str, as_json: bool, **flags: Any) -> None:
+    """What a tenant has, what of it is held, what is pending."""
+    from comfyfleet.cli.reach import ask, plain, print_json, print_pairs
+
+    found = ask(flags, lambda client: client.balance(tenant_id))
+    if as_json:
+        print_json(found)
+    else:
+        print_pairs(list(plain(found).items()))
+
+
+@command.command("grant")
+@click.argument("tenant_id")
+@click.argument("amount", type=click.IntRange(1))
+@click.option(
+    "--id", "grant_id", metavar="TEXT", help="Your own, such as a payment's: the same one twice is one grant."
+)
+@click.option("--note", default="", metavar="TEXT")
+@click.option("--pending", is_flag=True, help="Not to be spent until it is confirmed.")
+@as_json
+@settings(*TO_REACH)
+def grant(
+    tenant_id: str,
+    amount: int,
+    grant_id: str | None,
+    note: str,
+    pending: bool,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Give AMOUNT credits."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    made = ask(
+        flags,
+        lambda client: client.grant_credits(tenant_id, amount, grant_id=grant_id, note=note, pending=pending),
+    )
+    if as_json:
+        print_json(made)
+    else:
+        click.echo(f"{made.id}: {made.amount} {made.state.value}")
+
+
+def _deciding(name: str, text: str, method: str) -> None:
+    @command.command(name, help=text)
+    @click.argument("tenant_id")
+    @click.argument("grant_id")
+    @as_json
+    @settings(*TO_REACH)
+    def decide(tenant_id: str, grant_id: str, as_json: bool, **flags: Any) -> None:
+        from comfyfleet.cli.reach import ask, print_json
+
+        decided = ask(flags, lambda client: getattr(client, method)(tenant_id, grant_id))
+        if as_json:
+            print_json(decided)
+        else:
+            click.echo(f"{decided.id}: {decided.amount} {decided.state.value}")
+
+
+_deciding("confirm", "A pending grant may be spent from now on.", "confirm_grant")
+_deciding("void", "A pending grant comes to nothing.", "void_grant")
+
+
+@command.command("adjust", context_settings={"ignore_unknown_options": True})
+@click.argument("tenant_id")
+@click.argument("amount", type=int)
+@click.option("--note", required=True, metavar="TEXT", help="Why.")
+@click.option("--id", "adjustment_id", metavar="TEXT", help="Your own: the same one twice is one adjustment.")
+@as_json
+@settings(*TO_REACH)
+def adjust(
+    tenant_id: str, amount: int, note: str, adjustment_id: str | None, as_json: bool, **flags: Any
+) -> None:
+    """Put a book right by AMOUNT, up or (as -5) down."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    after = ask(
+        flags,
+        lambda client: client.adjust_credits(tenant_id, amount, note, adjustment_id=adjustment_id),
+    )
+    if as_json:
+        print_json(after)
+    else:
+        click.echo(f"{after.tenant} has {after.balance}, of which {after.available} are available")
+
+
+@command.command("grants")
+@click.argument("tenant_id")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="At most so many."
+)
+@as_json
+@settings(*TO_REACH)
+def grants(tenant_id: str, limit: int, as_json: bool, **flags: Any) -> None:
+    """What was granted, pending and void ones included."""
+    from comfyfleet.cli.reach import ask, print_json, print_table
+
+    found = ask(flags, lambda client: client.grants(tenant_id, limit=limit)).grants
+    if as_json:
+        print_json(found)
+        return
+    rows = [[each.id, str(each.amount), each.state.value, when(each.at), each.note] for each in found]
+    print_table(["grant", "amount", "state", "at", "note"], rows, empty="nothing was granted")
+
+
+@command.command("statement")
+@click.argument("tenant_id")
+@click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="What follows this entry.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="At most so many."
+)
+@as_json
+@settings(*TO_REACH)
+def statement(tenant_id: str, after: int, limit: int, as_json: bool, **flags: Any) -> None:
+    """The entries of a tenant's book, in their order."""
+    from comfyfleet.cli.reach import ask, print_json, print_table
+
+    found = ask(flags, lambda client: client.statement(tenant_id, after, limit)).entries
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        [
+            str(each.number),
+            when(each.at),
+            each.kind.value,
+            f"{each.balance:+d}",
+            f"{each.held:+d}",
+            each.reference,
+            each.note,
+        ]
+        for each in found
+    ]
+    heads = ["number", "at", "kind", "balance", "held", "for", "note"]
+    print_table(heads, rows, empty="there are no entries")
+
+
+def when(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -1,0 +1,173 @@
+"""The handlers of credits: balances, books, grants, corrections, receipts. A tenant sees its own and nobody else's.
+
+What an entry is, is `policy/accounting.py`'s; that it is made once, the tenant's database's.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.tenants import known
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ledger import CreditGrant, GrantState
+from comfyfleet.model.tenant import Tenant
+from comfyfleet.policy import accounting
+from comfyfleet.policy import tenants as policy
+from comfyfleet.tenancy.database import Entered, TenantDatabase
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.tenants import Tenants, not_found
+from comfyfleet.wire import bodies
+from comfyfleet.wire import credits as wire
+
+_MAX_ROUNDS = 100
+"""Of a job, on one receipt; the newest."""
+
+
+class CreditHandlers:
+    def __init__(self, engine: Engine, tenants: Tenants, pools: Pools) -> None:
+        self._engine = engine
+        self._tenants = tenants
+        self._pools = pools
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "balance": self.balance,
+            "statement": self.statement,
+            "list_grants": self.list_grants,
+            "grant_credits": self.grant,
+            "confirm_grant": self.confirm,
+            "void_grant": self.void,
+            "adjust_credits": self.adjust,
+            "job_receipt": self.receipt,
+        }
+
+    # look
+
+    async def balance(self, call: Call[None]) -> Reply:
+        tenant = await self._seen(call)
+        return Reply(200, await self._balance(tenant, await self._pools.get(tenant.pool)))
+
+    async def statement(self, call: Call[wire.StatementQuery]) -> Reply:
+        tenant, asked = await self._seen(call), call.given
+        database = await self._pools.get(tenant.pool)
+        found = await database.statement(tenant.tenant_id, after=asked.after, limit=asked.limit)
+        cursor = str(found[-1].number) if len(found) == asked.limit else None
+        return Reply(200, wire.StatementView(tuple(map(wire.entry, found)), cursor))
+
+    async def list_grants(self, call: Call[bodies.PageQuery]) -> Reply:
+        tenant, asked = await self._seen(call), call.given
+        database = await self._pools.get(tenant.pool)
+        found = await database.grants(tenant.tenant_id, after=asked.cursor or "", limit=asked.limit)
+        cursor = found[-1].grant_id if len(found) == asked.limit else None
+        return Reply(200, wire.GrantList(tuple(map(wire.grant, found)), cursor))
+
+    async def receipt(self, call: Call[None]) -> Reply:
+        job_id = JobId(call.parameters["job_id"])
+        dispatch = await self._engine.store.load(job_id)
+        if dispatch is None or not call.caller.sees(dispatch.tenant):
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+        tenant = await self._tenants.get(dispatch.tenant)
+        rounds = []
+        if tenant is not None:
+            database = await self._pools.get(tenant.pool)
+            rounds = await database.receipts(tenant.tenant_id, job_id, limit=_MAX_ROUNDS)
+        return Reply(200, wire.receipt(job_id, dispatch.tenant, rounds))
+
+    # give
+
+    async def grant(self, call: Call[wire.GrantBody]) -> Reply:
+        tenant, database = await self._open(call)
+        body, now = call.given, self._engine.now()
+        given = accounting.grant(
+            body.id or uuid.uuid4().hex,
+            tenant.tenant_id,
+            body.amount,
+            now,
+            is_pending=body.pending,
+            note=body.note,
+        )
+        entered = await database.grant(given, None if body.pending else accounting.posting_of(given))
+        if entered is Entered.REFUSED:
+            raise Refusal(
+                RefusalCode.DUPLICATE_DIFFERS,
+                f"there is a grant {given.grant_id!r} already, of another amount or in another state; look at it, "
+                "and choose another id for another grant",
+            )
+        kept = await self._granted(database, tenant.tenant_id, given.grant_id)
+        return Reply(200 if entered is Entered.KNOWN else 201, wire.grant(kept), made=_named(kept))
+
+    async def confirm(self, call: Call[None]) -> Reply:
+        tenant, database = await self._open(call)
+        grant_id, now = call.parameters["grant_id"], self._engine.now()
+        kept = await self._granted(database, tenant.tenant_id, grant_id)
+        granted = accounting.grant(grant_id, tenant.tenant_id, kept.amount, now, note=kept.note)
+        if await database.confirm(accounting.posting_of(granted)) is Entered.REFUSED:
+            raise _decided(kept)
+        return Reply(200, wire.grant(await self._granted(database, tenant.tenant_id, grant_id)))
+
+    async def void(self, call: Call[None]) -> Reply:
+        tenant, database = await self._open(call)
+        grant_id = call.parameters["grant_id"]
+        kept = await self._granted(database, tenant.tenant_id, grant_id)
+        if await database.void(tenant.tenant_id, grant_id) is Entered.REFUSED:
+            raise _decided(kept)
+        return Reply(200, wire.grant(await self._granted(database, tenant.tenant_id, grant_id)))
+
+    async def adjust(self, call: Call[wire.AdjustBody]) -> Reply:
+        tenant, database = await self._open(call)
+        body, now = call.given, self._engine.now()
+        correction = accounting.adjust(
+            body.id or uuid.uuid4().hex, tenant.tenant_id, body.amount, now, body.note
+        )
+        entered = await database.adjust(accounting.posting_of(correction))
+        if entered is Entered.SHORT:
+            account = await database.account(tenant.tenant_id)
+            raise accounting.credits_short(tenant.tenant_id, -body.amount, account)
+        if entered is Entered.REFUSED:
+            raise Refusal(
+                RefusalCode.DUPLICATE_DIFFERS,
+                f"there is an adjustment {correction.adjustment_id!r} of another amount already; "
+                "choose another id for another one",
+            )
+        made = f"{tenant.tenant_id}/{correction.adjustment_id}"
+        status = 200 if entered is Entered.KNOWN else 201
+        return Reply(status, await self._balance(tenant, database), made=made)
+
+    # parts
+
+    async def _seen(self, call: Call[Any]) -> Tenant:
+        tenant_id = TenantId(call.parameters["tenant_id"])
+        if not call.caller.sees(tenant_id):
+            raise not_found(tenant_id)
+        return await known(self._tenants, tenant_id)
+
+    async def _open(self, call: Call[Any]) -> tuple[Tenant, TenantDatabase]:
+        tenant = await self._seen(call)
+        policy.check_open(tenant)
+        return tenant, await self._pools.get(tenant.pool)
+
+    async def _balance(self, tenant: Tenant, database: TenantDatabase) -> wire.BalanceView:
+        return wire.balance(await database.account(tenant.tenant_id))
+
+    async def _granted(self, database: TenantDatabase, tenant: TenantId, grant_id: str) -> CreditGrant:
+        # What no database could keep is not there.
+        found = await database.grant_of(tenant, grant_id) if grant_id.isprintable() else None
+        if found is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"tenant {tenant!r} has no grant {grant_id!r}")
+        return found
+
+
+def _named(grant: CreditGrant) -> str:
+    return f"{grant.tenant}/{grant.grant_id}"
+
+
+def _decided(grant: CreditGrant) -> Refusal:
+    how = "granted and may be spent" if grant.state is GrantState.GRANTED else "void"
+    return Refusal(
+        RefusalCode.WRONG_PHASE,
+        f"the grant {grant.grant_id!r} is {how} already; put it right with an adjustment or another grant",
+    )

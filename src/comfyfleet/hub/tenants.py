@@ -1,0 +1,72 @@
+"""The administrators' handlers of tenants: set up, changed, suspended, resumed. What may become of one is policy's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.tenant import Tenant
+from comfyfleet.policy import tenants as policy
+from comfyfleet.ports import Clock
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.tenants import Tenants, not_found
+from comfyfleet.wire import bodies
+from comfyfleet.wire import tenants as wire
+
+
+class TenantHandlers:
+    def __init__(self, tenants: Tenants, pools: Pools, clock: Clock) -> None:
+        self._tenants = tenants
+        self._pools = pools
+        self._clock = clock
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "list_tenants": self.list_tenants,
+            "create_tenant": self.create,
+            "get_tenant": self.get,
+            "change_tenant": self.change,
+            "suspend_tenant": self.suspend,
+            "resume_tenant": self.resume,
+        }
+
+    async def list_tenants(self, call: Call[bodies.PageQuery]) -> Reply:
+        found = await self._tenants.listing(call.given.cursor or "", call.given.limit)
+        cursor = found[-1].tenant_id if len(found) == call.given.limit else None
+        return Reply(200, wire.TenantList(tuple(map(wire.view, found)), cursor))
+
+    async def create(self, call: Call[wire.TenantBody]) -> Reply:
+        body, pool = call.given, self._pools.check(call.given.pool)
+        tenant = Tenant(TenantId(body.id), pool, self._clock.now(), **wire.asked_for(body))
+        policy.check_terms(tenant)
+        # Opened first: a pool that cannot be reached is found out before anybody relies on it.
+        await self._pools.get(pool)
+        made = await self._tenants.create(tenant)
+        return Reply(201, wire.view(made), made=made.tenant_id)
+
+    async def get(self, call: Call[None]) -> Reply:
+        return Reply(200, wire.view(await known(self._tenants, call.parameters["tenant_id"])))
+
+    async def change(self, call: Call[wire.TenantChange]) -> Reply:
+        fields = wire.asked_for(call.given)
+        return await self._changed(call, lambda tenant: policy.changed(tenant, fields))
+
+    async def suspend(self, call: Call[None]) -> Reply:
+        return await self._changed(call, policy.suspended)
+
+    async def resume(self, call: Call[None]) -> Reply:
+        return await self._changed(call, policy.resumed)
+
+    async def _changed(self, call: Call[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
+        tenant = await known(self._tenants, call.parameters["tenant_id"])
+        return Reply(200, wire.view(await self._tenants.change(tenant.tenant_id, decide)))
+
+
+async def known(tenants: Tenants, tenant_id: str) -> Tenant:
+    """As it is now, whatever this hub remembers."""
+    found = await tenants.newest(TenantId(tenant_id))
+    if found is None:
+        raise not_found(TenantId(tenant_id))
+    return found

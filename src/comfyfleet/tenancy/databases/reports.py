@@ -1,0 +1,65 @@
+"""What is asked of the book by people: grants, and what each round of a job cost."""
+
+from __future__ import annotations
+
+import msgspec
+
+from comfyfleet.model.ids import JobId, TenantId, WorkerId
+from comfyfleet.model.ledger import CreditGrant, GrantState, HoldId, Outcome, Price, Receipt
+from comfyfleet.tenancy.databases.work import Row, Work, row, rows
+
+_prices: msgspec.json.Decoder[Price] = msgspec.json.Decoder(Price)
+
+_GRANTS = "SELECT grant_id, tenant, amount, at, state, note FROM @grants WHERE tenant = :tenant"
+_RECEIPTS = """
+SELECT r.job_id, r.round, r.phase, r.opened_at, h.amount, r.price, r.ended_at, s.outcome, s.consumed, s.note,
+    u.worker_id, u.outputs, u.gpu_milliseconds, u.verified_by
+FROM @rounds r JOIN @holds h ON h.job_id = r.job_id AND h.round = r.round
+LEFT JOIN @settlements s ON s.job_id = r.job_id AND s.round = r.round
+LEFT JOIN @runs u ON u.job_id = r.job_id AND u.round = r.round
+WHERE r.job_id = :job_id AND r.tenant = :tenant ORDER BY r.round DESC LIMIT :limit
+"""
+
+
+def grant_of(tenant: TenantId, grant_id: str) -> Work[CreditGrant | None]:
+    found = yield from row(f"{_GRANTS} AND grant_id = :grant_id", tenant=tenant, grant_id=grant_id)
+    return None if found is None else _grant(found)
+
+
+def grants(tenant: TenantId, after: str, limit: int) -> Work[list[CreditGrant]]:
+    found = yield from rows(
+        f"{_GRANTS} AND grant_id > :after ORDER BY grant_id LIMIT :limit",
+        tenant=tenant,
+        after=after,
+        limit=limit,
+    )
+    return [_grant(each) for each in found]
+
+
+def receipts(tenant: TenantId, job_id: JobId, limit: int) -> Work[list[Receipt]]:
+    found = yield from rows(_RECEIPTS, tenant=tenant, job_id=job_id, limit=limit)
+    return [_receipt(each) for each in reversed(found)]
+
+
+def _grant(found: Row) -> CreditGrant:
+    grant_id, tenant, amount, at, state, note = found
+    return CreditGrant(grant_id, TenantId(tenant), amount, at, GrantState(state), note)
+
+
+def _receipt(found: Row) -> Receipt:
+    job_id, number, phase, opened_at, held, price, ended_at, outcome, consumed, note, worker_id, *took = found
+    return Receipt(
+        HoldId(JobId(job_id), number),
+        phase,
+        opened_at,
+        held,
+        None if price is None else _prices.decode(price),
+        ended_at,
+        None if outcome is None else Outcome(outcome),
+        consumed or 0,
+        note or "",
+        None if worker_id is None else WorkerId(worker_id),
+        took[0] or 0,
+        took[1] or 0,
+        took[2] or "",
+    )

@@ -1,0 +1,165 @@
+"""Credits as they are given, put right, shown and told of each job. Amounts are whole numbers of the smallest unit."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.model.ledger import (
+    MAX_CREDITS,
+    Account,
+    CreditGrant,
+    GrantState,
+    Outcome,
+    Posting,
+    PostingKind,
+    Price,
+    Receipt,
+)
+
+GrantId = Annotated[str, Meta(pattern="^[!-~]{1,200}$")]
+Given = Annotated[int, Meta(ge=1, le=MAX_CREDITS)]
+Corrected = Annotated[int, Meta(ge=-MAX_CREDITS, le=MAX_CREDITS)]
+Note = Annotated[str, Meta(max_length=1_000)]
+
+
+class GrantBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    amount: Given
+    id: GrantId | None = None
+    """The giver's own, such as the number of a payment: the same one twice is one grant."""
+    note: Note = ""
+    pending: bool = False
+    """The payment is on its way: shown, and not spent until it is confirmed."""
+
+
+class AdjustBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    amount: Corrected
+    """Up or down, not below what is held for open jobs."""
+    note: Annotated[str, Meta(min_length=1, max_length=1_000)]
+    id: GrantId | None = None
+
+
+class StatementQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    after: Annotated[int, Meta(ge=0, le=2**62)] = 0
+    """The number of the last entry that is known already."""
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+
+
+class BalanceView(msgspec.Struct, frozen=True):
+    tenant: str
+    balance: int
+    held: int
+    """Of it, for jobs that are open."""
+    available: int
+    pending: int
+    """Granted but not confirmed: not part of the balance."""
+
+
+class GrantView(msgspec.Struct, frozen=True):
+    id: str
+    tenant: str
+    amount: int
+    at: float
+    state: GrantState
+    note: str = ""
+
+
+class GrantList(msgspec.Struct, frozen=True):
+    grants: tuple[GrantView, ...]
+    cursor: str | None = None
+
+
+class EntryView(msgspec.Struct, frozen=True):
+    number: int
+    """1, 2, 3 … in the tenant's book, without a gap."""
+    at: float
+    kind: PostingKind
+    balance: int
+    """By how much the balance changed …"""
+    held: int
+    """… and by how much what is held of it."""
+    reference: str
+    """A grant, an adjustment, or a job and its round."""
+    note: str = ""
+
+
+class StatementView(msgspec.Struct, frozen=True):
+    entries: tuple[EntryView, ...]
+    cursor: str | None = None
+    """Ask again with it as `after`."""
+
+
+class RoundReceipt(msgspec.Struct, frozen=True):
+    round: int
+    status: str
+    """`open`, or how it ended."""
+    opened_at: float
+    held: int
+    price: Price | None = None
+    ended_at: float | None = None
+    outcome: Outcome | None = None
+    consumed: int = 0
+    returned: int = 0
+    worker_id: str | None = None
+    outputs: int = 0
+    gpu_s: float = 0.0
+    verified_by: str = ""
+    """Who looked at the outputs: `hub`, or the `worker` itself."""
+    note: str = ""
+
+
+class ReceiptView(msgspec.Struct, frozen=True):
+    id: str
+    tenant: str
+    consumed: int
+    held: int
+    """For a round that is open."""
+    rounds: tuple[RoundReceipt, ...]
+    """None of a job whose tenant has no book of credits."""
+
+
+def balance(account: Account) -> BalanceView:
+    return BalanceView(account.tenant, account.balance, account.held, account.available, account.pending)
+
+
+def grant(given: CreditGrant) -> GrantView:
+    return GrantView(given.grant_id, given.tenant, given.amount, given.at, given.state, given.note)
+
+
+def entry(posting: Posting) -> EntryView:
+    return EntryView(
+        posting.number,
+        posting.at,
+        posting.kind,
+        posting.balance,
+        posting.held,
+        posting.reference,
+        posting.note,
+    )
+
+
+def receipt(job_id: str, tenant: str, rounds: list[Receipt]) -> ReceiptView:
+    shown = tuple(map(_round, rounds))
+    held = sum(each.held for each in rounds if each.outcome is None)
+    return ReceiptView(job_id, tenant, sum(each.consumed for each in shown), held, shown)
+
+
+def _round(each: Receipt) -> RoundReceipt:
+    return RoundReceipt(
+        each.hold_id.round,
+        each.phase,
+        each.opened_at,
+        each.held,
+        each.price,
+        each.ended_at,
+        each.outcome,
+        each.consumed,
+        0 if each.outcome is None else each.held - each.consumed,
+        each.worker_id,
+        each.outputs,
+        each.gpu_milliseconds / 1000,
+        each.verified_by,
+        each.note,
+    )

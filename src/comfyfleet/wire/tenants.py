@@ -1,0 +1,103 @@
+"""Tenants as an administrator sets them up and sees them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from comfyfleet.model.ledger import Price
+from comfyfleet.model.requirement import Isolation, LocationNeed
+from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState, Weight
+from comfyfleet.wire.bodies import LocationBody, Name, Names, Priority
+
+TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")]
+Text = Annotated[str, Meta(max_length=256)]
+
+
+class TenantBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    id: TenantName
+    pool: Name = "default"
+    """Where its jobs, files and credits shall lie: one of those in the hub's settings."""
+    name: Text = ""
+    price: Price | None = None
+    """What a job costs; nothing unless given."""
+    weight: Weight = 1.0
+    tier: Priority = 0
+    isolation: Isolation = "none"
+    location: LocationBody = LocationBody()
+    allows_direct: bool = False
+    node_classes: Names | None = None
+    denied_node_classes: Names = ()
+    models: Names | None = None
+    denied_models: Names = ()
+    caps: TenantCaps = TenantCaps()
+
+
+class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is left out stays as it is. Lists and caps are given whole."""
+
+    name: Text | UnsetType = UNSET
+    price: Price | UnsetType | None = UNSET
+    """Null: jobs cost nothing. Rounds that are open are charged by the price they began with."""
+    weight: Weight | UnsetType = UNSET
+    tier: Priority | UnsetType = UNSET
+    isolation: Isolation | UnsetType = UNSET
+    location: LocationBody | UnsetType = UNSET
+    allows_direct: bool | UnsetType = UNSET
+    node_classes: Names | UnsetType | None = UNSET
+    denied_node_classes: Names | UnsetType = UNSET
+    models: Names | UnsetType | None = UNSET
+    denied_models: Names | UnsetType = UNSET
+    caps: TenantCaps | UnsetType = UNSET
+
+
+class MoveBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    pool: Name
+
+
+class DeleteQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`confirm` repeats the tenant's id: what is deleted does not come back."""
+
+    confirm: Name | None = None
+
+
+class TenantView(msgspec.Struct, frozen=True):
+    id: str
+    pool: str
+    state: TenantState
+    created_at: float
+    name: str
+    price: Price | None
+    weight: float
+    tier: int
+    isolation: Isolation
+    location: LocationNeed
+    allows_direct: bool
+    node_classes: tuple[str, ...] | None
+    denied_node_classes: tuple[str, ...]
+    models: tuple[str, ...] | None
+    denied_models: tuple[str, ...]
+    caps: TenantCaps
+    moving_to: str | None = None
+
+
+class TenantList(msgspec.Struct, frozen=True):
+    tenants: tuple[TenantView, ...]
+    cursor: str | None = None
+
+
+def view(tenant: Tenant) -> TenantView:
+    fields = {name: getattr(tenant, name) for name in TenantView.__struct_fields__ if name != "id"}
+    return TenantView(id=tenant.tenant_id, **fields)
+
+
+def asked_for(body: TenantBody | TenantChange) -> dict[str, Any]:
+    """The fields of a tenant that a body speaks of."""
+    found = {
+        name: value for name in TenantChange.__struct_fields__ if (value := getattr(body, name)) is not UNSET
+    }
+    if "location" in found:
+        found["location"] = LocationNeed(found["location"].region, found["location"].compliance)
+    return found

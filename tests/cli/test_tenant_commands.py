@@ -1,0 +1,83 @@
+"""`comfyfleet tenant`, `comfyfleet credits` and receipts: what they print, and with which code they end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli._hub import Address, Run, hub_with_a_worker, runner
+from tests.hub._hub import graph
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
+    with hub_with_a_worker(tmp_path_factory.mktemp("files"), pools=True) as address:
+        yield address
+
+
+@pytest.fixture
+def run(
+    hub: Address, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Run:
+    return runner(capfd, monkeypatch, hub, str(tmp_path))
+
+
+def test_a_tenant_is_set_up_listed_shown_and_changed(run: Run) -> None:
+    ended = run(
+        "tenant", "create", "acme", "--price", "gpu_second:2:600", "--max-running", "3", "--region", "eu"
+    )
+    assert ended.output == "acme is set up in the pool default\n", ended.errors
+    assert "key create tenant --tenant acme" in ended.errors
+    assert "gpu_second:2:600" in run("tenant", "list").output
+    shown = run("tenant", "show", "acme", "--json").json
+    assert (shown["caps"]["max_running"], shown["location"]["region"]) == (3, "eu")
+    assert shown["credits"]["available"] == 0
+    assert run("tenant", "set", "acme", "--price", '{"by": "flat", "credits": 5}').code == 0
+    assert "flat:5" in run("tenant", "show", "acme").output
+    assert run("tenant", "set", "acme", "--price", "none").output == "acme: price changed\n"
+    assert run("tenant", "show", "acme", "--json").json["price"] is None
+    assert run("tenant", "suspend", "acme").output == "acme is suspended\n"
+    assert run("tenant", "resume", "acme", "--json").json["state"] == "active"
+
+
+@pytest.mark.parametrize("price", ["flat", "flat:x", "flat:-1", "rent:5", '{"by": "flat"}', "{", "output:1"])
+def test_a_price_that_is_none_is_told_with_what_to_write(run: Run, price: str) -> None:
+    ended = run("tenant", "create", "nobody", "--price", price)
+    assert ended.code == 2 and "flat:5" in ended.errors
+    assert "nobody" not in run("tenant", "list").output
+
+
+def test_what_cannot_be_done_is_told_in_a_line(run: Run) -> None:
+    assert run("tenant", "create", "late", "--pool", "nowhere").code == 3
+    ended = run("tenant", "show", "late")
+    assert ended.code == 3 and "there is no tenant 'late'" in ended.errors
+    assert run("tenant", "set", "late").code == 2
+
+
+def test_credits_are_given_confirmed_put_right_and_read(run: Run) -> None:
+    run("tenant", "create", "payer")
+    for _ in range(2):
+        assert run("credits", "grant", "payer", "100", "--id", "p1").output == "p1: 100 granted\n"
+    assert run("credits", "grant", "payer", "50", "--id", "p2", "--pending").output == "p2: 50 pending\n"
+    run("credits", "grant", "payer", "9", "--id", "p3", "--pending")
+    assert run("credits", "confirm", "payer", "p2").output == "p2: 50 granted\n"
+    assert run("credits", "void", "payer", "p3").output == "p3: 9 void\n"
+    ended = run("credits", "adjust", "payer", "-30", "--note", "a mistake")
+    assert ended.output == "payer has 120, of which 120 are available\n", ended.errors
+    assert run("credits", "balance", "payer", "--json").json["balance"] == 120
+    entries = run("credits", "statement", "payer", "--json").json
+    assert [each["balance"] for each in entries] == [100, 50, -30]
+    behind = run("credits", "statement", "payer", "--after", entries[0]["number"]).output
+    assert "+50" in behind and "-30" in behind and "+100" not in behind
+    assert "void" in run("credits", "grants", "payer").output
+    assert run("credits", "adjust", "payer", "-200", "--note", "x").code == 3
+
+
+def test_a_job_that_costs_nothing_has_a_receipt_that_says_so(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(graph()))
+    job_id = run("submit", path).output.strip()
+    assert run("job", "receipt", job_id).output == "jobs of tenant default cost no credits\n"
+    assert run("job", "receipt", job_id, "--json").json["rounds"] == []

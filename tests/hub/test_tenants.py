@@ -1,0 +1,211 @@
+"""Tenants and their credits over the API: set up, changed, given credits, shown what they have."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import pytest_asyncio
+from tests.hub._hub import TENANT, HubRig, hub_in_process, submission
+
+from comfyfleet.contract.teller import Teller
+from comfyfleet.model.access import Role
+from comfyfleet.model.calls import Completion, Poll, RegisterWorker
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
+from comfyfleet.model.job import JobResult
+from comfyfleet.model.ledger import FlatPrice
+from comfyfleet.model.worker import Capabilities, Service
+
+ACME = "/api/tenants/acme"
+
+
+@pytest_asyncio.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
+    pools = {"default": f"sqlite:///{tmp_path}/default.db", "other": f"sqlite:///{tmp_path}/other.db"}
+    async with hub_in_process(pools=pools) as rig:
+        yield rig
+
+
+async def made(rig: HubRig, **terms: Any) -> dict[str, Any]:
+    answer = await rig.post("/api/tenants", {"id": "acme", **terms})
+    assert answer.status == 201, answer.content
+    found: dict[str, Any] = answer.body
+    return found
+
+
+async def test_a_tenant_is_set_up_shown_and_changed(rig: HubRig) -> None:
+    price = {"by": "gpu_second", "credits_per_second": 2, "most_seconds": 600, "base": 1}
+    tenant = await made(rig, pool="other", price=price, caps={"max_running": 3}, weight=2)
+    assert (tenant["pool"], tenant["state"], tenant["price"]) == ("other", "active", price)
+    assert (await rig.get(ACME)).body == tenant
+    assert (await rig.get("/api/tenants")).body["tenants"] == [tenant]
+    changed = await rig.ask("PATCH", ACME, {"weight": 5, "location": {"region": "eu"}})
+    assert changed.body == {**tenant, "weight": 5, "location": {"region": "eu"}}
+    assert (await rig.ask("PATCH", ACME, {"price": None})).body["price"] is None
+    assert (await rig.ask("PATCH", ACME, {"pool": "default"})).code == "invalid_request"
+
+
+async def test_the_list_goes_on_behind_a_page(rig: HubRig) -> None:
+    for name in ("b", "a", "c"):
+        assert (await rig.post("/api/tenants", {"id": name})).status == 201
+    page = (await rig.get("/api/tenants?limit=2")).body
+    assert [each["id"] for each in page["tenants"]] == ["a", "b"]
+    rest = (await rig.get(f"/api/tenants?limit=2&cursor={page['cursor']}")).body
+    assert [each["id"] for each in rest["tenants"]] == ["c"] and rest["cursor"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ({"id": "acme"}, "duplicate_differs"),
+        ({"id": "default"}, "invalid_request"),
+        ({"id": "a b"}, "invalid_request"),
+        ({"id": "x", "pool": "nowhere"}, "invalid_request"),
+        ({"id": "x", "price": {"by": "flat", "credits": -1}}, "invalid_request"),
+        (
+            {
+                "id": "x",
+                "price": {"by": "gpu_second", "credits_per_second": 10**15, "most_seconds": 10},
+            },
+            "invalid_request",
+        ),
+        (
+            {
+                "id": "x",
+                "allows_direct": True,
+                "price": {"by": "output", "credits_each": 1, "most_outputs": 9},
+            },
+            "invalid_request",
+        ),
+        ({"id": "x", "weight": 0}, "invalid_request"),
+        ({"id": "x", "unheard_of": 1}, "invalid_request"),
+    ],
+)
+async def test_what_cannot_be_a_tenant_is_refused(rig: HubRig, body: dict[str, Any], code: str) -> None:
+    await made(rig)
+    assert (await rig.post("/api/tenants", body)).code == code
+    assert len((await rig.get("/api/tenants")).body["tenants"]) == 1
+
+
+async def test_without_pools_it_is_said_where_they_are_set_up() -> None:
+    async with hub_in_process() as rig:
+        answer = await rig.post("/api/tenants", {"id": "acme"})
+        assert answer.code == "invalid_request" and "[pools]" in answer.body["detail"]
+
+
+async def test_a_tenant_is_suspended_and_resumed(rig: HubRig) -> None:
+    await made(rig)
+    for verb, state in (("suspend", "suspended"), ("suspend", "suspended"), ("resume", "active")):
+        assert (await rig.post(f"{ACME}/{verb}")).body["state"] == state
+
+
+# credits
+
+
+async def balance(rig: HubRig, **more: Any) -> tuple[int, int, int, int]:
+    found = (await rig.get(f"{ACME}/balance", **more)).body
+    return found["balance"], found["held"], found["available"], found["pending"]
+
+
+async def test_the_same_grant_twice_is_given_once(rig: HubRig) -> None:
+    await made(rig)
+    body = {"id": "payment/1", "amount": 100, "note": "paid"}
+    first, again = [await rig.post(f"{ACME}/grants", body) for _ in range(2)]
+    assert (first.status, again.status) == (201, 200)
+    assert first.body == again.body
+    assert await balance(rig) == (100, 0, 100, 0)
+    assert (await rig.post(f"{ACME}/grants", {**body, "amount": 200})).code == "duplicate_differs"
+    assert (await rig.post(f"{ACME}/grants", {"amount": 5})).status == 201
+    assert (await balance(rig))[0] == 105
+
+
+async def test_a_pending_grant_is_shown_and_counts_once_it_is_confirmed(rig: HubRig) -> None:
+    await made(rig)
+    for name in ("a/1", "b"):
+        await rig.post(f"{ACME}/grants", {"id": name, "amount": 50, "pending": True})
+    assert await balance(rig) == (0, 0, 0, 100)
+    for _ in range(2):
+        assert (await rig.post(f"{ACME}/grants/a%2F1/confirm")).body["state"] == "granted"
+        assert (await rig.post(f"{ACME}/grants/b/void")).body["state"] == "void"
+    assert await balance(rig) == (50, 0, 50, 0)
+    assert (await rig.post(f"{ACME}/grants/a%2F1/void")).code == "wrong_phase"
+    assert (await rig.post(f"{ACME}/grants/b/confirm")).code == "wrong_phase"
+    assert (await rig.post(f"{ACME}/grants/c/confirm")).code == "not_found"
+    states = [(each["id"], each["state"]) for each in (await rig.get(f"{ACME}/grants")).body["grants"]]
+    assert states == [("a/1", "granted"), ("b", "void")]
+
+
+async def test_a_book_is_put_right_up_and_down_but_not_below_what_is_held(rig: HubRig) -> None:
+    await made(rig)
+    await rig.post(f"{ACME}/grants", {"amount": 100})
+    down = {"id": "fix", "amount": -30, "note": "given by mistake"}
+    first, again = [await rig.post(f"{ACME}/adjustments", down) for _ in range(2)]
+    assert (first.status, again.status) == (201, 200)
+    assert await balance(rig) == (70, 0, 70, 0)
+    short = await rig.post(f"{ACME}/adjustments", {"amount": -71, "note": "too much"})
+    assert short.status == 402 and short.body["available"] == 70
+    assert (await rig.post(f"{ACME}/adjustments", {**down, "amount": -1})).code == "duplicate_differs"
+    assert (await rig.post(f"{ACME}/adjustments", {"amount": 0, "note": "x"})).code == "invalid_request"
+
+
+async def test_a_statement_goes_on_behind_a_number(rig: HubRig) -> None:
+    await made(rig)
+    for amount in (1, 2, 3):
+        await rig.post(f"{ACME}/grants", {"amount": amount})
+    page = (await rig.get(f"{ACME}/statement?limit=2")).body
+    rest = (await rig.get(f"{ACME}/statement?limit=2&after={page['cursor']}")).body
+    assert [each["balance"] for each in (*page["entries"], *rest["entries"])] == [1, 2, 3]
+    assert rest["cursor"] is None
+
+
+async def test_a_tenant_sees_its_own_credits_and_nobody_elses(rig: HubRig) -> None:
+    await made(rig)
+    await rig.post("/api/tenants", {"id": "other"})
+    await rig.post(f"{ACME}/grants", {"amount": 7})
+    _, stranger = await rig.hub.keys.create(Role.TENANT, tenant=TenantId("other"))
+    assert (await balance(rig, role=Role.TENANT))[0] == 7
+    for path in ("balance", "statement", "grants"):
+        assert (await rig.get(f"{ACME}/{path}", role=Role.TENANT)).status == 200
+        assert (await rig.get(f"{ACME}/{path}", key=stranger)).code == "not_found"
+    assert (await rig.post(f"{ACME}/grants", {"amount": 7}, role=Role.TENANT)).code == "not_allowed"
+
+
+async def test_a_receipt_says_what_each_round_was_held_for_and_cost(rig: HubRig) -> None:
+    job_id = JobId(await rig.submit(role=Role.TENANT))
+    path = f"/api/jobs/{job_id}/receipt"
+    assert (await rig.get(path, role=Role.TENANT)).body["rounds"] == []
+    await made(rig)
+    await rig.post(f"{ACME}/grants", {"amount": 100})
+    teller = Teller(await rig.estate.pools.get("default"))
+    opening = teller.opening(5, TENANT, job_id=job_id)
+    await teller.database.open_round(msgspec.structs.replace(opening, price=FlatPrice(5)))
+    await teller.end(opening.hold, Phase.FAILED)
+    await teller.retry(opening.hold)
+    found = (await rig.get(path, role=Role.TENANT)).body
+    told = [(each["round"], each["status"], each["outcome"], each["held"]) for each in found["rounds"]]
+    assert told == [(1, "failed", "refunded", 5), (2, "open", None, 5)]
+    assert found["rounds"][0]["price"] == {"by": "flat", "credits": 5}
+    assert (found["consumed"], found["held"]) == (0, 5)
+
+
+async def test_a_job_costs_what_its_price_says_and_one_too_many_is_refused(rig: HubRig) -> None:
+    await made(rig, price={"by": "flat", "credits": 5})
+    await rig.post(f"{ACME}/grants", {"amount": 9})
+    job_id = await rig.submit(role=Role.TENANT)
+    assert await balance(rig, role=Role.TENANT) == (9, 5, 4, 0)
+    short = await rig.post("/api/jobs", submission(), role=Role.TENANT)
+    assert (short.status, short.code, short.body["needed"]) == (402, "credits_short", 5)
+    gpu = WorkerId("gpu")
+    await rig.engine.register(RegisterWorker(gpu, Capabilities((Service("comfyui"),), has_hub=True)))
+    leased = await rig.engine.poll(Poll(gpu, PollId("1"), 0))
+    assert leased is not None and leased.job_id == job_id
+    await rig.engine.complete(Completion(leased.ref, JobResult({"2": {}}), 1.5))
+    assert await balance(rig, role=Role.TENANT) == (4, 0, 4, 0)
+    (round_,) = (await rig.get(f"/api/jobs/{job_id}/receipt", role=Role.TENANT)).body["rounds"]
+    assert (round_["outcome"], round_["consumed"], round_["worker_id"]) == ("consumed", 5, "gpu")
+    kinds = [each["kind"] for each in (await rig.get(f"{ACME}/statement", role=Role.TENANT)).body["entries"]]
+    assert kinds == ["grant", "reserve", "consume"]
