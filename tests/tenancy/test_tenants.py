@@ -14,6 +14,7 @@ from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.database import TenantDatabase
 from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.homes import Homes
 from comfyfleet.tenancy.pools import Pools
 from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
 
@@ -102,6 +103,22 @@ async def test_a_pool_that_cannot_be_opened_is_asked_again_a_little_later(
     folder.mkdir()
     await clock.advance(1.0)
     assert [name for name, _ in await pools.opened()] == ["first"]
+    await pools.close()
+
+
+async def test_a_pool_that_nobody_needs_is_not_made(
+    tmp_path: Path, store: MemoryStore, clock: ManualClock
+) -> None:
+    pools = Pools(
+        {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("a", "b")}, clock, open_tenant_database
+    )
+    homes = Homes(Tenants(store.cabinet, clock, is_shared=False), pools)
+    await homes.open()
+    assert await pools.opened() == []
+    await homes.tenants.create(Tenant(ACME, "b", 1.0))
+    await homes.open()
+    assert [name for name, _ in await pools.opened()] == ["b"]
+    assert not (tmp_path / "a.db").exists()
     await pools.close()
 
 

@@ -166,12 +166,23 @@ def show(tenant_id: str, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json({**plain(tenant), "credits": plain(balance)})
         return
-    told = {name: value for name, value in plain(tenant).items() if value not in (None, "", [], {})}
+    told = _said({**plain(tenant), "price": None})
     told |= {
         "price": price_text(tenant.price),
         "credits": f"{balance.available} available, {balance.held} held",
     }
     print_pairs(list(told.items()))
+
+
+def _said(fields: dict[str, Any]) -> dict[str, Any]:
+    """What there is to say; of what has parts, each that is said."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            found |= _said(value)
+        elif value not in (None, "", []):
+            found[name] = ", ".join(map(str, value)) if isinstance(value, list) else value
+    return found
 
 
 @command.command("set")

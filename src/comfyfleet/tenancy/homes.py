@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.tenancy.database import TenantDatabase
@@ -27,8 +29,14 @@ class Homes:
         return None if tenant is None else Home(tenant, await self.pools.get(tenant.pool))
 
     async def everyone(self) -> dict[str, list[Tenant]]:
-        """The tenants of each pool."""
-        found: dict[str, list[Tenant]] = {name: [] for name in self.pools.names}
+        """The tenants of each pool that has any."""
+        found: dict[str, list[Tenant]] = {}
         for tenant in await self.tenants.everybody():
             found.setdefault(tenant.pool, []).append(tenant)
         return found
+
+    async def open(self) -> None:
+        """Every pool that has tenants. One that is away is asked again by whoever needs it."""
+        for pool in await self.everyone():
+            with contextlib.suppress(Fault):
+                await self.pools.get(pool)

@@ -79,6 +79,8 @@ class OutboxRelay:
     async def look(self, *, at_once: bool = False) -> None:
         """`at_once`: also what may be on its way just now."""
         before, self._seen = self._seen, set()
+        if at_once:
+            await self._store.homes.open()
         for name, database in await self._store.homes.pools.opened():
             try:
                 await self._send(name, database, before, at_once)

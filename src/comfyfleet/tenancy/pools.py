@@ -29,6 +29,7 @@ class Pools:
         self._clock = clock
         self._open_database = open_database
         self._opening: dict[str, asyncio.Task[TenantDatabase]] = {}
+        self._asked: dict[str, None] = {}
         self._away: dict[str, tuple[ComfyFleetError, float]] = {}
 
     @property
@@ -52,6 +53,7 @@ class Pools:
             raise Fault(
                 f"the pool {name!r} is not in this hub's settings: add it to [pools], as at the other hubs"
             )
+        self._asked[name] = None
         self._check_there(name)
         opening = self._opening.get(name)
         if opening is None:
@@ -59,10 +61,11 @@ class Pools:
         return await asyncio.shield(opening)
 
     async def opened(self) -> list[tuple[str, TenantDatabase]]:
-        """All that can be reached now."""
-        answers = await asyncio.gather(*map(self.get, self._urls), return_exceptions=True)
+        """Of those that somebody needed, all that can be reached now."""
+        names = tuple(self._asked)
+        answers = await asyncio.gather(*map(self.get, names), return_exceptions=True)
         found = []
-        for name, answer in zip(self._urls, answers, strict=True):
+        for name, answer in zip(names, answers, strict=True):
             if not isinstance(answer, BaseException):
                 found.append((name, answer))
             elif not isinstance(answer, ComfyFleetError):
