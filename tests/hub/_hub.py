@@ -25,7 +25,7 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.ids import TenantId
 from comfyfleet.outbound.guard import Guard
 from comfyfleet.policy.rules import Rules
-from comfyfleet.ports import Assets, Cabinet, Clock
+from comfyfleet.ports import Assets, Cabinet, Clock, Store
 from comfyfleet.stores.opening import open_store
 from comfyfleet.tenancy.estate import Estate
 
@@ -180,9 +180,10 @@ async def hub_in_process(
     guard: Guard | None = None,
     assets_on: Callable[[Cabinet, Clock], Assets] | None = None,
     pools: Mapping[str, str] | None = None,
+    around: Callable[[Store, Clock], Store] = lambda store, _: store,
 ) -> AsyncIterator[HubRig]:
     clock = SystemClock()
-    store = open_store(store_url, clock)
+    store = around(open_store(store_url, clock), clock)
     cabinet = store.cabinet
     estate = Estate(store, clock, pools or {})
     async with AsyncExitStack() as stack:

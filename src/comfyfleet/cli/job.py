@@ -31,7 +31,9 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
     from comfyfleet.wire.bodies import IDEMPOTENCY_PREFIX
 
     async def look(client: FleetClient) -> tuple[JobDetails, ResultBody]:
-        return await client.get(job_id), await client.result(job_id)
+        job = await client.get(job_id)
+        is_readable = job.unreadable is None
+        return job, await client.result(job_id) if is_readable else ResultBody(job.id, job.status)
 
     job, ended = ask(flags, look)
     if as_json:
@@ -49,6 +51,7 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
         "worker": job.worker_id,
         "submitted": f"{ago(job.submitted_at, now)} ago",
         "metadata": job.metadata,
+        "unreadable": job.unreadable,
     }
     for name, value in told.items():
         if value is not None:

@@ -100,6 +100,12 @@ class JobDesk:
         rules, fleet = self._context.rules, self._context.fleet
         view = await self.get(job_id)
         submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
+        if view.job.unreadable is not None:
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"the job cannot be read any more, so it cannot run again: {view.job.unreadable}",
+                phase=view.dispatch.phase.value,
+            )
         is_legal = (view.dispatch.phase, Move.RETRY) in MOVES
         tenant = await self._context.gate.terms(submission.tenant) if is_legal else None
         placed = submission if tenant is None else under_terms(submission, tenant)

@@ -37,10 +37,12 @@ from comfyfleet.model.dispatch import (
     Phase,
     Write,
 )
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
+from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
 from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow import resolve_seeds
@@ -169,10 +171,19 @@ class WorkerDesk:
         if granted is not None and granted.lease is not None and not granted.lease.is_acknowledged:
             await self._context.give_back(granted)
 
-    async def _leased_job(self, dispatch: Dispatch) -> LeasedJob:
+    async def _leased_job(self, dispatch: Dispatch) -> LeasedJob | None:
+        """None: it cannot be run by anybody, and has ended so."""
         job = await self._context.store.records.get(dispatch.job_id)
         assert job is not None and dispatch.lease is not None, "a lease stands on a record"
         payload = job.payload
+        if job.unreadable is not None:
+            failure = Failure(FailureKind.UNREADABLE, f"the job cannot be read any more: {job.unreadable}")
+            await self._verdicts.ended(dispatch, failure)
+            return None
+        if in_payload(payload) is not None:
+            # Another process has the key: the job is no worse for it.
+            await self._context.give_back(dispatch)
+            raise Fault("the jobs of this fleet are sealed and this process has no key: give it [encryption]")
         workflow = payload.workflow
         if job.seeds:
             chosen = iter(job.seeds.values())

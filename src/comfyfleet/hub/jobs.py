@@ -154,6 +154,11 @@ class JobHandlers:
     async def get_result(self, call: Call[None]) -> Reply:
         view = await self._view(call)
         phase, job = view.dispatch.phase, view.job
+        if job.unreadable is not None:
+            raise Refusal(
+                RefusalCode.NOT_FOUND,
+                f"the result of job {job.job_id!r} cannot be read: {job.unreadable}",
+            )
         result = await self._linked(job)
         body = answers.ResultBody(job.job_id, spell(phase), result, job.failure)
         return Reply(200 if phase.is_final else 202, body)

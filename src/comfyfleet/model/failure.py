@@ -37,6 +37,8 @@ class FailureKind(StrEnum):
     TOTAL_TIMEOUT = "total_timeout"
     DEADLINE_PASSED = "deadline_passed"
     DEPENDENCY_FAILED = "dependency_failed"
+    # what was sealed cannot be opened any more
+    UNREADABLE = "unreadable"
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True):

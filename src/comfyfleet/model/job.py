@@ -154,3 +154,5 @@ class Job(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     failure: Failure | None = None
     """The last attempt's failure; cleared on success."""
     is_late: bool = False
+    unreadable: str | None = None
+    """Why what was sealed of it cannot be opened (any more). Said by whoever reads it, and never kept."""

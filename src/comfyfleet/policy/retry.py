@@ -61,6 +61,7 @@ TABLE: dict[FailureKind, Row] = {
     FailureKind.TOTAL_TIMEOUT: _JOBS_OWN_LIMIT,
     FailureKind.DEADLINE_PASSED: _JOBS_OWN_LIMIT,
     FailureKind.DEPENDENCY_FAILED: _JOBS_OWN_LIMIT,
+    FailureKind.UNREADABLE: _JOBS_OWN_LIMIT,
 }
 
 

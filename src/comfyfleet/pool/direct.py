@@ -17,7 +17,8 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.policy.rules import Rules
 from comfyfleet.pool.options import Server
 from comfyfleet.pool.servers import Servers
-from comfyfleet.stores.opening import open_store
+from comfyfleet.ports import Clock, Store
+from comfyfleet.stores.opening import open_store, refuse_if_sealed
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
 
@@ -35,9 +36,14 @@ class DirectWorkers:
         agent: AgentSettings | None = None,
         comfyui: ComfyUISettings | None = None,
         journals: Path | None = None,
+        sealing: Callable[[Store, Clock], Store] | None = None,
     ) -> None:
+        """`sealing` is put around the store where its jobs are sealed; without, such a store is refused."""
         clock = SystemClock()
         opened = open_store(store, clock)
+        if sealing is not None:
+            opened = sealing(opened, clock)
+        self._has_keys = sealing is not None
         if not opened.is_shared:
             scheme = urlsplit(store).scheme
             raise Refusal(
@@ -60,6 +66,8 @@ class DirectWorkers:
     async def __aenter__(self) -> DirectWorkers:
         await self._engine.__aenter__()
         try:
+            if not self._has_keys:
+                await refuse_if_sealed(self._engine.store.cabinet)
             for server in self._first_servers:
                 await self._servers.add(server)
             await self._servers.first_verdicts()

@@ -54,7 +54,7 @@ from comfyfleet.pool.saving import write_new
 from comfyfleet.pool.servers import Servers
 from comfyfleet.pool.telling import Teller
 from comfyfleet.pool.waiting import Waiting, within
-from comfyfleet.stores.opening import open_store
+from comfyfleet.stores.opening import open_store, refuse_if_sealed
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
 
@@ -143,6 +143,7 @@ class WorkflowPool:
         self._engine.bus.listen(self._waiting.hear)
         self._teller.start()
         try:
+            await refuse_if_sealed(self._engine.store.cabinet)
             for server in self._first_servers:
                 await self._servers.add(server)
             await self._servers.first_verdicts()

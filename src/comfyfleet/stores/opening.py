@@ -7,8 +7,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.ports import Clock, Store
+from comfyfleet.ports import Cabinet, Clock, Store
 from comfyfleet.stores.memory import MemoryStore
+
+DATA_KEYS = "data_keys"
+MASTER_KEYS = "master_keys"
+"""Drawers of a store whose jobs are sealed."""
 
 
 def open_store(url: str, clock: Clock) -> Store:
@@ -30,6 +34,17 @@ def check_address(url: str) -> None:
         known = ", ".join(f"{each}:" for each in _OPENERS)
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"there is no store for {scheme!r}: this version knows {known}"
+        )
+
+
+async def refuse_if_sealed(cabinet: Cabinet) -> None:
+    """For whoever opens a store without keys: what is in it must not only open by them."""
+    if await cabinet.listing(DATA_KEYS, limit=1):
+        masters = ", ".join(repr(each.name) for each in await cabinet.listing(MASTER_KEYS))
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"the jobs in this store are sealed and this process has no key: give it [encryption] with the master key "
+            f"{masters}, or let it work through a hub",
         )
 
 

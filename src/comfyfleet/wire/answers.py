@@ -89,6 +89,8 @@ class JobBody(_Got, frozen=True, omit_defaults=False):
     """Of the caller's trace, or of the job's own: every line of a log about the job has it."""
     error: Failure | None = None
     """What the last attempt failed of; null again once one completed."""
+    unreadable: str | None = None
+    """Why what was sealed of it cannot be opened (any more); then metadata and the like are not known."""
 
 
 class JobDetails(JobBody, frozen=True):
@@ -245,6 +247,7 @@ def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
         "seeds": record.seeds,
         "trace_id": trace_id_of(traceparent_of(record.job_id, asked.traceparent)),
         "error": record.failure,
+        "unreadable": record.unreadable,
     }
 
 

@@ -1,0 +1,86 @@
+"""A sealed store keeps the contract of stores, whichever store lies inside, and so does a sealed tenant database."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.servers.postgres_database import empty_database
+from tests.servers.redis_fixtures import some_server, with_prefix
+from tests.tenancy._databases import tenant_schema
+
+from comfyfleet.contract.bench import MakeStore
+from comfyfleet.contract.moving import MovingContract
+from comfyfleet.contract.store import StoreContract
+from comfyfleet.contract.tenants import Connect, TenantDatabaseContract
+from comfyfleet.ports import Clock, Store
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.stores.postgres import PostgresStore
+from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.stores.sealed.keyring import Keyring
+from comfyfleet.stores.sealed.masters import MasterKeys
+from comfyfleet.stores.sealed.store import sealed_store
+from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.databases.sealed import sealed_database
+
+MASTERS = MasterKeys({"k1": bytes(32)}, "k1")
+
+
+@pytest.fixture(scope="module")
+def server_url() -> Iterator[str]:
+    with some_server() as url:
+        yield url
+
+
+def sealed(store: Store, clock: Clock) -> Store:
+    return sealed_store(store, Keyring(store.cabinet, clock, lambda: MASTERS))
+
+
+class TestSealedMemoryStore(StoreContract, MovingContract):
+    @pytest.fixture
+    def make_store(self) -> MakeStore:
+        return lambda clock: sealed(MemoryStore(clock), clock)
+
+
+class TestSealedSqliteStore(StoreContract, MovingContract):
+    @pytest.fixture
+    def make_store(self, tmp_path: Path) -> MakeStore:
+        numbers = itertools.count()
+        return lambda clock: sealed(SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock), clock)
+
+
+class TestSealedRedisStore(StoreContract, MovingContract):
+    @pytest.fixture
+    def make_store(self, server_url: str) -> MakeStore:
+        return lambda clock: sealed(RedisStore(with_prefix(server_url), winding=clock), clock)
+
+
+class TestSealedPostgresStore(StoreContract, MovingContract):
+    @pytest.fixture
+    def make_store(self, request: pytest.FixtureRequest) -> MakeStore:
+        return lambda clock: sealed(
+            PostgresStore(empty_database(request.config), clock_for_tests=clock), clock
+        )
+
+
+def _keyring() -> Keyring:
+    return Keyring(MemoryCabinet(), ManualClock(), lambda: MASTERS)
+
+
+class TestSealedSqliteTenantDatabase(TenantDatabaseContract):
+    @pytest.fixture
+    def connect(self, tmp_path: Path) -> Connect:
+        keyring = _keyring()
+        return lambda: sealed_database(open_tenant_database(f"sqlite:///{tmp_path}/pool.db"), keyring)
+
+
+class TestSealedPostgresTenantDatabase(TenantDatabaseContract):
+    @pytest.fixture
+    def connect(self, request: pytest.FixtureRequest) -> Connect:
+        address, keyring = tenant_schema(request.config), _keyring()
+        return lambda: sealed_database(open_tenant_database(address), keyring)

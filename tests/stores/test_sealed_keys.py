@@ -1,0 +1,195 @@
+"""Data keys: one for each tenant, wrapped, renewed without downtime, destroyed for good; wrong master keys are told."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from comfyfleet.model.errors import Fault, Refusal
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.opening import DATA_KEYS, MASTER_KEYS, refuse_if_sealed
+from comfyfleet.stores.sealed.keyring import KEEP_S, Keyring
+from comfyfleet.stores.sealed.masters import MasterKeys
+from comfyfleet.stores.sealed.values import CannotOpen, Place, key_id_of, open_value, seal
+
+ACME, BORG = TenantId("acme"), TenantId("borg")
+PLACE = Place(ACME, JobId("job"), "payload")
+ONE, TWO = b"1" * 32, b"2" * 32
+
+
+class Desk:
+    """A cabinet, a clock, and keyrings of several processes on them."""
+
+    def __init__(self) -> None:
+        self.cabinet = MemoryCabinet()
+        self.clock = ManualClock()
+        self.masters = MasterKeys({"k1": ONE}, "k1")
+
+    def keyring(self, masters: MasterKeys | None = None) -> Keyring:
+        return Keyring(self.cabinet, self.clock, lambda: masters or self.masters)
+
+    async def sealed(self, keyring: Keyring) -> bytes:
+        key = await keyring.to_seal(ACME)
+        assert key is not None
+        return seal(key, PLACE, b"a fox")
+
+    async def opened(self, keyring: Keyring, sealed: bytes) -> bytes:
+        return open_value(await keyring.to_open(ACME, key_id_of(sealed)), PLACE, sealed)
+
+
+async def test_a_tenant_has_a_key_of_its_own_which_every_process_finds() -> None:
+    desk = Desk()
+    one, two = desk.keyring(), desk.keyring()
+    key = await one.to_seal(ACME)
+    assert key is not None and key == await two.to_seal(ACME) == await one.to_seal(ACME)
+    other = await two.to_seal(BORG)
+    assert other is not None and other.secret != key.secret
+    nested = await two.to_seal(TenantId("acme/x"))
+    assert nested is not None and nested.secret != key.secret
+    fresh = await desk.keyring().to_seal(ACME)
+    assert fresh == key, "a tenant whose name begins like it is another"
+    documents = await desk.cabinet.listing(DATA_KEYS)
+    assert all(key.secret not in each.body for each in documents) and len(documents) == 3
+
+
+async def test_two_processes_that_make_a_key_at_once_read_each_other() -> None:
+    desk = Desk()
+    one, two = desk.keyring(), desk.keyring()
+    values = await asyncio.gather(desk.sealed(one), desk.sealed(two))
+    for keyring in (one, two, desk.keyring()):
+        assert [await desk.opened(keyring, each) for each in values] == [b"a fox"] * 2
+
+
+async def test_a_new_master_key_wraps_anew_and_the_old_one_may_go() -> None:
+    desk = Desk()
+    serving = desk.keyring()
+    old = await desk.sealed(serving)
+    desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
+    assert await serving.refresh() == 1 and await serving.refresh() == 0
+    assert await desk.opened(serving, old) == b"a fox", "and it goes on all the while"
+    assert [each.name for each in await desk.cabinet.listing(MASTER_KEYS)] == ["k2"]
+    later = desk.keyring(MasterKeys({"k2": TWO}, "k2"))
+    await later.open()
+    assert await desk.opened(later, old) == b"a fox"
+    tally = await later.tally()
+    assert (tally.masters, tally.tenants, tally.destroyed) == ({"k2": 1}, 1, 0)
+
+
+async def test_an_old_master_key_is_kept_on_the_list_while_something_needs_it() -> None:
+    desk = Desk()
+    behind = desk.keyring()
+    await behind.to_seal(ACME)
+    desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
+    await desk.keyring().rewrap()
+    await behind.renew(BORG)
+    assert [each.name for each in await desk.cabinet.listing(MASTER_KEYS)] == ["k1", "k2"]
+    with pytest.raises(Refusal, match="'k1', which is not among"):
+        await desk.keyring(MasterKeys({"k2": TWO}, "k2")).open()
+
+
+async def test_a_key_file_that_cannot_be_read_again_leaves_the_keys_that_are_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    desk = Desk()
+    broken = False
+
+    def read() -> MasterKeys:
+        if broken:
+            raise ValueError("there is no key")
+        return desk.masters
+
+    keyring = Keyring(desk.cabinet, desk.clock, read)
+    sealed = await desk.sealed(keyring)
+    broken = True
+    await keyring.refresh()
+    assert "cannot be read again" in caplog.text
+    await desk.clock.advance(2 * KEEP_S)
+    assert await desk.opened(keyring, sealed) == b"a fox"
+
+
+async def test_a_wrong_master_key_is_told_at_the_start() -> None:
+    desk = Desk()
+    await desk.sealed(desk.keyring())
+    await desk.keyring().open()
+    with pytest.raises(Refusal, match="another key has its id"):
+        await desk.keyring(MasterKeys({"k1": TWO}, "k1")).open()
+    with pytest.raises(Refusal, match=r"'k1', which is not among the keys of \[encryption\] \(k2\)"):
+        await desk.keyring(MasterKeys({"k2": TWO}, "k2")).open()
+    with pytest.raises(Refusal, match=r"sealed and this process has no key.*'k1'"):
+        await refuse_if_sealed(desk.cabinet)
+    await refuse_if_sealed(MemoryCabinet())
+
+
+async def test_a_master_key_that_is_missed_later_is_a_fault_and_not_the_end_of_a_job() -> None:
+    desk = Desk()
+    without = desk.keyring(MasterKeys({"k2": TWO}, "k2"))
+    sealed = await desk.sealed(desk.keyring())
+    with pytest.raises(Fault, match="'k1', which this process does not have"):
+        await desk.opened(without, sealed)
+
+
+async def test_a_data_key_grows_old_and_a_new_one_follows_while_the_old_still_opens() -> None:
+    desk = Desk()
+    keyring = desk.keyring()
+    old = await desk.sealed(keyring)
+    await desk.clock.advance(364 * 86400)
+    assert key_id_of(await desk.sealed(keyring)) == key_id_of(old)
+    await desk.clock.advance(2 * 86400)
+    new = await desk.sealed(keyring)
+    assert key_id_of(new) > key_id_of(old)
+    assert [await desk.opened(keyring, each) for each in (old, new)] == [b"a fox"] * 2
+    await keyring.renew(ACME)
+    assert key_id_of(await desk.sealed(desk.keyring())) > key_id_of(new)
+
+
+async def test_what_was_shredded_opens_nowhere_and_the_tenant_may_begin_anew() -> None:
+    desk = Desk()
+    keyring, elsewhere = desk.keyring(), desk.keyring()
+    sealed = await desk.sealed(keyring)
+    other = await keyring.to_seal(BORG)
+    assert await desk.opened(elsewhere, sealed) == b"a fox"
+    assert await keyring.shred(ACME) == 1 and await keyring.shred(ACME) == 0
+    with pytest.raises(CannotOpen, match="'acme' that it was sealed with was destroyed"):
+        await desk.opened(keyring, sealed)
+    await desk.clock.advance(KEEP_S)
+    with pytest.raises(CannotOpen, match="destroyed"):
+        await desk.opened(elsewhere, sealed)
+    assert await desk.keyring().to_seal(BORG) == other
+    again = await desk.sealed(elsewhere)
+    assert key_id_of(again) != key_id_of(sealed) and await desk.opened(keyring, again) == b"a fox"
+    tally = await keyring.tally()
+    assert (tally.tenants, tally.destroyed) == (2, 1)
+    assert await keyring.rewrap() == 0, "what is destroyed is not looked for"
+
+
+async def test_a_rewrap_never_brings_back_what_was_shredded_meanwhile() -> None:
+    desk = Desk()
+    keyring = desk.keyring()
+    sealed = await desk.sealed(keyring)
+    desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
+    rewrapping = desk.keyring()
+    put = desk.cabinet.put
+
+    async def shredded_first(drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+        desk.cabinet.put = put  # type: ignore[method-assign]
+        await keyring.shred(ACME)
+        return await put(drawer, name, body, version=version)
+
+    desk.cabinet.put = shredded_first  # type: ignore[method-assign]
+    assert await rewrapping.rewrap() == 0
+    with pytest.raises(CannotOpen, match="destroyed"):
+        await desk.opened(desk.keyring(), sealed)
+
+
+async def test_without_a_current_key_nothing_more_is_sealed() -> None:
+    desk = Desk()
+    sealed = await desk.sealed(desk.keyring())
+    keyring = desk.keyring(MasterKeys({"k1": ONE}))
+    await keyring.open()
+    assert not keyring.seals and await keyring.to_seal(ACME) is None
+    assert await desk.opened(keyring, sealed) == b"a fox"
+    with pytest.raises(Refusal, match="no current master key"):
+        await keyring.renew(ACME)
