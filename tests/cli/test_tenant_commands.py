@@ -81,3 +81,13 @@ def test_a_job_that_costs_nothing_has_a_receipt_that_says_so(run: Run, tmp_path:
     job_id = run("submit", path).output.strip()
     assert run("job", "receipt", job_id).output == "jobs of tenant default cost no credits\n"
     assert run("job", "receipt", job_id, "--json").json["rounds"] == []
+
+
+def test_reconcile_says_so_where_both_sides_agree(run: Run) -> None:
+    for how in (("--dry-run",), ()):
+        ended = run("reconcile", *how)
+        assert (ended.code, ended.output) == (
+            0,
+            "the store and tenants' databases agree, and every book adds up\n",
+        )
+    assert run("reconcile", "--json").json == {"findings": [], "is_mended": True}

@@ -29,6 +29,7 @@ _COMMANDS = {
     "jobs": "comfyfleet.cli.jobs",
     "key": "comfyfleet.cli.key",
     "queue": "comfyfleet.cli.queue",
+    "reconcile": "comfyfleet.cli.reconcile",
     "run": "comfyfleet.cli.run",
     "store": "comfyfleet.cli.store",
     "submit": "comfyfleet.cli.submit",

@@ -168,6 +168,8 @@ class SyncFleetClient:
     resume_tenant = _blocking(FleetClient.resume_tenant)
     balance = _blocking(FleetClient.balance)
     statement = _blocking(FleetClient.statement)
+    differences = _blocking(FleetClient.differences)
+    reconcile = _blocking(FleetClient.reconcile)
     grants = _blocking(FleetClient.grants)
     grant_credits = _blocking(FleetClient.grant_credits)
     confirm_grant = _blocking(FleetClient.confirm_grant)

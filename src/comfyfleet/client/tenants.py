@@ -11,12 +11,21 @@ from comfyfleet.client.link import Link
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.wire import credits as money
 from comfyfleet.wire import tenants as wire
+from comfyfleet.wire.reconciling import FindingList
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 
 class TenantCalls:
     _link: Link
+
+    async def differences(self) -> FindingList:
+        """Where the store and tenants' databases differ just now; nothing is changed."""
+        return await self._link.ask("look_for_differences", FindingList)
+
+    async def reconcile(self) -> FindingList:
+        """The same, and what mends itself is mended."""
+        return await self._link.ask("reconcile", FindingList)
 
     # tenants
 

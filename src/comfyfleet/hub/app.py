@@ -25,6 +25,7 @@ from comfyfleet.hub.limits import Limits
 from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.page import PageHandlers
 from comfyfleet.hub.places import Places
+from comfyfleet.hub.reconciling import ReconcileHandlers
 from comfyfleet.hub.rooms import Rooms
 from comfyfleet.hub.sending import Sender
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
@@ -90,6 +91,7 @@ class Hub:
             **workers.bound(),
             **TenantHandlers(tenants, pools, clock).bound(),
             **CreditHandlers(engine, tenants, pools).bound(),
+            **ReconcileHandlers(estate.reconciler).bound(),
             **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
             **PageHandlers(engine, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),

@@ -12,6 +12,7 @@ from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.wire import answers, bodies, keys, progress, worker
 from comfyfleet.wire.file_routes import FILES
+from comfyfleet.wire.reconciling import RECONCILING
 from comfyfleet.wire.route import (
     ADMIN,
     ANYBODY,
@@ -492,6 +493,7 @@ ROUTES: tuple[Route, ...] = (
     *FLEET,
     *TENANTS,
     *CREDITS,
+    *RECONCILING,
     *KEYS,
     *WORKER,
     *HUB,
