@@ -35,6 +35,26 @@ class Network:
         enter = ("nsenter", "-t", str(self._holder), "-U", "-n", "--preserve-credentials", "--")
         return (*enter, *command)
 
+    @contextlib.contextmanager
+    def reaching(self, folder: Path, port: int) -> Iterator[None]:
+        """A port of this machine is reached from inside at the same address: what is signed for a host stays so."""
+        socket = folder / f"{port}.socket"
+        with _passing_on(socket, port):
+            way = subprocess.Popen(
+                self.inside(sys.executable, __file__, str(socket), str(port)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert way.stdin is not None and way.stdout is not None
+            try:
+                assert way.stdout.readline() == "ready\n"
+                yield
+            finally:
+                way.stdin.close()
+                way.wait(20)
+                way.stdout.close()
+
     def pull_the_cable(self) -> None:
         self._say("down")
 
@@ -178,8 +198,22 @@ async def _be_the_gate(socket: str) -> None:
         await holder.wait()
 
 
+async def _be_a_way(socket: str, port: int) -> None:
+    """On the worker's own loopback, until whoever began it is gone."""
+
+    async def link(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await join(reader, writer, lambda: asyncio.open_unix_connection(socket))
+
+    await asyncio.start_server(link, "127.0.0.1", port)
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.read)
+
+
 if __name__ == "__main__":
     try:
-        asyncio.run(_be_the_gate(sys.argv[1]))
+        if len(sys.argv) > 2:
+            asyncio.run(_be_a_way(sys.argv[1], int(sys.argv[2])))
+        else:
+            asyncio.run(_be_the_gate(sys.argv[1]))
     except (NotHere, OSError) as reason:
         print(f"cannot: {reason}", flush=True)
