@@ -13,8 +13,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import msgspec
@@ -114,7 +113,8 @@ class Door:
             route.name: msgspec.json.Decoder(route.decodes) for route in routes if route.decodes is not None
         }
         self._in_flight = 0
-        self._parked: set[asyncio.Task[Any]] = set()
+        self._parked: set[Callable[[], None]] = set()
+        """What ends each of them."""
         self._is_closing = False
 
     @property
@@ -124,8 +124,8 @@ class Door:
     def close(self) -> None:
         """Whatever is parked is answered with "not now"; what comes after is refused alike."""
         self._is_closing = True
-        for task in self._parked:
-            task.cancel()
+        for end in self._parked:
+            end()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._paths.find(scope["method"], _raw_path(scope))
@@ -220,7 +220,7 @@ class Door:
         if self._is_closing:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
         with self._places.held("poll", call.caller.key_id, call.address) as place:
-            return await self._attend(call, place, _coroutine(handler(call)))
+            return await self._attend(call, place, handler(call))
 
     async def _audited(self, call: Call[Any], handler: Handler) -> Reply | Response:
         caller, route = call.caller, call.route
@@ -247,29 +247,37 @@ class Door:
         return decode(self._decoders[call.route.name], body, self._limits.max_depth)
 
     async def _attend(
-        self, call: Call[Any], place: Place, work: Coroutine[Any, Any, Reply | Response]
+        self, call: Call[Any], place: Place, work: Awaitable[Reply | Response]
     ) -> Reply | Response:
         """Whoever hangs up is not waited for: a parked poll ends with its connection, and with its key."""
-        task = asyncio.ensure_future(work)
-        place.end = partial(_cancel, task)
+        task, is_ended = asyncio.current_task(), False
+        assert task is not None, "a request is served in a task"
+
+        def end(_: object = None) -> None:
+            nonlocal is_ended
+            if not is_ended:
+                is_ended = True
+                task.cancel()
+
+        place.end = end
         watch = asyncio.ensure_future(_until_hung_up(call.receive))
-        self._parked.add(task)
+        watch.add_done_callback(end)
+        self._parked.add(end)
         try:
-            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() and not task.cancelled():
-                return task.result()
+            return await work
+        except asyncio.CancelledError:
+            if not is_ended:
+                raise
+            task.uncancel()
             if watch.done():
-                raise HungUp
+                raise HungUp from None
             if self._is_closing:
-                raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
-            raise Refusal(RefusalCode.UNAUTHENTICATED, "the key is not good any more")
+                raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again") from None
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "the key is not good any more") from None
         finally:
-            self._parked.discard(task)
-            for each in (task, watch):
-                each.cancel()
-            await asyncio.wait({task, watch})
-            if not task.cancelled():
-                task.exception()
+            self._parked.discard(end)
+            watch.remove_done_callback(end)
+            watch.cancel()
 
 
 def decode(decoder: msgspec.json.Decoder[Any], body: bytes, max_depth: int) -> Any:
@@ -298,10 +306,6 @@ def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> 
         assert takes is given, f"the handler of {route.name} takes {takes}, the table says {given}"
 
 
-def _cancel(task: asyncio.Task[Any]) -> None:
-    task.cancel()
-
-
 def _made(reply: Reply | Response) -> str | None:
     return reply.made if isinstance(reply, Reply) else None
 
@@ -309,10 +313,6 @@ def _made(reply: Reply | Response) -> str | None:
 async def _until_hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _coroutine(work: Awaitable[Reply | Response]) -> Reply | Response:
-    return await work
 
 
 def _raw_path(scope: Scope) -> str:
