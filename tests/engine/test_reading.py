@@ -17,7 +17,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.reading import Reader, Reading
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.job import Submission
-from comfyfleet.model.workflow import InvalidWorkflow, decode_workflow, hash_workflow, read_needs
+from comfyfleet.model.workflow import InvalidWorkflow, decoded_node, hash_workflow, read_needs
 from comfyfleet.stores.sqlite.store import SqliteStore
 
 
@@ -145,11 +145,11 @@ def test_nodes_that_differ_in_a_seed_alone_share_what_they_are_made_of() -> None
 def test_a_node_that_is_known_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, decoded = Reader(5_000), list[bytes]()
 
-    def counted(text: bytes) -> Any:
-        decoded.append(text)
-        return decode_workflow(text)
+    def counted(content: Any) -> Any:
+        decoded.append(bytes(content))
+        return decoded_node(content)
 
-    monkeypatch.setattr(reading, "decode_workflow", counted)
+    monkeypatch.setattr(reading, "decoded_node", counted)
     for seed in (1, 2):
         sent = msgspec.json.decode(msgspec.json.encode(twelve_nodes(seed)), type=dict[str, msgspec.Raw])
         assert reader.read(sent, is_own=True) == _fresh(twelve_nodes(seed))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tests.hub._hub import hub_in_process
 from tests.hub.test_conversion import editors_workflow, hub_with_agent
 from tests.hub.test_inputs import brings, uploaded
@@ -19,8 +20,10 @@ async def test_a_repeat_is_answered_with_its_job_though_its_file_was_swept(tmp_p
         body = brings(file_id, reference="r")
         first = await rig.post("/api/jobs", body, role=Role.TENANT)
         await rig.cabinet.remove(DRAWER, file_id)
-        again = await rig.post("/api/jobs", body, role=Role.TENANT)
-        assert (again.status, again.body["id"]) == (200, first.body["id"])
+        # Written in another way, too.
+        for raw in (msgspec.json.encode(body), msgspec.json.format(msgspec.json.encode(body), indent=4)):
+            again = await rig.post("/api/jobs", raw=raw, role=Role.TENANT)
+            assert (again.status, again.body["id"]) == (200, first.body["id"])
         for changed in (brings(file_id, reference="r", priority=1), brings(file_id, reference="other")):
             refused = await rig.post("/api/jobs", changed, role=Role.TENANT)
             assert refused.code == "invalid_request", (

@@ -139,7 +139,8 @@ class Engine:
     # the callers' door
 
     async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
-        """`is_own`: the graph was decoded from JSON, and nobody else has it; it need not be copied."""
+        """`is_own`: the graph was decoded from JSON and nobody else has it, so it need not be copied; its nodes may
+        still be text (`msgspec.Raw`)."""
         return await self._submitting.submit(submission, is_own=is_own)
 
     async def admit(

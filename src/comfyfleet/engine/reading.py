@@ -23,7 +23,8 @@ from comfyfleet.model.workflow import (
     Workflow,
     asks_for_seed,
     check_workflow,
-    decode_workflow,
+    decoded_graph,
+    decoded_node,
     files_of,
     hash_workflow,
     label,
@@ -72,7 +73,7 @@ class Reader:
             return _read(workflow, workflow.to_graph())
         recalled = self._recall(graph)
         if recalled is None:
-            graph = {node_id: _decoded(content) for node_id, content in graph.items()}
+            graph = decoded_graph(graph)
             return _read(check_workflow(graph, max_nodes=self._max_nodes), graph)
         nodes, structure = recalled
         known = self._graphs.get(structure)
@@ -99,7 +100,7 @@ class Reader:
                 return None
             seen = self._nodes.get(text)
             if seen is None:
-                seen = self._see(node_id, _decoded(content), graph, text)
+                seen = self._see(node_id, decoded_node(content), graph, text)
                 if seen is None:
                     return None
             nodes[node_id] = seen.content
@@ -116,10 +117,6 @@ class Reader:
                 self._nodes.clear()
             self._nodes[text] = seen
         return seen
-
-
-def _decoded(content: Any) -> Any:
-    return decode_workflow(bytes(content)) if type(content) is msgspec.Raw else content
 
 
 def _structure(node: Node) -> bytes:

@@ -55,7 +55,7 @@ class SubmitDesk:
         self._reader = Reader(context.rules.max_nodes)
 
     async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
-        """`is_own`: the graph was decoded from JSON, and nobody else has it."""
+        """`is_own`: the graph was decoded from JSON, its nodes or not, and nobody else has it."""
         context, rules = self._context, self._context.rules
         # Before it is judged: of a job that was taken once, files and workers may be gone by now.
         known = await self._known(submission)

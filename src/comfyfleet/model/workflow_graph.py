@@ -153,6 +153,15 @@ def decode_workflow(raw: Any) -> Any:
         ) from error
 
 
+def decoded_graph(graph: Mapping[str, Any]) -> dict[str, Any]:
+    """A graph of which no node is text any more."""
+    return {node_id: decoded_node(content) for node_id, content in graph.items()}
+
+
+def decoded_node(content: Any) -> Any:
+    return decode_workflow(bytes(content)) if type(content) is msgspec.Raw else content
+
+
 def _to_text(graph: Mapping[Any, Any]) -> bytes:
     """The text of a caller's mapping, which makes the graph our own and shows that JSON can carry it."""
     for node_id in graph:

@@ -12,6 +12,7 @@ import msgspec
 
 from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.job import Submission
+from comfyfleet.model.workflow import InvalidWorkflow, decoded_graph
 
 _ENCODER = msgspec.json.Encoder(order="sorted")
 
@@ -23,10 +24,14 @@ def digest_of(submission: Submission) -> str | None:
         return None
     # What the hub found out about a file is not the caller's.
     named = tuple(msgspec.structs.replace(each, sha256=None, size=None) for each in inputs)
-    sent = msgspec.structs.replace(submission, inputs=named, traceparent=None, sent=None)
     try:
+        # What was meant, not how it was written: nodes may still be text.
+        workflow = decoded_graph(submission.workflow)
+        sent = msgspec.structs.replace(
+            submission, workflow=workflow, inputs=named, traceparent=None, sent=None
+        )
         return sha256(_ENCODER.encode(sent)).hexdigest()
-    except (TypeError, ValueError, OverflowError, RecursionError):
+    except (TypeError, ValueError, OverflowError, RecursionError, InvalidWorkflow):
         # It is no JSON, and will be refused as such.
         return None
 
@@ -47,4 +52,5 @@ def as_asked(submission: Submission) -> Submission:
         msgspec.structs.replace(each, file=None) if each.job is not None or each.sha256 is not None else each
         for each in submission.inputs
     )
-    return msgspec.structs.replace(submission, inputs=inputs, traceparent=None, sent=None)
+    workflow = decoded_graph(submission.workflow)
+    return msgspec.structs.replace(submission, workflow=workflow, inputs=inputs, traceparent=None, sent=None)

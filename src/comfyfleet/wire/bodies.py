@@ -26,7 +26,7 @@ from comfyfleet.model.requirement import (
     Requirements,
 )
 from comfyfleet.model.webhook import ENDINGS, Webhook
-from comfyfleet.model.workflow import decode_workflow
+from comfyfleet.model.workflow import decoded_graph
 from comfyfleet.wire.spelling import KNOWN_STATUSES, OLD_SERVICE_NAMES
 
 MAX_BATCH = 1_000
@@ -276,7 +276,7 @@ def _workflow(payload: dict[str, Any]) -> dict[str, Any]:
         workflow = payload
     if isinstance(workflow.get("nodes"), msgspec.Raw):
         # A file of the editor, most likely: what is in it is no node yet.
-        return {name: decode_workflow(bytes(text)) for name, text in workflow.items()}
+        return decoded_graph(workflow)
     return workflow
 
 
