@@ -114,12 +114,16 @@ def entry_of(blob: bytes, ending: int | None, ended_at: float | None, names: dic
 
 
 def decode_job(job: bytes, state: bytes, result: bytes | None) -> Job:
-    record, changes = _jobs.decode(job), decode_state(state).record_changes()
-    if changes is not None:
-        record = msgspec.structs.replace(record, **changes)
+    record = decode_open_job(job, decode_state(state).record_changes())
     if result is not None:
         record = msgspec.structs.replace(record, result=_results.decode(result))
     return record
+
+
+def decode_open_job(job: bytes, changes: dict[str, Any] | None) -> Job:
+    """One that has no result."""
+    record = _jobs.decode(job)
+    return record if changes is None else msgspec.structs.replace(record, **changes)
 
 
 def encode_fact(fact: Fact) -> bytes:

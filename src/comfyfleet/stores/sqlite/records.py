@@ -1,4 +1,4 @@
-"""The tenant's side of the file: jobs with payload and result, read when asked for and never kept in memory."""
+"""The tenant's side of the file: jobs with payload and result, read when asked for; in memory are the last to come."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ class SqliteRecords:
         disk: Disk,
         find: Callable[[TenantId, str], JobId | None],
         wait: Callable[[JobId | None], Awaitable[None]],
+        at_hand: Callable[[JobId], Job | None],
     ) -> None:
         self._disk = disk
         self._find = find
         self._wait = wait
         """Until what is being written of a job (None: of any) is on the disk."""
+        self._at_hand = at_hand
+        """A job that need not be read from the file."""
 
     async def get(self, job_id: JobId) -> Job | None:
         await self._wait(job_id)
-        return self._disk.job(job_id)
+        return self._at_hand(job_id) or self._disk.job(job_id)
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
         job_id = self._find(tenant, reference)

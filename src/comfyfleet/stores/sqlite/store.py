@@ -39,7 +39,7 @@ from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.kept import Kept
 from comfyfleet.stores.packing import pack
-from comfyfleet.stores.sqlite import rows
+from comfyfleet.stores.sqlite import codec, rows
 from comfyfleet.stores.sqlite.cabinet import SqliteCabinet
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.ended import Ended
@@ -47,6 +47,7 @@ from comfyfleet.stores.sqlite.migrating import connect, migrate
 from comfyfleet.stores.sqlite.moving import SqliteMoving
 from comfyfleet.stores.sqlite.owner import Ownership
 from comfyfleet.stores.sqlite.reading import Disk
+from comfyfleet.stores.sqlite.recent import Recent
 from comfyfleet.stores.sqlite.records import SqliteRecords
 from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
 
@@ -61,7 +62,8 @@ class SqliteStore:
         self._kept: Kept[SqliteEntry] = Kept(clock, self.epoch)
         self._ownership: Ownership | None = None
         self._disk = Disk()
-        self.records = SqliteRecords(self._disk, self._find, self._wait)
+        self._recent = Recent()
+        self.records = SqliteRecords(self._disk, self._find, self._wait, self._at_hand)
         self.moving = SqliteMoving(self)
         self._ended = Ended(self)
         self._writer = Writer(committed=self._ended.committed, restore=self._restore)
@@ -201,6 +203,7 @@ class SqliteStore:
         assert written is not None, "its classes were looked up in this very step"
         batch = self._writer.batch()
         rows.insert(batch, entry, record, written.facts)
+        self._recent.keep(dispatch.job_id, record)
         await self._writer.written(batch)
         return written
 
@@ -454,6 +457,13 @@ class SqliteStore:
     def _has(self, job_id: JobId) -> bool:
         kept = self._kept
         return job_id in kept.entries or (job_id <= kept.highest_id and self._disk.has(job_id))
+
+    def _at_hand(self, job_id: JobId) -> Job | None:
+        entry, record = self._kept.entries.get(job_id), self._recent.get(job_id)
+        # In a later round it may have a result, or have had one.
+        if entry is None or record is None or entry.ending is not None or entry.dispatch.round > 1:
+            return None
+        return codec.decode_open_job(record, entry.changes)
 
     def _find(self, tenant: TenantId, reference: str) -> JobId | None:
         return self._kept.references.get((tenant, reference)) or self._disk.by_reference(tenant, reference)
