@@ -17,7 +17,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.reading import Reader, Reading
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.job import Submission
-from comfyfleet.model.workflow import InvalidWorkflow, decoded_node, hash_workflow, read_needs
+from comfyfleet.model.workflow import InvalidWorkflow, decoded_node, hash_workflow, read_needs, read_node
 from comfyfleet.stores.sqlite.store import SqliteStore
 
 
@@ -157,6 +157,23 @@ def test_a_node_that_is_known_is_not_decoded_again(monkeypatch: pytest.MonkeyPat
     assert b'"seed":2' in decoded[-1]
 
 
+def test_another_seed_does_not_make_another_structure_unless_it_asks_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader, checked = Reader(5_000), list[str]()
+
+    def counted(node_id: str, content: Any, graph: Any) -> Any:
+        checked.append(node_id)
+        return read_node(node_id, content, graph)
+
+    monkeypatch.setattr(reading, "read_node", counted)
+    for seed in (1, 2, 3.5, -1, -1.0, -1, 4):
+        graph = twelve_nodes(0)
+        graph["5"]["inputs"]["seed"] = seed
+        assert reader.read(graph, is_own=True) == _fresh(graph)
+    assert len(set(checked[:12])) == 12 and checked[12:] == ["5", "5"], "those that ask, -1 and -1.0"
+
+
 def test_a_node_that_is_no_json_is_refused_as_such() -> None:
     for text in (b'{"class_type":"\xff","inputs":{}}', b'{"class_type":"\\ud800","inputs":{}}', b"nul"):
         with pytest.raises(InvalidWorkflow, match="not JSON"):
@@ -172,6 +189,7 @@ def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing() -> None:
             assert read_now == _fresh(graph)
     assert len(reader._nodes) <= 4_096
     assert len(reader._graphs) <= 1_024
+    assert len(reader._shapes) <= 4_096
 
 
 def test_a_file_that_is_sent_within_the_graph_is_not_kept() -> None:
@@ -181,7 +199,7 @@ def test_a_file_that_is_sent_within_the_graph_is_not_kept() -> None:
         graph = twelve_nodes(number)
         graph["4"] = {"class_type": "LoadImageBase64", "inputs": {"image": f"{number}" * 100_000}}
         assert reader.read(graph, is_own=True) == _fresh(graph)
-    assert len(pickle.dumps((reader._nodes, reader._graphs))) < 100_000
+    assert len(pickle.dumps((reader._nodes, reader._shapes, reader._graphs))) < 100_000
 
 
 def test_a_graph_of_known_nodes_is_still_counted() -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from hashlib import sha256
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -40,7 +40,12 @@ _MAX_GRAPH_NODES = 500
 _MAX_NEEDS_CHARACTERS = 16_384
 """Beyond them nothing is remembered, or everything is forgotten: what matters comes back with the next job."""
 
+_PLAIN = 1 << 64
+"""What any reader of JSON takes for a number."""
+
 _encode = msgspec.msgpack.Encoder().encode
+
+T = TypeVar("T")
 
 
 class Reading(NamedTuple):
@@ -63,6 +68,8 @@ class Reader:
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = max_nodes
         self._nodes: dict[bytes, _Seen] = {}
+        self._shapes: dict[bytes, bytes] = {}
+        """Structures by shape: a node with another seed is as good as known."""
         self._graphs: dict[bytes, Reading] = {}
 
     def read(self, graph: Mapping[str, Any], *, is_own: bool = False) -> Reading:
@@ -81,9 +88,7 @@ class Reader:
             known = _read(check_workflow(nodes, max_nodes=self._max_nodes), {})
             # The name of an input file may be the file itself, as text.
             if _size(known) <= _MAX_NEEDS_CHARACTERS:
-                if len(self._graphs) >= _MAX_GRAPHS:
-                    self._graphs.clear()
-                self._graphs[structure] = known
+                _remember(self._graphs, structure, known, _MAX_GRAPHS)
         return known._replace(graph=nodes)
 
     def _recall(self, graph: Mapping[str, Any]) -> tuple[dict[str, Any], bytes] | None:
@@ -108,15 +113,43 @@ class Reader:
         return nodes, _digest((*nodes, *structures))
 
     def _see(self, node_id: str, content: Any, graph: Mapping[str, Any], text: bytes) -> _Seen | None:
-        node = read_node(node_id, content, graph)
-        if node is None:
-            return None
-        seen = _Seen(content, _structure(node))
+        shape = _shape(content)
+        structure = None if shape is None else self._shapes.get(shape)
+        if structure is None:
+            node = read_node(node_id, content, graph)
+            if node is None:
+                return None
+            structure = _structure(node)
+            if shape is not None and len(shape) <= _MAX_NODE_BYTES:
+                _remember(self._shapes, shape, structure, _MAX_NODES)
+        seen = _Seen(content, structure)
         if len(text) <= _MAX_NODE_BYTES:
-            if len(self._nodes) >= _MAX_NODES:
-                self._nodes.clear()
-            self._nodes[text] = seen
+            _remember(self._nodes, text, seen, _MAX_NODES)
         return seen
+
+
+def _remember(known: dict[bytes, T], key: bytes, value: T, most: int) -> None:
+    if len(known) >= most:
+        known.clear()
+    known[key] = value
+
+
+def _shape(content: Any) -> bytes | None:
+    """The node with 0 for its numbers: none of them is part of its structure, but for -1, which may ask for a seed.
+    None: it is not worth it, or wrong."""
+    inputs = content.get("inputs") if type(content) is dict else None
+    if type(inputs) is not dict:
+        return None
+    plain = {
+        name: 0
+        if (type(value) is int or type(value) is float) and value != -1 and -_PLAIN < value < _PLAIN
+        else value
+        for name, value in inputs.items()
+    }
+    try:
+        return _encode({**content, "inputs": plain})
+    except OverflowError:
+        return None
 
 
 def _structure(node: Node) -> bytes:
