@@ -18,14 +18,14 @@ import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
 import aiohttp
 import msgspec
 from aiohttp.abc import AbstractResolver, ResolveResult
-from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.tracing import Trace
 from yarl import URL
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -255,16 +255,13 @@ class Guard:
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(
+            connector = _Connector(
                 resolver=_Checked(self._lookup, self.allowed),
                 use_dns_cache=False,
                 force_close=True,
                 limit=0,
                 ssl=self._trust or True,
             )
-            # The library has no setting for it.
-            bounded = partial(_Bounded, loop=asyncio.get_running_loop())
-            connector._factory = bounded  # type: ignore[assignment]
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 # What a receiver sends packed is not unpacked, and no cookie of one goes to another.
@@ -355,17 +352,41 @@ def _forbidden_in(error: BaseException | None) -> Forbidden | None:
     return None
 
 
-class _Bounded(ResponseHandler):
+class _Connector(aiohttp.TCPConnector):
+    async def connect(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        connection = await super().connect(req, traces, timeout)
+        transport, protocol = connection.transport, connection.protocol
+        if transport is not None and protocol is not None:
+            transport.set_protocol(_Bounded(protocol))
+        return connection
+
+
+class _Bounded(asyncio.Protocol):
     """Takes so much of a connection and no more. An answer may have a thousand heads before its own (100 Continue …):
     whoever sent them for as long as a call may last kept the loop from everything else."""
 
-    _left = MAX_ANSWER_BYTES + _MAX_HEAD_BYTES
+    def __init__(self, reader: asyncio.Protocol) -> None:
+        self._reader = reader
+        self._left = MAX_ANSWER_BYTES + _MAX_HEAD_BYTES
 
     def data_received(self, data: bytes) -> None:
-        # Nothing is what the library itself comes with, to go on with what it has.
-        if self._left > 0 or not data:
-            super().data_received(data[: self._left])
+        if self._left > 0:
+            self._reader.data_received(data[: self._left])
         self._left -= len(data)
+
+    def eof_received(self) -> bool | None:
+        return self._reader.eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._reader.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._reader.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._reader.resume_writing()
 
 
 async def _beginning(response: aiohttp.ClientResponse) -> bytes:
@@ -388,6 +409,9 @@ def _short(error: Exception) -> str:
         cause = error.certificate_error
     elif isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
+    elif isinstance(error, aiohttp.ServerDisconnectedError):
+        # Its own text shows whatever came before.
+        return "it hung up before it had answered"
     elif isinstance(error, aiohttp.ClientResponseError):
         # Its own text has the URL in it, with whatever secret is in the query, and what another service answered.
         return "its answer is not HTTP, or its head is too long"
