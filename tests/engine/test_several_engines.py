@@ -16,6 +16,7 @@ from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult, Submission
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.sim.time import ManualClock, SeededChance
 from comfyfleet.stores.memory import MemoryStore
@@ -227,6 +228,31 @@ async def test_a_worker_removed_at_one_engine_stays_so_until_it_registers_at_the
             await take(it.second, "b")
         await register(it.second, "b", "KSampler")
         assert [worker.worker_id for worker in await it.first.workers()] == ["b"]
+
+
+async def test_a_worker_removed_between_a_look_and_a_write_is_not_put_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        look = it.store.get_worker
+
+        async def look_then_lose(worker_id: WorkerId) -> WorkerRecord | None:
+            found = await look(worker_id)
+            await it.first.remove_worker(worker_id)
+            return found
+
+        monkeypatch.setattr(it.store, "get_worker", look_then_lose)
+        with pytest.raises(Refusal, match="there is no worker"):
+            await it.second.pause_worker(WorkerId("b"))
+        assert await it.store.workers() == []
+        await register(it.second, "b", "KSampler")
+        await it.clock.advance(12)
+        assert await it.second.heartbeat(WorkerId("b"), []) is not None
+        assert await it.store.workers() == [], "a heartbeat notes when the worker was seen, and nothing else"
+        await register(it.second, "b", "KSampler")
+        await it.second.unregister(WorkerId("b"), "stopped")
+        assert await it.store.workers() == [] and it.second.known_worker(WorkerId("b")) is None
 
 
 async def test_an_engine_looks_round_though_the_clock_of_its_store_is_ahead() -> None:

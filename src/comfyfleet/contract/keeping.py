@@ -315,9 +315,13 @@ class KeepingContract:
         await bench.store.put_worker(busier)
         assert await bench.store.workers() == [busier]
         assert await bench.store.get_worker(A) == busier
+        assert await bench.store.replace_worker(worker) is True
+        assert await bench.store.workers() == [worker]
         await bench.store.put_block(Block(A, HASH, BlockReason.FAILURES, 1, 1e12))
         await bench.store.remove_worker(A)
         assert await bench.store.get_worker(A) is None
+        assert await bench.store.replace_worker(busier) is False
+        assert await bench.store.workers() == [], "what was removed is not put back by whoever read it before"
         assert await bench.store.blocks() == []
         assert await bench.store.next_block_end() is None
 

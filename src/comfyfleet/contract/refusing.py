@@ -82,6 +82,7 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
         "put_profile": lambda: store.put_profile(ProfileKey("new"), [], version=version),
         "drop_profiles": lambda: store.drop_profiles([SLOW]),
         "put_worker": lambda: store.put_worker(WORKER),
+        "replace_worker": lambda: store.replace_worker(WORKER),
         "remove_worker": lambda: store.remove_worker(A),
         "put_block": lambda: store.put_block(block),
         "lift": lambda: store.lift([Pair(A, "counted")]),

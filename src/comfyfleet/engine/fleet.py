@@ -219,7 +219,9 @@ class Fleet:
                 # Draining ends with the process that drained: what comes back wants work.
                 is_draining=known.is_draining and not known.is_offline,
             )
-        await self.save(record)
+        self.workers[worker_id] = record
+        self._selectivity.clear()
+        await self._store.put_worker(record)
         if known is not None and known.profile != profile:
             await self._drop_unused()
         return record
@@ -241,10 +243,17 @@ class Fleet:
         seen_at = max(stored.last_seen_at, self.workers.get(worker_id, known).last_seen_at)
         return msgspec.structs.replace(stored, last_seen_at=seen_at)
 
-    async def save(self, record: WorkerRecord) -> None:
-        self.workers[record.worker_id] = record
+    async def change(self, record: WorkerRecord) -> bool:
+        """Written over what `newest` answered. False: it was removed since then, and stays so until it registers."""
         self._selectivity.clear()
-        await self._store.put_worker(record)
+        return await self._replace(record)
+
+    async def _replace(self, record: WorkerRecord) -> bool:
+        self.workers[record.worker_id] = record
+        is_there = await self._store.replace_worker(record)
+        if not is_there:
+            self._forget(record.worker_id)
+        return is_there
 
     async def note_seen(self, worker_id: WorkerId, now: float) -> None:
         """Kept at hand each time, and in the store often enough that no other engine takes the worker for lost."""
@@ -280,14 +289,14 @@ class Fleet:
         worker = await self.newest(worker_id)
         if worker is None:
             return
-        noted = self.workers[worker_id] = msgspec.structs.replace(
+        noted = msgspec.structs.replace(
             worker,
             completed=worker.completed + completed,
             failed=worker.failed + failed,
             busy_s=worker.busy_s + busy_s,
             live=worker.live if live is None else live,
         )
-        await self._store.put_worker(noted)
+        await self._replace(noted)
 
     async def remove(self, worker_id: WorkerId) -> None:
         async with self._changing:
@@ -343,7 +352,7 @@ class Fleet:
             profile = await self._admit(worker.worker_id, worker.capabilities, worker.profile)
             if profile != worker.profile:
                 moved = True
-                await self.save(msgspec.structs.replace(worker, profile=profile))
+                await self.change(msgspec.structs.replace(worker, profile=profile))
         if moved:
             await self._drop_unused()
 

@@ -192,9 +192,9 @@ class Sweeper:
                 self.wake_by(until)
                 continue
             newest = await fleet.newest(worker.worker_id)
-            if newest is None:
+            released = newest and msgspec.structs.replace(newest, quarantined_until=None)
+            if released is None or not await fleet.change(released):
                 continue
-            await fleet.save(msgspec.structs.replace(newest, quarantined_until=None))
             self._context.tell("released", worker.worker_id)
             self._rounds.worker_freed(worker.worker_id)
 

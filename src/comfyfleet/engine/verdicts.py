@@ -299,8 +299,10 @@ class Verdicts:
             return
         if is_quarantined(await context.store.blocks(worker_id), context.rules, now):
             until = now + context.rules.quarantine_s
-            newest = await context.fleet.newest(worker_id) or worker
-            await context.fleet.save(msgspec.structs.replace(newest, quarantined_until=until))
+            newest = await context.fleet.newest(worker_id)
+            kept_off = newest and msgspec.structs.replace(newest, quarantined_until=until)
+            if kept_off is None or not await context.fleet.change(kept_off):
+                return
             context.tell("quarantined", worker_id, until=until)
             context.wake_by(until)
 

@@ -84,7 +84,8 @@ class WorkerDesk:
         if worker is None or worker.is_offline:
             return
         gone = msgspec.structs.replace(worker, is_offline=True, disconnects=worker.disconnects + 1)
-        await self._context.fleet.save(gone)
+        if not await self._context.fleet.change(gone):
+            return
         self._rounds.dismiss(worker_id)
         self._context.tell("offline", worker_id, reason=reason)
 
@@ -109,14 +110,16 @@ class WorkerDesk:
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is offline: start it again where it ran"
             )
         worker = await self._context.fleet.newest(worker_id)
+        missing = Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
         if worker is None:
-            raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
+            raise missing
         changed = msgspec.structs.replace(
             worker,
             is_paused=worker.is_paused if is_paused is None else is_paused,
             is_draining=worker.is_draining if is_draining is None else is_draining,
         )
-        await self._context.fleet.save(changed)
+        if not await self._context.fleet.change(changed):
+            raise missing
         self._rounds.worker_freed(worker_id)
 
     # work

@@ -103,6 +103,12 @@ class MemoryStore:
     async def put_worker(self, worker: WorkerRecord) -> None:
         self._kept.workers[worker.worker_id] = worker
 
+    async def replace_worker(self, worker: WorkerRecord) -> bool:
+        if worker.worker_id not in self._kept.workers:
+            return False
+        self._kept.workers[worker.worker_id] = worker
+        return True
+
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         return self._kept.workers.get(worker_id)
 

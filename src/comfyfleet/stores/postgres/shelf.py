@@ -1,4 +1,5 @@
-"""Blocks and lessons as PostgreSQL keeps them: bounded, listed in the order in which they were put."""
+"""Blocks and lessons as PostgreSQL keeps them: bounded, listed in the order in which they were put. And workers, where
+what is written must not put one back that was removed."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from collections.abc import Sequence
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.stores.postgres import codec
 from comfyfleet.stores.postgres.pool import Step
 from comfyfleet.stores.shelf import MAX_LESSONS, MAX_PAIRS_PER_WORKER
@@ -43,6 +45,11 @@ DELETE FROM comfyfleet.lessons WHERE number <= (
 )
 """
 _BOUND_LESSONS_EVERY = 1000
+
+
+async def replace_worker(step: Step, worker: WorkerRecord) -> bool:
+    query = "UPDATE comfyfleet.workers SET body = %s WHERE worker_id = %s RETURNING number"
+    return await step.row(query, (codec.encode(worker), worker.worker_id)) is not None
 
 
 async def get_block(step: Step, pair: Pair) -> Block | None:

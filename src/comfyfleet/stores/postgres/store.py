@@ -230,6 +230,9 @@ class PostgresStore:
     async def put_worker(self, worker: WorkerRecord) -> None:
         await self._do((_PUT_WORKER, (worker.worker_id, codec.encode(worker))))
 
+    async def replace_worker(self, worker: WorkerRecord) -> bool:
+        return await self._transact(shelf.replace_worker, worker)
+
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         found = await self._fetch("SELECT body FROM comfyfleet.workers WHERE worker_id = %s", (worker_id,))
         return codec.decode_worker(found[0][0]) if found else None

@@ -96,11 +96,21 @@ end)
 -- workers
 
 -- worker, its JSON
-define('put_worker', function(s, args)
+local function put_worker(s, args)
   put(s, s.p .. 'worker:' .. args[4], args[5])
   call('ZADD', s.p .. 'workers:active', 'NX', serial(s), args[4])
   call('SET', s.p .. 'worker:' .. args[4] .. ':heartbeat', now_text(s), 'EX', HEARTBEAT_S)
   return 1
+end
+
+define('put_worker', put_worker)
+
+-- the same → nil if there is none
+define('replace_worker', function(s, args)
+  if not read(s, s.p .. 'worker:' .. args[4]) then
+    return nil
+  end
+  return put_worker(s, args)
 end)
 
 -- worker

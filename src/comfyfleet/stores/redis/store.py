@@ -189,6 +189,9 @@ class RedisStore:
     async def put_worker(self, worker: WorkerRecord) -> None:
         await self._do("put_worker", worker.worker_id, msgspec.json.encode(worker))
 
+    async def replace_worker(self, worker: WorkerRecord) -> bool:
+        return await self._do("replace_worker", worker.worker_id, msgspec.json.encode(worker)) is not None
+
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         text = await self._get(f"worker:{worker_id}")
         return None if text is None else _workers.decode(as_bytes(text))

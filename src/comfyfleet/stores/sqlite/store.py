@@ -166,6 +166,14 @@ class SqliteStore:
         rows.put_worker(batch, worker.worker_id, blob)
         await self._writer.written(batch)
 
+    async def replace_worker(self, worker: WorkerRecord) -> bool:
+        # Only a no waits: it may rest on a removal that is not written yet.
+        is_there = worker.worker_id in self._kept.workers
+        if not is_there and await self.get_worker(worker.worker_id) is None:
+            return False
+        await self.put_worker(worker)
+        return True
+
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         await self._wait(Area.WORKERS)
         return self._kept.workers.get(worker_id)
