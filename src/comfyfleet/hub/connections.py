@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.quiet import QuietLogger
 
 ANSWER = "comfyfleet.answer"
 """In the scope of a request: how to answer it with head and body at once. Other servers do not have it."""
@@ -83,6 +84,7 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.logger = QuietLogger(self.logger)  # type: ignore[assignment]
         self._all = connections
         self._arriving_since: float | None = None
         self._received = 0

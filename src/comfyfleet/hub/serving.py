@@ -15,6 +15,7 @@ import uvicorn
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.connections import Connections
 from comfyfleet.hub.credentials import is_loopback
+from comfyfleet.hub.quiet import SocketConnection
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 
 
@@ -124,7 +125,7 @@ def _config(hub: Hub, settings: ServingSettings, connections: Connections) -> uv
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        ws="websockets-sansio",
+        ws=SocketConnection,
         ws_max_size=hub.limits.max_frame_bytes,
         backlog=settings.backlog,
         timeout_keep_alive=settings.keep_alive_s,
