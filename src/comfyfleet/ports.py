@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, Unpack, runtime_checkable
 
 import msgspec
 
@@ -45,7 +45,7 @@ from comfyfleet.model.dispatch import (
     Written,
 )
 from comfyfleet.model.fact import Event, Fact, FactDraft, News
-from comfyfleet.model.file import FileRecord, Grant, InputFile
+from comfyfleet.model.file import FileRecord, FileSaid, Grant, InputFile, PartPlan
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
 from comfyfleet.model.lesson import Lesson
@@ -422,19 +422,7 @@ class Assets(Protocol):
     in_use: Callable[[str], Awaitable[bool]]
     """Set by the hub: a file in use is kept, however old."""
 
-    async def reserve(
-        self,
-        tenant: TenantId,
-        *,
-        name: str = "",
-        content_type: str = "application/octet-stream",
-        kind: Literal["input", "output"] = "input",
-        size: int | None = None,
-        sha256: str | None = None,
-        job_id: JobId | None = None,
-        attempt_id: str | None = None,
-        source: str | None = None,
-    ) -> FileRecord: ...
+    async def reserve(self, tenant: TenantId, **said: Unpack[FileSaid]) -> FileRecord: ...
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
         """`tenant`: whose it should be, where that is known. Whether it is, is the hub's to ask."""
 
@@ -448,6 +436,12 @@ class Assets(Protocol):
         """It is there and is what was said of it, which is looked at here. Asked again, the same answer."""
 
     async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> Grant: ...
+    def parts(self, record: FileRecord) -> PartPlan | None:
+        """How it may go up in parts. None: it goes up in one piece."""
+
+    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[Grant]:
+        """A link for each of these parts, by its number, bound to the SHA-256 of the part."""
+
     async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord: ...
     def read(self, record: FileRecord) -> AsyncGenerator[bytes, None]:
         """Piece by piece, none larger than a mebibyte or so. `not_found`: it is not here."""

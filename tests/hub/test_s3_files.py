@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import os
 import shutil
 import time
@@ -122,7 +123,7 @@ async def put(view: files.FileView, content: bytes, hub: str = "") -> int:
     url = URL(resolved(hub, view.link.url), encoded=True)
     async with (
         aiohttp.ClientSession() as session,
-        session.put(url, data=content, headers=view.link.headers) as response,
+        session.put(url, data=io.BytesIO(content), headers=view.link.headers) as response,
     ):
         return response.status
 

@@ -6,7 +6,7 @@ the id alone finds it, and old files are found in one place. The stub is written
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Mapping
 
 import msgspec
 
@@ -16,6 +16,8 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Cabinet
 
 DRAWER = "files"
+_PARTS = "file_parts"
+_PAGE = 500
 _TRIES = 20
 _records = msgspec.json.Decoder(FileRecord)
 
@@ -51,9 +53,14 @@ class RecordKeeper:
         return None if cabinet is self._central else await _get(cabinet, file_id)
 
     async def change(
-        self, file_id: str, check: Callable[[FileRecord], None], **fields: object
+        self,
+        file_id: str,
+        check: Callable[[FileRecord], None],
+        *,
+        keep: Container[str] = (),
+        fields: Mapping[str, object],
     ) -> FileRecord | None:
-        """None: there is no such file (any more)."""
+        """`keep`: the names of fields that stay once they have a value. None: there is no such file (any more)."""
         for _ in range(_TRIES):
             cabinet, document = self._central, await self._central.get(DRAWER, file_id)
             if document is not None and (record := _records.decode(document.body)).is_apart:
@@ -63,7 +70,12 @@ class RecordKeeper:
                 return None
             record = _records.decode(document.body)
             check(record)
-            record = msgspec.structs.replace(record, **fields)
+            wanted = {
+                name: value
+                for name, value in fields.items()
+                if name not in keep or getattr(record, name) is None
+            }
+            record = msgspec.structs.replace(record, **wanted)
             if await _put(cabinet, record, document.version):
                 return record
         raise Fault(f"file {file_id!r} is being changed by others all the time; try again")
@@ -74,6 +86,32 @@ class RecordKeeper:
         if cabinet is not self._central:
             await cabinet.remove(DRAWER, record.file_id)
         await self._central.remove(DRAWER, record.file_id)
+
+    # the parts of an upload that is under way
+
+    async def note_parts(self, record: FileRecord, digests: Mapping[int, str]) -> None:
+        cabinet = await self.cabinet(record.tenant)
+        for number, digest in digests.items():
+            name = f"{record.file_id}/{number:05}"
+            await cabinet.put(_PARTS, name, bytes.fromhex(digest), version=None)
+
+    async def noted_parts(self, record: FileRecord) -> dict[int, bytes]:
+        """The SHA-256 that was last said of each."""
+        cabinet, beginning = await self.cabinet(record.tenant), f"{record.file_id}/"
+        found: dict[int, bytes] = {}
+        after = beginning
+        while page := await cabinet.listing(_PARTS, after, _PAGE):
+            ours = [each for each in page if each.name.startswith(beginning)]
+            found |= {int(each.name.removeprefix(beginning)): each.body for each in ours}
+            if len(ours) < _PAGE:
+                break
+            after = ours[-1].name
+        return found
+
+    async def forget_parts(self, record: FileRecord) -> None:
+        cabinet = await self.cabinet(record.tenant)
+        for number in await self.noted_parts(record):
+            await cabinet.remove(_PARTS, f"{record.file_id}/{number:05}")
 
     async def page(self, after: str, limit: int, tenant: TenantId | None = None) -> list[FileRecord]:
         """In the order of their ids, the oldest first: all there are, by their stubs where they lie apart; or those

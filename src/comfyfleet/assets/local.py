@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,7 @@ from comfyfleet.assets.records import (
     FileRecords,
     check_is,
     check_is_open,
+    in_one_piece,
     is_file_id,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -71,6 +72,12 @@ class LocalAssets(FileRecords):
         signature = await self._signature(method, record.file_id, expires_at)
         url = f"/api/files/{record.file_id}/content?expires={expires_at:.0f}&signature={signature}"
         return Grant(method, url, expires_at)
+
+    def parts(self, record: FileRecord) -> None:
+        """Of any size, it is received in one piece."""
+
+    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[Grant]:  # noqa: ARG002
+        raise in_one_piece()
 
     async def check(
         self, method: Literal["GET", "PUT"], file_id: str, expires: float, signature: str

@@ -11,12 +11,12 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Unpack
 
 from comfyfleet.assets.keeping import CabinetOf, RecordKeeper
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import FileRecord
-from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.file import FileRecord, FileSaid
+from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Cabinet, Clock
 
 _LOG = logging.getLogger(__name__)
@@ -26,8 +26,7 @@ KEEP_S = 7 * 86400.0
 """As long as the jobs that failed: afterwards nothing refers to a file any more."""
 _LONGER = 1.01
 """Swept a little after its time is over, so that none goes between being named in time and being noted as in use."""
-MAX_FILE_BYTES = 4 * 2**30
-"""Less than any storage takes in one request."""
+MAX_FILE_BYTES = 64 * 2**30
 PAGE = 200
 _PRUNE_EVERY_S = 60.0
 _ID = re.compile(r"f_([0-9a-f]{12})[0-9a-f]{20}")
@@ -55,20 +54,8 @@ class FileRecords:
         self._pruned_to = ""
         self.in_use: Callable[[str], Awaitable[bool]] = _nowhere
 
-    async def reserve(
-        self,
-        tenant: TenantId,
-        *,
-        name: str = "",
-        content_type: str = "application/octet-stream",
-        kind: Literal["input", "output"] = "input",
-        size: int | None = None,
-        sha256: str | None = None,
-        job_id: JobId | None = None,
-        attempt_id: str | None = None,
-        source: str | None = None,
-    ) -> FileRecord:
-        if size is not None and size > self._max_bytes:
+    async def reserve(self, tenant: TenantId, **said: Unpack[FileSaid]) -> FileRecord:
+        if (said.get("size") or 0) > self._max_bytes:
             raise self._too_large()
         now = self._clock.now()
         if now - self._pruned_at >= _PRUNE_EVERY_S:
@@ -76,9 +63,7 @@ class FileRecords:
             await self._tidy()
         # Ids grow with time, so that old files stand first in a list.
         file_id = f"f_{int(now * 1000):012x}{secrets.token_hex(10)}"
-        record = FileRecord(
-            file_id, tenant, now, name, content_type, kind, size, sha256, job_id, attempt_id, source
-        )
+        record = FileRecord(file_id, tenant, now, **said)
         await self._records.add(record)
         return record
 
@@ -97,7 +82,7 @@ class FileRecords:
     async def _change(
         self, file_id: str, check: Callable[[FileRecord], None] = lambda _: None, **fields: object
     ) -> FileRecord:
-        record = await self._records.change(file_id, check, **fields)
+        record = await self._records.change(file_id, check, fields=fields)
         if record is None:
             raise _gone(file_id)
         return record
@@ -143,6 +128,8 @@ class FileRecords:
         return count
 
     async def _forget(self, record: FileRecord) -> None:
+        if record.is_apart:
+            record = await self._records.get(record.file_id) or record
         await self._remove(record)
         await self._records.remove(record)
 
@@ -189,3 +176,7 @@ def check_is(record: FileRecord, size: int, digest: str, then: str = "send it ag
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"what came has another SHA-256 than was announced: {then}"
         )
+
+
+def in_one_piece() -> Refusal:
+    return Refusal(RefusalCode.INVALID_REQUEST, "this file goes up in one piece: PUT it to its link")

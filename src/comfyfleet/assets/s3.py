@@ -12,12 +12,14 @@ import base64
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self, Unpack
 from urllib.parse import quote, unquote
 
 from comfyfleet.assets.keeping import CabinetOf
+from comfyfleet.assets.multipart import Multipart, Upload
+from comfyfleet.assets.parts import PART_BYTES, TAKEN, PartUploads
 from comfyfleet.assets.presigning import Bucket, Credentials
 from comfyfleet.assets.records import (
     GRANT_S,
@@ -31,14 +33,17 @@ from comfyfleet.assets.records import (
 )
 from comfyfleet.assets.storage import CHECKSUM, Storage, StorageRefused
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import FileRecord, Grant
+from comfyfleet.model.file import FileRecord, FileSaid, Grant, PartPlan
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Cabinet, Clock
 
 _LOG = logging.getLogger(__name__)
 
 _ANEW = "make a new one, and send it there"
-_TAKEN = "PreconditionFailed"
+MAX_PUT_BYTES = 4 * 2**30
+"""Less than any storage takes in one request."""
+LOOK_S = 8.0
+"""Less than an agent waits for an answer."""
 _DIFFERS = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest"})
 
 
@@ -57,12 +62,20 @@ class S3Assets(FileRecords):
         grant_s: float = GRANT_S,
         keep_s: float = KEEP_S,
         cabinet_of: CabinetOf | None = None,
+        part_bytes: int = PART_BYTES,
+        max_put_bytes: int = MAX_PUT_BYTES,
+        look_s: float = LOOK_S,
     ) -> None:
         super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of)
         self._storage = Storage(bucket, credentials)
+        self._multipart = Multipart(self._storage)
+        self._uploads = PartUploads(self._multipart, self._records, part_bytes, max_put_bytes)
+        self._look_s = look_s
+        self._looks: dict[str, asyncio.Task[FileRecord]] = {}
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._sweeping: asyncio.Task[None] | None = None
         self._swept_to = ""
+        self._given_up_to: Upload | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -77,6 +90,9 @@ class S3Assets(FileRecords):
             self._sweeping.cancel()
             await asyncio.wait({self._sweeping})
             self._sweeping = None
+        for look in list(self._looks.values()):
+            look.cancel()
+            await asyncio.wait({look})
         await self._storage.close()
 
     async def look(self) -> None:
@@ -85,23 +101,49 @@ class S3Assets(FileRecords):
 
     # records
 
-    async def reserve(self, tenant: TenantId, *, size: int | None = None, **said: Any) -> FileRecord:
-        if size is None:
+    async def reserve(self, tenant: TenantId, **said: Unpack[FileSaid]) -> FileRecord:
+        if said.get("size") is None:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
                 "say the size: this hub's files lie in a storage whose links are signed for an exact length",
                 field="size",
             )
-        return await super().reserve(tenant, size=size, **said)
+        return await super().reserve(tenant, **said)
 
     async def complete(self, file_id: str) -> FileRecord:
-        """Looked at where it lies: its size, and its SHA-256 as the storage computed it; where it computes none, by
-        reading it once."""
+        """Looked at once, however often it is asked for meanwhile: of a large file that takes longer than anybody waits
+        for an answer."""
+        look = self._looks.get(file_id)
+        if look is None:
+            look = self._looks[file_id] = asyncio.create_task(
+                self._look_at(file_id), name=f"look at {file_id}"
+            )
+            look.add_done_callback(lambda done: self._looked(file_id, done))
+        await asyncio.wait({look}, timeout=self._look_s)
+        if not look.done():
+            raise Refusal(
+                RefusalCode.UNAVAILABLE,
+                f"the file {file_id!r} is being looked at where it lies, which takes a while: ask again",
+                retry_after_s=1.0,
+            )
+        return look.result()
+
+    def _looked(self, file_id: str, look: asyncio.Task[FileRecord]) -> None:
+        del self._looks[file_id]
+        if not look.cancelled():
+            # Nobody may be waiting for it any more.
+            look.exception()
+
+    async def _look_at(self, file_id: str) -> FileRecord:
+        """Its size, and its SHA-256 as the storage computed it; where it computes none, by reading it once."""
         record = await self._known(file_id)
         if record.is_complete:
             return record
         key = self._key(record)
         found = await self._storage.head(key)
+        if found is None and record.upload is not None:
+            await self._uploads.put_together(record, key)
+            found = await self._storage.head(key)
         if found is None:
             raise Refusal(
                 RefusalCode.WRONG_PHASE, "nothing has been received yet: PUT the file to its link first"
@@ -111,9 +153,12 @@ class S3Assets(FileRecords):
         digest = found.sha256 or await self._digest(record)
         check_is(record, found.size, digest, _ANEW)
         now = self._clock.now()
-        return await self._change(
+        done = await self._change(
             file_id, size=found.size, sha256=digest, received_at=record.received_at or now, is_complete=True
         )
+        # What else was sent of it in parts counts for nothing any more.
+        await self._uploads.forget(done, key)
+        return done
 
     async def _digest(self, record: FileRecord) -> str:
         digest = hashlib.sha256()
@@ -128,6 +173,10 @@ class S3Assets(FileRecords):
         now = float(int(self._clock.now()))
         expires_s = int(self._grant_s)
         if method == "PUT":
+            if (plan := self.parts(record)) is not None and plan.is_required:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST, "this file is too large for one piece: send it in parts"
+                )
             headers = _bound_headers(record)
             url = self._storage.signed("PUT", self._key(record), now, expires_s, headers)
             return Grant("PUT", url, now + expires_s, headers)
@@ -138,6 +187,13 @@ class S3Assets(FileRecords):
         }
         url = self._storage.signed("GET", self._key(record), now, expires_s, query=query)
         return Grant("GET", url, now + expires_s)
+
+    def parts(self, record: FileRecord) -> PartPlan | None:
+        return self._uploads.plan(record)
+
+    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[Grant]:
+        now = float(int(self._clock.now()))
+        return await self._uploads.grants(record, self._key(record), digests, now, int(self._grant_s))
 
     def _key(self, record: FileRecord) -> str:
         """With the lease's number, so that of two attempts neither can write what the other's completion names."""
@@ -151,9 +207,12 @@ class S3Assets(FileRecords):
         check_is_open(record)
         counted = _Counted(pieces, self._bound(record))
         try:
-            await self._storage.write(self._key(record), counted.pieces(), _bound_headers(record))
+            if (plan := self.parts(record)) is not None and plan.is_required:
+                await self._uploads.receive(record, self._key(record), counted.pieces())
+            else:
+                await self._storage.write(self._key(record), counted.pieces(), _bound_headers(record))
         except StorageRefused as refused:
-            if refused.code == _TAKEN:
+            if refused.code == TAKEN:
                 raise Refusal(
                     RefusalCode.WRONG_PHASE, "this file has been received already: make a new one"
                 ) from refused
@@ -204,24 +263,36 @@ class S3Assets(FileRecords):
             _LOG.warning("old files could not be swept: %s", error)
 
     async def _remove(self, record: FileRecord) -> None:
-        await self._storage.remove(self._key(record))
+        key = self._key(record)
+        await self._storage.remove(key)
+        await self._uploads.forget(record, key)
 
     async def _remove_orphans(self) -> None:
-        """Old objects that no record tells of: a page each time. Foreign names, and young ones, are not touched."""
+        """Old objects, and uploads in parts, that no record tells of: a page each time. Foreign names are not touched,
+        nor young ones."""
         page = await self._storage.keys(self._prefix, self._swept_to, PAGE)
         self._swept_to = page[-1] if len(page) == PAGE else ""
         for key in page:
-            file_id = key.rpartition("/")[2]
-            since = made_at(file_id)
-            if since is None or not self._is_over(since):
-                continue
-            tenant = TenantId(unquote(key.removeprefix(self._prefix).partition("/")[0]))
-            try:
-                if await self.get(file_id, tenant) is None:
-                    await self._storage.remove(key)
-            except Fault as fault:
-                # While its tenant's database is away nobody knows; it will be seen again.
-                _LOG.warning("whether %s is an orphan cannot be told: %s", file_id, fault)
+            if await self._is_orphan(key):
+                await self._storage.remove(key)
+        uploads = await self._multipart.uploads(self._prefix, self._given_up_to, PAGE)
+        self._given_up_to = uploads[-1] if len(uploads) == PAGE else None
+        for upload in uploads:
+            if await self._is_orphan(upload.key):
+                await self._multipart.give_up(upload.key, upload.upload_id)
+
+    async def _is_orphan(self, key: str) -> bool:
+        file_id = key.rpartition("/")[2]
+        since = made_at(file_id)
+        if since is None or not self._is_over(since):
+            return False
+        tenant = TenantId(unquote(key.removeprefix(self._prefix).partition("/")[0]))
+        try:
+            return await self.get(file_id, tenant) is None
+        except Fault as fault:
+            # While its tenant's database is away nobody knows; it will be seen again.
+            _LOG.warning("whether %s is an orphan cannot be told: %s", file_id, fault)
+            return False
 
 
 def _bound_headers(record: FileRecord) -> dict[str, str]:

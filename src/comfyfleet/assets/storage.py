@@ -82,7 +82,7 @@ class Storage:
 
     async def head(self, key: str) -> Found | None:
         try:
-            async with self._asked("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}) as response:
+            async with self.asked("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}) as response:
                 return Found(int(response.headers["content-length"]), _digest(response.headers.get(CHECKSUM)))
         except StorageRefused as refused:
             if refused.status == 404:
@@ -90,19 +90,19 @@ class Storage:
             raise
 
     async def read(self, key: str) -> AsyncGenerator[bytes, None]:
-        async with self._asked("GET", key, is_long=True) as response:
+        async with self.asked("GET", key, is_long=True) as response:
             async for piece in response.content.iter_chunked(_PIECE):
                 yield piece
 
     async def write(self, key: str, content: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
         """`headers` with the length; the storage refuses whatever does not fit them."""
-        async with self._asked("PUT", key, headers=headers, content=content, is_long=True):
+        async with self.asked("PUT", key, headers=headers, content=content, is_long=True):
             pass
 
     async def remove(self, key: str) -> None:
         """One that is not there is removed already."""
         try:
-            async with self._asked("DELETE", key):
+            async with self.asked("DELETE", key):
                 pass
         except StorageRefused as refused:
             if refused.status != 404:
@@ -113,7 +113,7 @@ class Storage:
         query = {"list-type": "2", "prefix": prefix, "max-keys": str(limit)}
         if after:
             query["start-after"] = after
-        async with self._asked("GET", "", query=query) as response:
+        async with self.asked("GET", "", query=query) as response:
             content = await response.content.read(_MAX_LISTING)
             while piece := await response.content.read(_MAX_LISTING):
                 content += piece
@@ -130,16 +130,17 @@ class Storage:
         return f"the storage at {self.bucket.endpoint}"
 
     @asynccontextmanager
-    async def _asked(
+    async def asked(
         self,
         method: str,
         key: str,
         *,
         headers: Mapping[str, str] | None = None,
         query: Mapping[str, str] | None = None,
-        content: AsyncIterator[bytes] | None = None,
+        content: AsyncIterator[bytes] | bytes | None = None,
         is_long: bool = False,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Signed by the hub's own credentials and sent at once."""
         # By this machine's clock, never a store's: the storage compares it with its own.
         url = self.signed(method, key, time.time(), _EXPIRES_S, headers, query)
         try:
@@ -154,14 +155,14 @@ class Storage:
                 allow_redirects=False,
             ) as response:
                 if response.status >= 300:
-                    raise self._refused(response.status, await response.content.read(_MAX_ERROR))
+                    raise self.refused(response.status, await response.content.read(_MAX_ERROR))
                 yield response
         except aiohttp.ClientConnectorError as error:
             raise Fault(f"{self._place} cannot be reached: {error.os_error}") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Fault(f"{self._place} did not answer: {type(error).__name__}") from error
 
-    def _refused(self, status: int, body: bytes) -> StorageRefused:
+    def refused(self, status: int, body: bytes) -> StorageRefused:
         code = _code(body)
         what = f"{self._place} answered {status} {code}".rstrip()
         if code == "NoSuchBucket":

@@ -50,6 +50,7 @@ _SAME_TWICE = frozenset(
         "confirm_grant",
         "void_grant",
         "adjust_credits",
+        "part_links",
     }
 )
 """Beside what only looks: a submission has its key and a grant its id, a file announced twice is used once, and the

@@ -6,7 +6,7 @@ Another tenant's file is not there at all. Where bytes lie is `assets/`'s.
 from __future__ import annotations
 
 import hmac
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.responses import FileResponse
 
@@ -14,6 +14,7 @@ from comfyfleet.assets.local import LocalAssets, elsewhere
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.limits import HungUp
+from comfyfleet.model.access import Caller
 from comfyfleet.model.dispatch import Dispatch, LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
@@ -37,7 +38,9 @@ class FileHandlers:
             "complete_file": self.complete,
             "put_content": self.put_content,
             "get_content": self.get_content,
+            "part_links": self.part_links,
             "worker_grants": self.grants,
+            "worker_parts": self.worker_parts,
         }
 
     @property
@@ -63,22 +66,35 @@ class FileHandlers:
             sha256=body.sha256,
             source=body.source,
         )
-        link = await self._assets.grant(record, "PUT")
-        return Reply(201, wire.view(record, link), made=record.file_id)
+        return Reply(201, await self._to_put(record), made=record.file_id)
 
     async def get(self, call: Call[None]) -> Reply:
         record = await self._mine(call)
         if record.received_at is not None:
             return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
         # Whoever only looks is not given a link to write to.
-        link = await self._assets.grant(record, "PUT") if call.caller.role in CALLERS else None
-        return Reply(200, wire.view(record, link))
+        is_callers = call.caller.role in CALLERS
+        return Reply(200, await self._to_put(record) if is_callers else wire.view(record))
+
+    async def _to_put(self, record: FileRecord) -> wire.FileView:
+        plan = self._assets.parts(record)
+        is_whole = plan is None or not plan.is_required
+        return wire.view(record, await self._assets.grant(record, "PUT") if is_whole else None, plan)
+
+    async def part_links(self, call: Call[wire.PartsBody]) -> Reply:
+        record = await self._mine(call)
+        return Reply(200, await self._part_links(record, call.given.parts))
+
+    async def _part_links(self, record: FileRecord, parts: Sequence[wire.PartBody]) -> wire.PartGrants:
+        digests = {part.number: part.sha256 for part in parts}
+        found = dict(zip(digests, await self._assets.part_grants(record, digests), strict=True))
+        return wire.PartGrants(tuple(found[part.number] for part in parts))
 
     async def complete(self, call: Call[None]) -> Reply:
         record = await self._assets.complete((await self._mine(call)).file_id)
         return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
 
-    async def _mine(self, call: Call[None]) -> FileRecord:
+    async def _mine(self, call: Call[None] | Call[wire.PartsBody]) -> FileRecord:
         file_id = call.parameters["file_id"]
         record = await self._assets.get(file_id, call.caller.tenant)
         if record is None or not call.caller.sees(record.tenant):
@@ -120,12 +136,7 @@ class FileHandlers:
 
     async def grants(self, call: Call[wire.GrantsBody]) -> Reply:
         assets, ref = self._assets, lease_ref(call.given.lease)
-        dispatch = await self._engine.store.load(ref.job_id)
-        if dispatch is None or not holds(dispatch, ref):
-            raise Refusal(RefusalCode.LEASE_LOST, "the lease is over: what it left is not kept")
-        worker_id = call.caller.worker_id
-        if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
-            raise Refusal(RefusalCode.NOT_ALLOWED, "this lease is another worker's")
+        dispatch = await self._leased(call.caller, ref)
         views = []
         for body in call.given.files:
             record = await assets.reserve(
@@ -138,8 +149,25 @@ class FileHandlers:
                 job_id=ref.job_id,
                 attempt_id=ref.attempt_id,
             )
-            views.append(wire.view(record, await assets.grant(record, "PUT")))
+            views.append(await self._to_put(record))
         return Reply(200, wire.FileGrants(tuple(views)))
+
+    async def worker_parts(self, call: Call[wire.WorkerPartsBody]) -> Reply:
+        ref = lease_ref(call.given.lease)
+        dispatch = await self._leased(call.caller, ref)
+        record = await self._assets.get(call.given.file_id, dispatch.tenant)
+        if record is None or record.attempt_id != ref.attempt_id:
+            raise Refusal(RefusalCode.NOT_FOUND, f"this attempt has no file {call.given.file_id!r}")
+        return Reply(200, await self._part_links(record, call.given.parts))
+
+    async def _leased(self, caller: Caller, ref: LeaseRef) -> Dispatch:
+        dispatch = await self._engine.store.load(ref.job_id)
+        if dispatch is None or not holds(dispatch, ref):
+            raise Refusal(RefusalCode.LEASE_LOST, "the lease is over: what it left is not kept")
+        worker_id = caller.worker_id
+        if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
+            raise Refusal(RefusalCode.NOT_ALLOWED, "this lease is another worker's")
+        return dispatch
 
 
 def holds(dispatch: Dispatch, ref: LeaseRef) -> bool:

@@ -190,6 +190,8 @@ class WorkerHandlers:
                 await self._assets.complete(file_id)
                 return
             except Refusal as refusal:
+                if refusal.code is RefusalCode.UNAVAILABLE:
+                    raise
                 why = refusal.message
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"the file {file_id!r} was not uploaded by this attempt: {why}"

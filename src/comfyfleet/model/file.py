@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypedDict
 
 import msgspec
 
 from comfyfleet.model.ids import JobId, TenantId
+
+
+class FileSaid(TypedDict, total=False):
+    """What is said of a file when it is announced."""
+
+    name: str
+    content_type: str
+    kind: Literal["input", "output"]
+    size: int | None
+    sha256: str | None
+    job_id: JobId | None
+    attempt_id: str | None
+    source: str | None
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -29,6 +42,8 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     received_at: float | None = None
     is_complete: bool = False
     """It is there, and is what was said."""
+    upload: str | None = None
+    """The storage's name for an upload in parts that is under way."""
     is_apart: bool = False
     """A stub: the record lies in its tenant's own database."""
 
@@ -54,6 +69,19 @@ class FetchedFile(msgspec.Struct, frozen=True):
     node: str
     input: str
     kind: Literal["image", "mask"] = "image"
+
+
+class PartPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A file that may go up in parts: all of the same size but the last."""
+
+    size: int
+    count: int
+    is_required: bool = False
+    """It is too large to go up in one piece."""
+
+    def length(self, number: int, whole: int) -> int:
+        """Of a part, counted from 1, of a file of so many bytes."""
+        return self.size if number < self.count else whole - self.size * (self.count - 1)
 
 
 class Grant(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -29,6 +29,15 @@ FILES = of_noun(
         files.FileView,
         refuses=(RefusalCode.INVALID_REQUEST, RefusalCode.WRONG_PHASE),
     ),
+    post_route(
+        "part_links",
+        "/api/files/{file_id}/parts",
+        "Links to PUT parts of a large file to, each bound to its SHA-256",
+        CALLERS,
+        files.PartGrants,
+        body=files.PartsBody,
+        refuses=(RefusalCode.INVALID_REQUEST, RefusalCode.WRONG_PHASE),
+    ),
     Route(
         "put_content",
         "PUT",
@@ -58,5 +67,14 @@ FILES = of_noun(
         files.FileGrants,
         body=files.GrantsBody,
         refuses=(RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND),
+    ),
+    post_route(
+        "worker_parts",
+        "/api/worker/parts",
+        "Links to PUT parts of a large file that a run left to, asked for with its lease",
+        WORKERS,
+        files.PartGrants,
+        body=files.WorkerPartsBody,
+        refuses=(RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE),
     ),
 )

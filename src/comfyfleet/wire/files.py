@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from comfyfleet.model.file import FileRecord, Grant
+from comfyfleet.model.file import FileRecord, Grant, PartPlan
 from comfyfleet.wire.bodies import Name
 from comfyfleet.wire.worker import LeaseBody
 
@@ -42,6 +42,28 @@ class GrantsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: Annotated[tuple[OutputBody, ...], Meta(min_length=1, max_length=1_000)]
 
 
+class PartBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    number: Annotated[int, Meta(ge=1, le=10_000)]
+    sha256: Sha256
+
+
+class PartsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parts of a file that are about to be PUT, counted from 1."""
+
+    parts: Annotated[tuple[PartBody, ...], Meta(min_length=1, max_length=100)]
+
+
+class WorkerPartsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    lease: LeaseBody
+    file_id: Name
+    parts: Annotated[tuple[PartBody, ...], Meta(min_length=1, max_length=100)]
+
+
+class PartGrants(msgspec.Struct, frozen=True):
+    links: tuple[Grant, ...]
+    """One for each part, in the order they were asked for."""
+
+
 class LinkQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expires: Annotated[float, Meta(ge=0, le=1e11)]
     signature: Name
@@ -59,7 +81,10 @@ class FileView(msgspec.Struct, frozen=True, omit_defaults=True):
     source: str | None = None
     is_complete: bool = False
     link: Grant | None = None
-    """Where to GET it, for a short while; or to PUT it, as long as it has not been received."""
+    """Where to GET it, for a short while; or to PUT it, as long as it has not been received. One that is too large to
+    go up in one piece has none."""
+    parts: PartPlan | None = None
+    """It may go up in parts, which are asked for one by one."""
 
 
 class FileGrants(msgspec.Struct, frozen=True):
@@ -73,7 +98,7 @@ def output_body(filename: str, size: int, sha256: str) -> OutputBody:
     return OutputBody(size, sha256, name, kind)
 
 
-def view(record: FileRecord, link: Grant | None = None) -> FileView:
+def view(record: FileRecord, link: Grant | None = None, parts: PartPlan | None = None) -> FileView:
     return FileView(
         record.file_id,
         record.name,
@@ -86,4 +111,5 @@ def view(record: FileRecord, link: Grant | None = None) -> FileView:
         record.source,
         record.is_complete,
         link,
+        parts,
     )

@@ -10,6 +10,7 @@ import asyncio
 import io
 import ssl
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -32,7 +33,7 @@ from comfyfleet.model.calls import (
 )
 from comfyfleet.model.dispatch import LeaseRef, Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import InputFile
+from comfyfleet.model.file import Grant, InputFile
 from comfyfleet.model.ids import ProfileKey, WorkerId
 from comfyfleet.model.job import OutputFile
 from comfyfleet.model.node_definitions import NodeDefinitions
@@ -41,9 +42,11 @@ from comfyfleet.ports import OutputSource
 from comfyfleet.tracing import traceparent
 from comfyfleet.wire import files
 from comfyfleet.wire import worker as wire
+from comfyfleet.wire.parts import Part
 from comfyfleet.wire.problems import refusal_in
 from comfyfleet.worker.fetching import measured
 from comfyfleet.worker.transports.links import Links
+from comfyfleet.worker.transports.parts import put_parts
 
 T = TypeVar("T")
 
@@ -193,9 +196,18 @@ class HttpWorkerApi:
                 # This hub keeps no files: the caller has the server's own links. It may be started anew with a folder.
                 self._keeps_none_until = loop.time() + _ASK_AGAIN_S
                 return None
-            assert granted.link is not None, "a grant is a link"
-            await self._links.put(granted.link.url, path, granted.link.headers)
+            if granted.parts is not None:
+                await put_parts(self._links, path, size, granted.parts, partial(self._part, ref, granted.id))
+            else:
+                assert granted.link is not None, "a grant is a link"
+                await self._links.put(granted.link.url, path, granted.link.headers)
             return granted.id
+
+    async def _part(self, ref: LeaseRef, file_id: str, part: Part, digest: str) -> Grant:
+        asked = (files.PartBody(part.number, digest),)
+        body = files.WorkerPartsBody(wire.lease_body(ref), file_id, asked)
+        (link,) = (await self._ask("parts", body, files.PartGrants)).links
+        return link
 
     def spooling(self) -> Path | None:
         """Where files lie on their way; unless said, where the system has its temporary ones."""

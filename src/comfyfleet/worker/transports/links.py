@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import aiohttp
 from yarl import URL
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.wire.links import place, refusal_by_link, resolved, told
+from comfyfleet.wire.parts import Part, pieces_of
 
 _PIECE = 1 << 20
 _MAX_REFUSAL = 1 << 16
@@ -54,16 +56,18 @@ class Links:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Fault(f"a file did not arrive from {place(url)}: {told(error)}") from error
 
-    async def put(self, link: str, path: Path, headers: Mapping[str, str]) -> None:
-        """`headers`: those that the link was made for."""
+    async def put(self, link: str, path: Path, headers: Mapping[str, str], part: Part | None = None) -> None:
+        """`headers`: those that the link was made for. The whole file, or a part of it."""
         url = resolved(self._hub, link)
-        sent = {"content-type": "application/octet-stream", **headers}
+        # A part has no type; one that was not signed must not be sent.
+        sent = headers if part is not None else {"content-type": "application/octet-stream", **headers}
         try:
             with await asyncio.to_thread(path.open, "rb") as content:
                 async with self._opened().put(
                     URL(url, encoded=True),
-                    data=content,
+                    data=content if part is None else _read(content, part),
                     headers=sent,
+                    skip_auto_headers=("content-type",),
                     timeout=self._timeout,
                     allow_redirects=False,
                 ) as response:
@@ -81,3 +85,9 @@ class Links:
                 headers={"accept-encoding": "identity"},
             )
         return self._session
+
+
+async def _read(content: BinaryIO, part: Part) -> AsyncIterator[bytes]:
+    pieces = pieces_of(content, part)
+    while piece := await asyncio.to_thread(next, pieces, b""):
+        yield piece
