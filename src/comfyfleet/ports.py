@@ -429,6 +429,11 @@ class Assets(Protocol):
     async def forget_tenant(self, tenant: TenantId) -> int:
         """All files of the tenant, in use or not; how many there were. May be repeated."""
 
+    async def derived(
+        self, record: FileRecord, after: str = "", limit: int = 100
+    ) -> tuple[list[FileRecord], str | None]:
+        """What was made from it, oldest first, and after which id to go on. None: that was all."""
+
     def is_old(self, record: FileRecord) -> bool:
         """Its time is over: no other job may bring it, and it stays for those that do."""
 

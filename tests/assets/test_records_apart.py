@@ -43,12 +43,12 @@ class Rig:
             raise Fault(f"the database of {tenant} is away")
         return self.apart.get(tenant, central)
 
-    async def a_file(self, tenant: TenantId, source: str | None = None) -> FileRecord:
+    async def a_file(self, tenant: TenantId, derived_from: tuple[str, ...] = ()) -> FileRecord:
         async def content() -> AsyncIterator[bytes]:
             yield b"secret"
 
         record = await self.assets.reserve(
-            tenant, name="secret.png", job_id=JobId("j"), attempt_id="j/1/1/0", source=source
+            tenant, name="secret.png", job_id=JobId("j"), attempt_id="j/1/1/0", derived_from=derived_from
         )
         await self.assets.receive(record, content())
         return await self.assets.complete(record.file_id)
@@ -68,7 +68,7 @@ async def a_rig(folder: Path) -> AsyncIterator[Rig]:
 
 async def test_the_central_store_has_a_stub_that_tells_nothing_of_the_file(tmp_path: Path) -> None:
     async with a_rig(tmp_path) as rig:
-        record = await rig.a_file(ACME, source="f_before")
+        record = await rig.a_file(ACME, ("f_secret",))
         assert await rig.assets.get(record.file_id) == record
         assert record.is_complete and record.name == "secret.png" and not record.is_apart
         (kept,) = await rig.central.listing("files")

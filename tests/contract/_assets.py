@@ -256,15 +256,15 @@ class AssetsContract:
                     kind="output",
                     job_id=JobId("j"),
                     attempt_id=f"j/1/{lease}/0",
-                    source="f_before",
+                    derived_from=("f_before",),
                 )
                 for lease in (1, 2)
             ]
             assert one.file_id != two.file_id
-            assert (one.job_id, one.attempt_id, one.source, one.kind) == (
+            assert (one.job_id, one.attempt_id, one.derived_from, one.kind) == (
                 "j",
                 "j/1/1/0",
-                "f_before",
+                ("f_before",),
                 "output",
             )
             assert await read(bench.assets, one) == await read(bench.assets, two) == CONTENT
@@ -294,3 +294,26 @@ class AssetsContract:
                 assert await bench.assets.get(name) is None
                 assert await refusal(bench.assets.complete(name)) is RefusalCode.NOT_FOUND
             assert await refusal(reserved(bench, size=1001)) is RefusalCode.TOO_LARGE
+
+    async def test_what_came_of_a_file_is_told_page_by_page_and_goes_with_what_it_is(
+        self, make_assets: MakeAssets
+    ) -> None:
+        async with make_assets(keep_s=1000.0) as bench:
+            origin, other = await uploaded(bench), await uploaded(bench)
+            assert await bench.assets.derived(origin) == ([], None)
+            made = [await uploaded(bench, derived_from=(origin.file_id, other.file_id)) for _ in range(3)]
+            await reserved(bench, derived_from=(origin.file_id,))
+            await uploaded(bench, tenant=OTHER, derived_from=(origin.file_id,))
+            names = sorted(each.file_id for each in made)
+            assert made[0].derived_from == (origin.file_id, other.file_id)
+            found, after = await bench.assets.derived(origin, limit=2)
+            seen = [each.file_id for each in found]
+            while after is not None:
+                found, after = await bench.assets.derived(origin, after, 2)
+                seen += [each.file_id for each in found]
+            assert seen == names, "neither what never came nor what somebody else says was made from it"
+            assert [each.file_id for each in (await bench.assets.derived(other))[0]] == names
+            await bench.clock.advance(1100)
+            late = await uploaded(bench, derived_from=(origin.file_id,))
+            await bench.swept()
+            assert (await bench.assets.derived(origin))[0] == [late]

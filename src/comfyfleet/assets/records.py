@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Unpack
 
 from comfyfleet.assets.keeping import CabinetOf, RecordKeeper
+from comfyfleet.assets.lineage import Lineage
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord, FileSaid
 from comfyfleet.model.ids import TenantId
@@ -46,6 +47,7 @@ class FileRecords:
     ) -> None:
         self._cabinet = cabinet
         self._records = RecordKeeper(cabinet, cabinet_of)
+        self._lineage = Lineage(self._records)
         self._clock = clock
         self._max_bytes = max_bytes
         self._grant_s = grant_s
@@ -64,8 +66,14 @@ class FileRecords:
         # Ids grow with time, so that old files stand first in a list.
         file_id = f"f_{int(now * 1000):012x}{secrets.token_hex(10)}"
         record = FileRecord(file_id, tenant, now, **said)
+        await self._lineage.note(record)
         await self._records.add(record)
         return record
+
+    async def derived(
+        self, record: FileRecord, after: str = "", limit: int = PAGE
+    ) -> tuple[list[FileRecord], str | None]:
+        return await self._lineage.derived(record, after, limit)
 
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
         return await self._records.get(file_id, tenant) if is_file_id(file_id) else None
@@ -131,6 +139,7 @@ class FileRecords:
         if record.is_apart:
             record = await self._records.get(record.file_id) or record
         await self._remove(record)
+        await self._lineage.forget(record)
         await self._records.remove(record)
 
     def _is_over(self, since: float) -> bool:

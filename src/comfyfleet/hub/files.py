@@ -5,7 +5,6 @@ Another tenant's file is not there at all. Where bytes lie is `assets/`'s.
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import AsyncIterator, Sequence
 
 from starlette.responses import FileResponse
@@ -14,14 +13,18 @@ from comfyfleet.assets.local import LocalAssets, elsewhere
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.limits import HungUp
+from comfyfleet.hub.outputs import OutputDesk
 from comfyfleet.model.access import Caller
-from comfyfleet.model.dispatch import Dispatch, LeaseRef
+from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.ports import Assets
+from comfyfleet.wire import bodies
 from comfyfleet.wire import files as wire
 from comfyfleet.wire.route import CALLERS
 from comfyfleet.wire.worker import lease_ref
+
+_SHOWN = 100
 
 
 class FileHandlers:
@@ -35,6 +38,7 @@ class FileHandlers:
         return {
             "create_file": self.create,
             "get_file": self.get,
+            "list_derived": self.derived,
             "complete_file": self.complete,
             "put_content": self.put_content,
             "get_content": self.get_content,
@@ -57,24 +61,41 @@ class FileHandlers:
         return self._assets
 
     async def create(self, call: Call[wire.FileBody]) -> Reply:
-        body = call.given
+        body, owner = call.given, call.caller.owner
+        if body.source is not None:
+            origin = await self._assets.get(body.source, owner)
+            if origin is None or origin.tenant != owner:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"there is no file {body.source!r} (any more)",
+                    field="source",
+                )
         record = await self._assets.reserve(
-            call.caller.owner,
+            owner,
             name=body.name,
             content_type=body.type,
             size=body.size,
             sha256=body.sha256,
-            source=body.source,
+            derived_from=() if body.source is None else (body.source,),
         )
         return Reply(201, await self._to_put(record), made=record.file_id)
 
     async def get(self, call: Call[None]) -> Reply:
         record = await self._mine(call)
+        derived, _ = await self._assets.derived(record, limit=_SHOWN)
         if record.received_at is not None:
-            return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
-        # Whoever only looks is not given a link to write to.
-        is_callers = call.caller.role in CALLERS
-        return Reply(200, await self._to_put(record) if is_callers else wire.view(record))
+            seen = wire.view(record, await self._assets.grant(record, "GET"))
+        else:
+            # Whoever only looks is not given a link to write to.
+            is_callers = call.caller.role in CALLERS
+            seen = await self._to_put(record) if is_callers else wire.view(record)
+        return Reply(200, wire.details(seen, derived))
+
+    async def derived(self, call: Call[bodies.PageQuery]) -> Reply:
+        record, asked = await self._mine(call), call.given
+        found, cursor = await self._assets.derived(record, asked.cursor or "", asked.limit)
+        views = [wire.view(each, await self._assets.grant(each, "GET")) for each in found]
+        return Reply(200, wire.FileList(tuple(views), cursor))
 
     async def _to_put(self, record: FileRecord) -> wire.FileView:
         plan = self._assets.parts(record)
@@ -94,7 +115,7 @@ class FileHandlers:
         record = await self._assets.complete((await self._mine(call)).file_id)
         return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
 
-    async def _mine(self, call: Call[None] | Call[wire.PartsBody]) -> FileRecord:
+    async def _mine(self, call: Call[None] | Call[wire.PartsBody] | Call[bodies.PageQuery]) -> FileRecord:
         file_id = call.parameters["file_id"]
         record = await self._assets.get(file_id, call.caller.tenant)
         if record is None or not call.caller.sees(record.tenant):
@@ -135,48 +156,29 @@ class FileHandlers:
     # by lease
 
     async def grants(self, call: Call[wire.GrantsBody]) -> Reply:
-        assets, ref = self._assets, lease_ref(call.given.lease)
-        dispatch = await self._leased(call.caller, ref)
-        views = []
-        for body in call.given.files:
-            record = await assets.reserve(
-                dispatch.tenant,
-                name=body.name,
-                content_type=body.type,
-                kind="output",
-                size=body.size,
-                sha256=body.sha256,
-                job_id=ref.job_id,
-                attempt_id=ref.attempt_id,
-            )
-            views.append(await self._to_put(record))
-        return Reply(200, wire.FileGrants(tuple(views)))
+        desk, ref = self._desk, lease_ref(call.given.lease)
+        dispatch = _holders(call.caller, await desk.leased(ref))
+        records = await desk.announce(dispatch, ref, call.given.files)
+        return Reply(200, wire.FileGrants(tuple([await self._to_put(each) for each in records])))
 
     async def worker_parts(self, call: Call[wire.WorkerPartsBody]) -> Reply:
         ref = lease_ref(call.given.lease)
-        dispatch = await self._leased(call.caller, ref)
+        dispatch = _holders(call.caller, await self._desk.leased(ref))
         record = await self._assets.get(call.given.file_id, dispatch.tenant)
         if record is None or record.attempt_id != ref.attempt_id:
             raise Refusal(RefusalCode.NOT_FOUND, f"this attempt has no file {call.given.file_id!r}")
         return Reply(200, await self._part_links(record, call.given.parts))
 
-    async def _leased(self, caller: Caller, ref: LeaseRef) -> Dispatch:
-        dispatch = await self._engine.store.load(ref.job_id)
-        if dispatch is None or not holds(dispatch, ref):
-            raise Refusal(RefusalCode.LEASE_LOST, "the lease is over: what it left is not kept")
-        worker_id = caller.worker_id
-        if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
-            raise Refusal(RefusalCode.NOT_ALLOWED, "this lease is another worker's")
-        return dispatch
+    @property
+    def _desk(self) -> OutputDesk:
+        return OutputDesk(self._engine, self._assets)
 
 
-def holds(dispatch: Dispatch, ref: LeaseRef) -> bool:
-    lease = dispatch.lease
-    return (
-        lease is not None
-        and (dispatch.round, lease.number, lease.epoch) == (ref.round, ref.number, ref.epoch)
-        and hmac.compare_digest(lease.token.encode(), ref.token.encode(errors="replace"))
-    )
+def _holders(caller: Caller, dispatch: Dispatch) -> Dispatch:
+    worker_id = caller.worker_id
+    if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
+        raise Refusal(RefusalCode.NOT_ALLOWED, "this lease is another worker's")
+    return dispatch
 
 
 async def _pieces(call: Call[wire.LinkQuery]) -> AsyncIterator[bytes]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.files import holds
 from comfyfleet.hub.inputs import InputDesk
+from comfyfleet.hub.outputs import OutputDesk
 from comfyfleet.model.calls import (
     Beat,
     Command,
@@ -97,19 +97,8 @@ class InsideApi:
             await source.save(file, path)
             size, digest = await asyncio.to_thread(_measure, path)
             said = output_body(file.filename, size, digest)
-            dispatch = await self._engine.store.load(ref.job_id)
-            if dispatch is None or not holds(dispatch, ref):
-                raise Refusal(RefusalCode.LEASE_LOST, "the lease is over: what it left is not kept")
-            record = await self._assets.reserve(
-                dispatch.tenant,
-                name=said.name,
-                content_type=said.type,
-                kind="output",
-                size=size,
-                sha256=digest,
-                job_id=ref.job_id,
-                attempt_id=ref.attempt_id,
-            )
+            desk = OutputDesk(self._engine, self._assets)
+            (record,) = await desk.announce(await desk.leased(ref), ref, (said,))
             await self._assets.receive(record, _pieces(path))
             return (await self._assets.complete(record.file_id)).file_id
 

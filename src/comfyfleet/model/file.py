@@ -20,7 +20,7 @@ class FileSaid(TypedDict, total=False):
     sha256: str | None
     job_id: JobId | None
     attempt_id: str | None
-    source: str | None
+    derived_from: tuple[str, ...]
 
 
 class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -37,8 +37,8 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     job_id: JobId | None = None
     """The job it came of."""
     attempt_id: str | None = None
-    source: str | None = None
-    """The file it was made from."""
+    derived_from: tuple[str, ...] = ()
+    """The files it was made from: those its job brought, or what its sender says."""
     received_at: float | None = None
     is_complete: bool = False
     """It is there, and is what was said."""

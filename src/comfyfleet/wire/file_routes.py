@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfyfleet.model.errors import RefusalCode
-from comfyfleet.wire import files
+from comfyfleet.wire import bodies, files
 from comfyfleet.wire.route import ANYBODY, CALLERS, READERS, WORKERS, Route, get_route, of_noun, post_route
 
 FILES = of_noun(
@@ -19,7 +19,15 @@ FILES = of_noun(
         refuses=(RefusalCode.NOT_FOUND, RefusalCode.TOO_LARGE),
     ),
     get_route(
-        "get_file", "/api/files/{file_id}", "What is known of a file, with a link", READERS, files.FileView
+        "get_file", "/api/files/{file_id}", "What is known of a file, with a link", READERS, files.FileDetails
+    ),
+    get_route(
+        "list_derived",
+        "/api/files/{file_id}/derived",
+        "What was made from a file, the oldest first",
+        READERS,
+        files.FileList,
+        query=bodies.PageQuery,
     ),
     post_route(
         "complete_file",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -78,13 +79,28 @@ class FileView(msgspec.Struct, frozen=True, omit_defaults=True):
     size: int | None = None
     sha256: str | None = None
     job_id: str | None = None
+    attempt_id: str | None = None
+    """What it came of: `job/round/lease number/epoch`."""
     source: str | None = None
+    derived_from: tuple[str, ...] = ()
+    """The files it was made from: those its job brought, or what its sender said of it (`source`)."""
     is_complete: bool = False
     link: Grant | None = None
     """Where to GET it, for a short while; or to PUT it, as long as it has not been received. One that is too large to
     go up in one piece has none."""
     parts: PartPlan | None = None
     """It may go up in parts, which are asked for one by one."""
+
+
+class FileDetails(FileView, frozen=True, omit_defaults=True):
+    derived: tuple[str, ...] = ()
+    """What was made from it, the oldest first: 100 of them. All there are: `GET /api/files/{id}/derived`."""
+
+
+class FileList(msgspec.Struct, frozen=True, omit_defaults=True):
+    files: tuple[FileView, ...]
+    cursor: str | None = None
+    """Ask again with it for what follows. A page with a cursor may be short, or empty: there is more to look at."""
 
 
 class FileGrants(msgspec.Struct, frozen=True):
@@ -108,8 +124,14 @@ def view(record: FileRecord, link: Grant | None = None, parts: PartPlan | None =
         record.size,
         record.sha256,
         record.job_id,
-        record.source,
+        record.attempt_id,
+        record.derived_from[0] if record.kind == "input" and record.derived_from else None,
+        record.derived_from,
         record.is_complete,
         link,
         parts,
     )
+
+
+def details(seen: FileView, derived: Sequence[FileRecord]) -> FileDetails:
+    return FileDetails(**msgspec.structs.asdict(seen), derived=tuple(each.file_id for each in derived))
