@@ -146,6 +146,7 @@ async def test_a_look_reads_no_more_when_ten_thousand_jobs_wait_than_when_a_hund
         "worker_id": A,
         "test_now": None,
         "profile": FAST,
+        "matched": None,
         "skip": [],
         "lanes": 58,
         "depth": 10,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -37,6 +38,7 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, LeaseToken, ProfileKey, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 
 RAISED = RequirementClass(Requirements(models=("other",)))
 
@@ -358,3 +360,35 @@ class LeasingContract:
         job = await bench.enqueue(wake_at=now + 50)
         assert await bench.change(job, Change(wake_at=now + 1)) is not None
         assert await bench.store.next_due() == now + 1
+
+    async def test_a_worker_is_leased_to_under_the_profile_it_has_and_no_other(self, bench: Bench) -> None:
+        """Whoever matched it may not have heard that it registered anew."""
+        store, job = bench.store, await bench.enqueue()
+        await store.put_worker(_worker(SLOW))
+        assert await store.lease(job.job_id, bench.offer(A, FAST)) is None
+        assert await bench.lease_next(A, FAST) is None
+        assert await bench.peek(A, FAST) == [job.job_id], "a look grants nothing"
+        assert await store.load(job.job_id) == job
+        taken = await store.lease(job.job_id, bench.offer(A, SLOW))
+        assert taken is not None
+        await bench.enqueue()
+        await store.put_worker(_worker(FAST))
+        end = completion(taken.dispatch.lease_ref())
+        finished, following = await store.finish_and_lease_next(end, bench.offer(A, SLOW))
+        assert finished is not None and following is None
+        assert await bench.lease_next(A, FAST) is not None
+        await bench.enqueue()
+        await store.remove_worker(A)
+        assert await bench.lease_next(A, SLOW) is not None, "of one that is not known nothing is known"
+
+    async def test_of_workers_that_are_offered_together_each_has_its_own_profile(self, bench: Bench) -> None:
+        jobs = {(await bench.enqueue()).job_id for _ in range(3)}
+        await bench.store.put_worker(_worker(SLOW))
+        offers = [bench.offer(worker, FAST) for worker in (B, A, B, A)]
+        written = await asyncio.gather(*(bench.store.lease_next(offer) for offer in offers))
+        assert [each is not None for each in written] == [True, False, True, False]
+        assert len(jobs - {each.dispatch.job_id for each in written if each is not None}) == 1
+
+
+def _worker(profile: ProfileKey) -> WorkerRecord:
+    return WorkerRecord(A, Capabilities((Service("comfyui"),)), profile, 1, 1.0, 2.0)

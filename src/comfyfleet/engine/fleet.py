@@ -243,6 +243,16 @@ class Fleet:
         seen_at = max(stored.last_seen_at, self.workers.get(worker_id, known).last_seen_at)
         return msgspec.structs.replace(stored, last_seen_at=seen_at)
 
+    async def look_at(self, matched: WorkerRecord, now: float) -> None:
+        """The store would not lease to a worker as it was matched: everything is read again if it is another by now."""
+        known = self.workers.get(matched.worker_id)
+        # Where nobody else writes, or another slot has looked already, there is nothing to learn.
+        if not self._store.is_shared or known is None or known.profile != matched.profile:
+            return
+        stored = await self._store.get_worker(matched.worker_id)
+        if stored is None or stored.profile != matched.profile:
+            await self.sync(now)
+
     async def change(self, record: WorkerRecord) -> bool:
         """Written over what `newest` answered. False: it was removed since then, and stays so until it registers."""
         self._selectivity.clear()

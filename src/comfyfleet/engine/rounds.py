@@ -234,6 +234,8 @@ class Rounds:
             now = context.clock.now()
             for block in await context.store.blocks(worker.worker_id):
                 context.fleet.note_block(block, now)
+            # Or the worker has registered anew, at another engine.
+            await context.fleet.look_at(worker, now)
             return False
         self.leave(slot)
         context.publish(written)

@@ -170,6 +170,8 @@ class Kept(Generic[E]):
         entry = self.entries.get(job_id)
         if entry is None or not entry.dispatch.stands_in_lane or self.is_paused:
             return None
+        if not self._is_as_matched(offer):
+            return None
         if not self.index.may_take(offer.profile, entry.dispatch.class_key):
             return None
         blocked = self.blocks.blocked_targets(offer.worker_id, self._clock.now())
@@ -178,7 +180,7 @@ class Kept(Generic[E]):
         return self._grant(entry, entry.dispatch.lane, offer)
 
     def lease_next(self, offer: LeaseOffer) -> Written | None:
-        if self.is_paused:
+        if self.is_paused or not self._is_as_matched(offer):
             return None
         blocked = self.blocks.blocked_targets(offer.worker_id, self._clock.now())
         chosen = self.index.first(offer.profile, blocked, self._kept_off(blocked))
@@ -186,6 +188,11 @@ class Kept(Generic[E]):
             return None
         lane, sequence = chosen
         return self._grant(self.entries[self._by_sequence[sequence]], lane, offer)
+
+    def _is_as_matched(self, offer: LeaseOffer) -> bool:
+        """It may have registered anew since then, with other tenants perhaps."""
+        worker = self.workers.get(offer.worker_id)
+        return worker is None or worker.profile == offer.profile
 
     def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         job_id = self._polls.get(poll_id)

@@ -31,7 +31,8 @@ INSERT INTO comfyfleet.lanes (class_key, tenant, priority, workflow_hash, head) 
 ON CONFLICT DO NOTHING RETURNING lane_id
 """
 
-# The gate comes first: nothing is seen of a paused queue, and nothing that this worker must not get now.
+# The gate comes first: nothing is seen of a paused queue, and nothing that this worker must not get now. A lease is
+# guarded by the profile that was matched: the worker may have registered anew since then, with other tenants perhaps.
 GATE = """
 WITH gate AS MATERIALIZED (
     SELECT moment.now, ARRAY(
@@ -39,7 +40,8 @@ WITH gate AS MATERIALIZED (
     FROM comfyfleet.state, (
         SELECT coalesce(%(test_now)s::float8, extract(epoch FROM clock_timestamp())::float8) AS now OFFSET 0
     ) AS moment
-    WHERE NOT is_paused
+    WHERE NOT is_paused AND NOT EXISTS (
+        SELECT FROM comfyfleet.workers w WHERE w.worker_id = %(worker_id)s AND w.profile <> %(matched)s)
 )
 """
 
@@ -112,6 +114,8 @@ class Look(msgspec.Struct, frozen=True):
     lanes: int = 0
     quantum_s: float = 0.0
     skip: Collection[str] = ()
+    matched: ProfileKey | None = None
+    """The profile that the worker must still have. None: for a look alone any will do."""
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -160,6 +164,7 @@ async def _page(step: Step, look: Look, limit: int) -> _Page:
             "worker_id": look.worker_id,
             "test_now": look.test_now,
             "profile": look.profile,
+            "matched": look.matched,
             "skip": list(look.skip),
             "lanes": limit,
             "depth": max(look.slots, 1),

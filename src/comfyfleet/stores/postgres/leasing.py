@@ -76,10 +76,11 @@ JOIN comfyfleet.profile_classes p ON p.class_key = l.class_key AND p.profile = %
 ORDER BY c.place LIMIT 1 FOR UPDATE OF d SKIP LOCKED
 """
 
-# Who of these has something that must be kept from it now.
+# Who of these has something that must be kept from it now, or is not any more what it was matched as.
 _BLOCKED = """
 SELECT DISTINCT worker_id FROM comfyfleet.blocks WHERE worker_id = ANY (%(workers)s)
 AND blocked_until > coalesce(%(test_now)s::float8, extract(epoch FROM clock_timestamp())::float8)
+UNION SELECT worker_id FROM comfyfleet.workers WHERE worker_id = ANY (%(workers)s) AND profile <> %(matched)s
 """
 
 
@@ -103,6 +104,7 @@ async def lease(
         "job_id": job_id,
         "worker_id": offer.worker_id,
         "profile": offer.profile,
+        "matched": offer.profile,
         "test_now": test_now,
     }
     row = await step.row(_TAKE, values)
@@ -139,7 +141,8 @@ async def _alike(
     workers = sorted({offer.worker_id for offer in offers})
     if len(workers) == 1:
         return [offers]
-    found = await step.rows(_BLOCKED, {"workers": workers, "test_now": test_now})
+    values = {"workers": workers, "test_now": test_now, "matched": offers[0].profile}
+    found = await step.rows(_BLOCKED, values)
     blocked = {worker_id for (worker_id,) in found}
     parts: list[list[LeaseOffer]] = []
     for offer in offers:
@@ -158,6 +161,7 @@ async def _take(
         "worker_id": offers[0].worker_id,
         "test_now": test_now,
         "profile": offers[0].profile,
+        "matched": offers[0].profile,
         "lanes": slots + lanes.MAX_EMPTY,
         "slots": slots,
         "count": len(offers),
@@ -175,7 +179,8 @@ async def _search(
     slots = SPARE
     while True:
         is_last = slots == MAX_LOOK
-        seen = await lanes.window(step, Look(offer.worker_id, offer.profile, test_now, slots))
+        look = Look(offer.worker_id, offer.profile, test_now, slots, matched=offer.profile)
+        seen = await lanes.window(step, look)
         if not seen.candidates:
             return None, seen.untidy
         jobs = [candidate.job_id for candidate in seen.candidates]

@@ -95,9 +95,15 @@ end)
 
 -- workers
 
--- worker, its JSON
+-- worker, its JSON, its profile
 local function put_worker(s, args)
   put(s, s.p .. 'worker:' .. args[4], args[5])
+  if args[6] then
+    put(s, s.p .. 'worker_profile:' .. args[4], args[6])
+  else
+    -- An engine of before revision 11: one that is not known keeps nobody from a lease.
+    drop(s, s.p .. 'worker_profile:' .. args[4])
+  end
   call('ZADD', s.p .. 'workers:active', 'NX', serial(s), args[4])
   call('SET', s.p .. 'worker:' .. args[4] .. ':heartbeat', now_text(s), 'EX', HEARTBEAT_S)
   return 1
@@ -126,6 +132,7 @@ define('remove_worker', function(s, args)
   call('ZREM', s.p .. 'workers:active', worker_id)
   drop(s, s.p .. 'blocks:' .. worker_id)
   drop(s, s.p .. 'worker:' .. worker_id)
+  drop(s, s.p .. 'worker_profile:' .. worker_id)
   drop(s, s.p .. 'worker:' .. worker_id .. ':heartbeat')
   drop(s, s.p .. 'commands:' .. worker_id)
   call('HDEL', s.p .. 'workers:declared', worker_id)

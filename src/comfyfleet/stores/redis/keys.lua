@@ -40,6 +40,7 @@
 --   workers:active            zset     worker -> serial: in the order they came
 --   worker:<id>               string   its record (JSON)
 --   worker:<id>:heartbeat     string   expires after 60 s
+--   worker_profile:<id>       string   its profile: what it is leased under must be this
 --   worker:<id>:refused       string   what it declared (digest) and why an engine would not have it, expires
 --   workers:waiting           hash     worker -> what it declares (JSON), until an engine admits it
 --   workers:declared          hash     worker -> digest of what it was admitted with (workers without an engine)
@@ -61,7 +62,7 @@
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
 -- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 10
+local REVISION = 11
 
 -- Neither `redis.call` nor the libraries are there yet while this text is loaded.
 local function call(...)

@@ -6,6 +6,13 @@ local function wants_worker(s, offer, names)
   names[#names + 1] = s.p .. 'blocks:' .. offer.worker_id
   names[#names + 1] = s.p .. 'poll:' .. offer.poll_id
   names[#names + 1] = s.p .. 'jobs:active:' .. offer.worker_id
+  names[#names + 1] = s.p .. 'worker_profile:' .. offer.worker_id
+end
+
+-- Whoever matched it may not have heard that the worker has registered anew since then, with other tenants perhaps.
+local function is_as_matched(s, offer)
+  local profile = read(s, s.p .. 'worker_profile:' .. offer.worker_id)
+  return not profile or profile == offer.profile
 end
 
 local function offer_at(args, place)
@@ -56,7 +63,7 @@ end
 
 local function lease_next(s, offer)
   check_names(offer)
-  if s.meta.is_paused then
+  if s.meta.is_paused or not is_as_matched(s, offer) then
     return false
   end
   local blocked = blocked_targets(s, offer.worker_id)
@@ -153,7 +160,7 @@ end
 define('lease', function(s, args)
   local job, offer = load(s, args[4]), s.offer
   check_names(offer)
-  if not job or not stands_in_lane(job) or s.meta.is_paused then
+  if not job or not stands_in_lane(job) or s.meta.is_paused or not is_as_matched(s, offer) then
     return false
   end
   if call('SISMEMBER', s.p .. 'profile:' .. offer.profile .. ':classes', job.class_key) == 0 then
@@ -175,6 +182,7 @@ local function wants_offer(s, args, names, at)
   names[count + 1] = s.p .. 'blocks:' .. args[at]
   names[count + 2] = s.p .. 'poll:' .. args[at + 2]
   names[count + 3] = s.p .. 'jobs:active:' .. args[at]
+  names[count + 4] = s.p .. 'worker_profile:' .. args[at]
 end
 
 -- worker, profile, poll, token, seconds until the first heartbeat

@@ -187,10 +187,11 @@ class RedisStore:
     # workers
 
     async def put_worker(self, worker: WorkerRecord) -> None:
-        await self._do("put_worker", worker.worker_id, msgspec.json.encode(worker))
+        await self._do("put_worker", worker.worker_id, msgspec.json.encode(worker), worker.profile)
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
-        return await self._do("replace_worker", worker.worker_id, msgspec.json.encode(worker)) is not None
+        said = (worker.worker_id, msgspec.json.encode(worker), worker.profile)
+        return await self._do("replace_worker", *said) is not None
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         text = await self._get(f"worker:{worker_id}")

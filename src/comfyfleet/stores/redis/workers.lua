@@ -141,6 +141,9 @@ define('worker_lease_next', function(s, args)
   local is_kept_off = worker.quarantined_until and now(s) < worker.quarantined_until
   if known then
     job = load(s, known)
+  elseif call('HEXISTS', s.p .. 'workers:waiting', args[4]) == 1 then
+    -- What it declared since then may keep tenants out: until an engine has admitted it with that, it gets nothing.
+    return false
   elseif worker.is_draining or worker.is_paused or is_kept_off then
     return false
   else
