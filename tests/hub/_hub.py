@@ -190,8 +190,6 @@ async def hub_in_process(
         stack.push_async_callback(estate.close)
         engine = Engine(estate.store if pools else store, rules=rules, clock=clock)
         await stack.enter_async_context(engine)
-        if pools:
-            await stack.enter_async_context(estate.kept(engine.admit))
         cabinet_of = estate.cabinet_of if pools else None
         assets = None
         if folder is not None:
@@ -207,6 +205,8 @@ async def hub_in_process(
             guard=guard,
             estate=estate,
         )
+        if pools:
+            await stack.enter_async_context(estate.kept(engine.admit))
         keys = {}
         for role in Role:
             tenant = TENANT if role is Role.TENANT else None

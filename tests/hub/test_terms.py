@@ -227,6 +227,22 @@ async def test_only_a_tenant_that_allows_it_is_served_by_workers_without_a_hub(
         assert "takes its jobs from the store itself" in answer.body["detail"]
 
 
+async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_path: Path) -> None:
+    started = {"pools": pools_in(tmp_path), "store_url": f"sqlite:///{tmp_path}/fleet.db"}
+    async with hub_in_process(**started) as rig:
+        await set_up(rig, isolation="strict", location=LocationNeed("eu"))
+    # As a crash between the two databases left it.
+    database = open_tenant_database(pools_in(tmp_path)["first"])
+    await database.open()
+    job_id = (await Teller(database).submit(0, TENANT)).hold_id.job_id
+    await database.close()
+    async with hub_in_process(**started) as rig, asyncio.timeout(10):
+        while (dispatch := await rig.engine.store.load(job_id)) is None:
+            await asyncio.sleep(0.01)
+        needs = (await rig.engine.store.table()).classes[dispatch.class_key].requirements
+        assert (needs.isolation, needs.location.region, needs.needs_hub) == ("strict", "eu", True)
+
+
 # how many, how often
 
 

@@ -83,7 +83,6 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
         stack.push_async_callback(estate.close)
         engine = Engine(estate.store, rules=resolved.rules(), clock=clock)
         await stack.enter_async_context(engine)
-        await stack.enter_async_context(estate.kept(engine.admit))
         assets = await stack.enter_async_context(
             open_assets(resolved, store.cabinet, clock, estate.cabinet_of)
         )
@@ -98,6 +97,8 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             guard=Guard(resolved.allowed()),
             estate=estate,
         )
+        # Behind the hub, which has told the engine of tenants' terms: what a relay brings in is placed by them.
+        await stack.enter_async_context(estate.kept(engine.admit))
         key, is_new = await _owners_key(hub, known)
         async with Serving(hub, serving_settings) as serving:
             url = _near_url(serving, settings.host)
