@@ -228,7 +228,7 @@ async def test_only_a_tenant_that_allows_it_is_served_by_workers_without_a_hub(
 
 
 async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_path: Path) -> None:
-    started = {"pools": pools_in(tmp_path), "store_url": f"sqlite:///{tmp_path}/fleet.db"}
+    started: dict[str, Any] = {"pools": pools_in(tmp_path), "store_url": f"sqlite:///{tmp_path}/fleet.db"}
     async with hub_in_process(**started) as rig:
         await set_up(rig, isolation="strict", location=LocationNeed("eu"))
     # As a crash between the two databases left it.

@@ -90,6 +90,41 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         type=click.Choice(["cloud", "self_hosted"]),
         help="Where the worker says it runs; self_hosted unless given.",
     ),
+    "tenant_isolation": _option(
+        "--tenant-isolation",
+        type=click.Choice(["strict", "loose", "none"]),
+        help="How tenants share it: strict works for allowed ones alone, loose for them first; none unless given.",
+    ),
+    "allow_tenants": click.option(
+        "--allow-tenant",
+        "allow_tenants",
+        multiple=True,
+        metavar="TENANT",
+        help="A tenant that a strict worker works for, or a loose one prefers. Repeatable.",
+    ),
+    "deny_tenants": click.option(
+        "--deny-tenant",
+        "deny_tenants",
+        multiple=True,
+        metavar="TENANT",
+        help="A tenant that the worker never works for, allowed or not. Repeatable.",
+    ),
+    "region": _option("--region", metavar="NAME", help="Where the worker is; jobs can ask for it."),
+    "compliance": click.option(
+        "--compliance",
+        "compliance",
+        multiple=True,
+        metavar="NAME",
+        help="What the worker complies with, such as gdpr; jobs can ask for it. Repeatable.",
+    ),
+    "cost_tier": _option(
+        "--cost-tier",
+        type=click.Choice(["economy", "standard", "premium"]),
+        help="How dear the worker is; standard unless given. Jobs can say the most that may be paid.",
+    ),
+    "rate": _option(
+        "--rate", type=click.FloatRange(0), metavar="AMOUNT", help="What an hour of the worker costs."
+    ),
     "fake": _option("--fake", type=click.IntRange(0), metavar="N", help="Also start so many fake servers."),
     "slots": _option(
         "--slots", type=click.IntRange(1), metavar="N", help="Jobs a server gets at a time; 1 unless given."
@@ -138,6 +173,18 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "log_format": _option("--log-format", type=click.Choice(["text", "json"]), help="text unless given."),
 }
+
+OF_A_WORKER = (
+    "environment",
+    "tenant_isolation",
+    "allow_tenants",
+    "deny_tenants",
+    "region",
+    "compliance",
+    "cost_tier",
+    "rate",
+)
+"""What a worker says of itself that nobody can find out."""
 
 TO_REACH = ("config", "data", "hub", "key", "trust")
 """What every command needs that asks a hub."""

@@ -15,7 +15,8 @@ import msgspec
 
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.settings import Resolved
-from comfyfleet.model.worker import Capabilities
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.worker import Capabilities, Cost, Location, TenantAccess
 from comfyfleet.pool.options import Server
 from comfyfleet.ports import Connector
 from comfyfleet.worker.connectors.comfyui.settings import parse_address
@@ -45,7 +46,7 @@ def named(addresses: Sequence[str], name: str | None, slots: int, *, alone: bool
 
 
 def with_services(servers: list[Server], resolved: Resolved) -> list[Server]:
-    """With the further services of the one worker there is then, and with what is declared of each."""
+    """With the further services of the one worker there is then."""
     chosen = resolved.values
     more = tuple(_service(resolved, given) for given in chosen.services)
     if more and (len(servers) > 1 or chosen.fake):
@@ -58,10 +59,39 @@ def with_services(servers: list[Server], resolved: Resolved) -> list[Server]:
     names = [each.service_name for each in more] + (["comfyui"] if chosen.servers else [])
     if len(set(names)) != len(names):
         raise resolved.wrong("services", "a worker has one connector for each service: name each once")
-    if chosen.environment is not None:
-        declared = Capabilities((), environment=chosen.environment)
-        servers = [msgspec.structs.replace(server, capabilities=declared) for server in servers]
     return servers
+
+
+def declared_in(resolved: Resolved) -> Capabilities:
+    """What a worker of this process says of itself."""
+    chosen = resolved.values
+    isolation = chosen.tenant_isolation or "none"
+    if isolation == "strict" and not chosen.allow_tenants:
+        raise resolved.wrong(
+            "tenant_isolation",
+            "a strict worker works for allowed tenants alone: name them with --allow-tenant",
+        )
+    if isolation == "none" and chosen.allow_tenants:
+        # Whoever allows some means to keep out the others, or to put them behind.
+        raise resolved.wrong(
+            "allow_tenants",
+            "say --tenant-isolation strict to work for these alone, or loose to work for these first",
+        )
+    return Capabilities(
+        (),
+        tenant_access=TenantAccess(
+            isolation,
+            tuple(map(TenantId, chosen.allow_tenants)),
+            tuple(map(TenantId, chosen.deny_tenants)),
+        ),
+        location=Location(chosen.region, chosen.compliance),
+        cost=Cost(chosen.cost_tier or "standard", chosen.rate),
+        environment=chosen.environment or "self_hosted",
+    )
+
+
+def declaring(servers: list[Server], declared: Capabilities) -> list[Server]:
+    return [msgspec.structs.replace(server, capabilities=declared) for server in servers]
 
 
 def _service(resolved: Resolved, given: str) -> Connector:

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.hub.limits import Limits
+from comfyfleet.model.requirement import CostTier, Isolation
 from comfyfleet.policy.rules import Rules
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ FILE_NAME = "comfyfleet.toml"
 
 OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 """What others called them in the environment."""
-LISTS = frozenset({"servers", "services", "webhook_allow"})
+LISTS = frozenset({"servers", "services", "webhook_allow", "allow_tenants", "deny_tenants", "compliance"})
 """In the environment with commas or spaces between."""
 SECRET = frozenset({"key", "enrol", "s3.secret_key", "s3.session_token"})
 ADDRESSES = frozenset({"store", "hub", "servers", "services", "assets", "s3.endpoint"})
@@ -54,7 +55,14 @@ OTHERS = {
 """What other programs call the settings of a storage in the environment."""
 _TOGETHER = frozenset({"access_key", "secret_key", "session_token"})
 
-_FLAGS = {"servers": "--server", "services": "--service", "grace_s": "--grace", "pools": "--pool"}
+_FLAGS = {
+    "servers": "--server",
+    "services": "--service",
+    "grace_s": "--grace",
+    "pools": "--pool",
+    "allow_tenants": "--allow-tenant",
+    "deny_tenants": "--deny-tenant",
+}
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Count = Annotated[int, Meta(ge=0, le=1_000)]
@@ -97,6 +105,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     services: tuple[str, ...] = ()
     """Further services of a worker, as NAME=ADDRESS."""
     environment: Literal["cloud", "self_hosted"] | None = None
+    tenant_isolation: Isolation | None = None
+    """How tenants share a worker: strict works for those it allows alone, loose for those first."""
+    allow_tenants: tuple[str, ...] = ()
+    deny_tenants: tuple[str, ...] = ()
+    region: str | None = None
+    compliance: tuple[str, ...] = ()
+    cost_tier: CostTier | None = None
+    rate: Annotated[float, Meta(ge=0)] | None = None
+    """What an hour of a worker costs."""
     fake: Count = 0
     slots: Annotated[int, Meta(ge=1, le=1_000)] = 1
     grace_s: Annotated[float, Meta(ge=0)] = 60.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.endings import Terminated
-from comfyfleet.cli.options import settings
+from comfyfleet.cli.options import OF_A_WORKER, settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,6 +28,7 @@ _LOOK_S = 10.0
     "servers",
     "fake",
     "slots",
+    *OF_A_WORKER,
     "host",
     "port",
     "open",
@@ -77,12 +78,13 @@ async def _live(resolved: Resolved) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
     from comfyfleet.cli.house import greet, open_house
-    from comfyfleet.cli.servers import fakes, journals, named, tell_state
+    from comfyfleet.cli.servers import declared_in, declaring, fakes, journals, named, tell_state
     from comfyfleet.cli.signals import Signals
     from comfyfleet.pool.agents import Agents
     from comfyfleet.worker.settings import AgentSettings
 
     chosen = resolved.values
+    declared = declared_in(resolved)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not chosen.fake)
     with Signals() as signals:
         async with AsyncExitStack() as stack:
@@ -96,7 +98,7 @@ async def _live(resolved: Resolved) -> Sequence[int]:
             )
             stack.push_async_callback(agents.close)
             greet(house, resolved)
-            for server in servers:
+            for server in declaring(servers, declared):
                 await agents.add(house.api, server)
             if servers:
                 await signals.wait()
@@ -111,12 +113,12 @@ async def _live(resolved: Resolved) -> Sequence[int]:
 async def _keep_looking(house: House, agents: Agents, resolved: Resolved) -> None:
     import asyncio
 
-    from comfyfleet.cli.servers import LOCAL_PORTS, found_here, named
+    from comfyfleet.cli.servers import LOCAL_PORTS, declared_in, declaring, found_here, named
 
     is_first = True
     while True:
         for address in await found_here():
-            (server,) = named([address], None, resolved.values.slots)
+            (server,) = declaring(named([address], None, resolved.values.slots), declared_in(resolved))
             assert server.id is not None, "named servers have an id"
             if server.id not in agents:
                 await agents.add(house.api, server)

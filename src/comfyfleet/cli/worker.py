@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli import workers
-from comfyfleet.cli.options import settings
+from comfyfleet.cli.options import OF_A_WORKER, settings
 from comfyfleet.cli.up import ended
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from comfyfleet.cli.reach import Reach
     from comfyfleet.cli.settings import Resolved
     from comfyfleet.cli.signals import Signals
+    from comfyfleet.model.worker import Capabilities
     from comfyfleet.pool.options import Server
 
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     "store",
     "servers",
     "services",
-    "environment",
+    *OF_A_WORKER,
     "fake",
     "transport",
     "key",
@@ -72,7 +73,7 @@ def command(
 
     from comfyfleet.cli.local import read_hub
     from comfyfleet.cli.logs import set_up
-    from comfyfleet.cli.servers import named, with_services
+    from comfyfleet.cli.servers import declared_in, named, with_services
     from comfyfleet.cli.settings import read_settings
 
     flags |= _read_rules(changes)
@@ -87,7 +88,7 @@ def command(
     set_up(chosen.log_level, chosen.log_format)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not (chosen.fake or simulated))
     servers = with_services(servers, resolved)
-    ended(asyncio.run(_work(resolved, servers, simulated)))
+    ended(asyncio.run(_work(resolved, servers, simulated, declared_in(resolved))))
 
 
 for _name in ("show", "drain", "pause", "resume", "remove"):
@@ -117,9 +118,11 @@ def _takes_from_store(resolved: Resolved) -> bool:
     return chosen.store is not None
 
 
-async def _work(resolved: Resolved, servers: list[Server], simulated: Sequence[float]) -> Sequence[int]:
+async def _work(
+    resolved: Resolved, servers: list[Server], simulated: Sequence[float], declared: Capabilities
+) -> Sequence[int]:
     """Answers which signals came."""
-    from comfyfleet.cli.servers import fakes, this_process
+    from comfyfleet.cli.servers import declaring, fakes, this_process
     from comfyfleet.cli.signals import Signals
 
     chosen = resolved.values
@@ -128,6 +131,7 @@ async def _work(resolved: Resolved, servers: list[Server], simulated: Sequence[f
         async with AsyncExitStack() as stack:
             servers += await fakes(stack, chosen.fake, name, chosen.slots)
             servers += _simulated(simulated, chosen.name, chosen.slots)
+            servers = declaring(servers, declared)
             if _takes_from_store(resolved):
                 await _work_on_store(resolved, servers, stack, signals)
             else:
