@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 import pytest_asyncio
 from starlette.types import Receive, Scope, Send
@@ -285,5 +286,5 @@ async def test_many_capabilities_travel_once_and_packed(rig: HubRig, transport: 
     capabilities = Capabilities((Service("comfyui", models=names),))
     async with transport(rig.url, rig.keys[Role.WORKER]) as api:
         record = await api.register(RegisterWorker(GPU, capabilities))
-        assert record.capabilities == capabilities
+        assert record.capabilities == msgspec.structs.replace(capabilities, has_hub=True)
         assert await api.poll(Poll(GPU, PollId("1"), 0)) is None

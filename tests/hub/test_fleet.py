@@ -83,19 +83,6 @@ async def test_a_block_is_seen_and_lifted_by_hand(rig: HubRig) -> None:
     assert (await rig.get("/api/blocks")).body == {"blocks": []}
 
 
-async def test_health_asks_the_store_and_life_does_not(rig: HubRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def away() -> float:
-        raise Fault("the store is away")
-
-    for path in ("/health", "/health/ready", "/health/live"):
-        answer = await rig.get(path, role=None)
-        assert (answer.status, answer.body["status"]) == (200, "ok")
-    monkeypatch.setattr(rig.engine.store, "now", away)
-    answer = await rig.get("/health", role=None)
-    assert (answer.status, answer.body["status"]) == (503, "failing")
-    assert (await rig.get("/health/live", role=None)).status == 200
-
-
 async def test_a_stopping_hub_is_not_ready(rig: HubRig) -> None:
     rig.hub.stop()
     answer = await rig.get("/health", role=None)

@@ -163,9 +163,9 @@ async def test_what_is_declared_is_joined_with_what_is_found() -> None:
     )
     async with running(api, SimulatedConnector(capabilities=found), declared=declared):
         pass
-    assert api.named("register")[0].capabilities == Capabilities(
-        (Service("comfyui", models=frozenset({"a", "b"})),), found.hardware, access
-    )
+    told = api.named("register")[0].capabilities
+    assert told.services == (Service("comfyui", models=frozenset({"a", "b"})),)
+    assert (told.hardware, told.tenant_access) == (found.hardware, access)
 
 
 async def test_a_registration_that_fails_after_the_worker_was_forgotten_keeps_the_poll() -> None:
