@@ -214,7 +214,7 @@ async def test_whoever_sends_and_never_reads_is_not_read_from_for_ever(rig: HubR
                 for _ in range(100_000):
                     await socket.send_str(frame)
         (session,) = rig.hub._sockets._sessions
-        assert len(session._answers) < 1_000
+        assert len(session._line._answers) < 1_000
         assert (await rig.get("/health")).status == 200
         socket._response.connection.transport.abort()  # type: ignore[union-attr]
 

@@ -393,10 +393,10 @@ async def test_whoever_sends_and_never_reads_is_not_read_from_for_ever(rig: HubR
 
         sending = asyncio.create_task(send())
         (session,) = rig.hub._sockets._sessions
-        await until(lambda: len(session._answers) > 256, within_s=20)
-        sent = len(session._answers)
+        await until(lambda: len(session._line._answers) > 256, within_s=20)
+        sent = len(session._line._answers)
         await asyncio.wait({sending}, timeout=0.5)
-        assert len(session._answers) == sent < 300 and not sending.done()
+        assert len(session._line._answers) == sent < 300 and not sending.done()
         sending.cancel()
         await asyncio.wait({sending})
         connection = line.socket._response.connection

@@ -1,17 +1,15 @@
-"""The WebSocket at `/hub`: who connects, what each message asks for, and one writer for everything that is answered.
+"""The WebSocket at `/hub`: who connects, what each message asks for, and what is told unasked.
 
 What callers and monitors may ask is here, what workers do in `socket_workers.py`; agents that speak the subprotocol of
-`socket_agents.py` are handed over to it. A frame that cannot be understood is
-answered with `error`; whoever reads slowly loses progress, and whoever reads nothing is not read from either.
+`socket_agents.py` are handed over to it. A frame that cannot be understood is answered with `error`; whoever reads
+slowly loses progress. How a connection is read and written is `socket_line.py`'s.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -32,6 +30,7 @@ from comfyfleet.hub.limits import Limits, Rate, check_json
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Room, Rooms
 from comfyfleet.hub.socket_agents import AgentSession, Identify
+from comfyfleet.hub.socket_line import Line
 from comfyfleet.hub.socket_workers import SocketWorkers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import AuditEntry, Caller
@@ -48,7 +47,6 @@ _LOG = logging.getLogger(__name__)
 LegacyWebsocket = Literal["on", "warn", "off"]
 PATH = "/hub"
 _MOVED = "callers and monitors use HTTP and Server-Sent Events now: see docs/moving-to-sse.md"
-_MAX_UNREAD = 256
 _MAX_SUBSCRIPTIONS = 1_000
 _ENCODER = msgspec.json.Encoder()
 _MESSAGE = msgspec.json.Decoder(dict[str, Any])
@@ -144,70 +142,41 @@ class Session:
         self._identify = identify
         self.caller = caller
         self._address = address
-        self._send = send
-        self._answers: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self._room_for_more = asyncio.Event()
+        self._line = Line(send, self._tell_news)
+        self.close = self._line.close
         self._subscribed: dict[JobId, tuple[Room, int]] = {}
         self._monitor: tuple[Wanted, int] | None = None
         self._workers = SocketWorkers(
             hub.engine, hub.inputs, caller, hub.limits.max_wait_s, self.tell, hub.workers.check_files
         )
-        self._closing: tuple[int, str] | None = None
 
     async def run(self, receive: Receive) -> None:
-        reading, writing = (
-            asyncio.ensure_future(self._read(receive)),
-            asyncio.ensure_future(self._write()),
-        )
         try:
-            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            await self._line.run(receive, self._hear)
         finally:
-            for task in (reading, writing):
-                task.cancel()
-            await asyncio.wait({reading, writing})
             await self._workers.close()
             for job_id in list(self._subscribed):
                 self._unsubscribe(job_id)
-            self._hub.fleet.leave(self._news.set)
-            for task in (reading, writing):
-                if not task.cancelled() and (error := task.exception()) is not None:
-                    _LOG.debug("a connection ended: %r", error)
-
-    def close(self, code: int = 1012, reason: str = "the hub is stopping") -> None:
-        """1012: the service restarts; come again."""
-        self._closing = self._closing or (code, reason)
-        self._news.set()
+            self._hub.fleet.leave(self._line.wake)
 
     def tell(self, message: dict[str, Any]) -> None:
-        self._answers.append(_ENCODER.encode(message))
-        self._news.set()
+        self._line.answer(_ENCODER.encode(message))
 
-    # writing
+    # news
 
-    async def _write(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._answers:
-                await self._put(self._answers.popleft())
-            self._room_for_more.set()
-            for job_id, (room, place) in list(self._subscribed.items()):
-                if room.head > place:
-                    self._subscribed[job_id] = (room, room.head)
-                    for entry in room.after(place):
-                        await self._put(_encoded(entry))
-                if (
-                    room.is_over
-                    and not room.is_closed
-                    and self._subscribed.get(job_id, (room, -1))[1] == room.head
-                ):
-                    self._unsubscribe(job_id)
-            await self._write_monitor()
-            if self._closing is not None:
-                code, reason = self._closing
-                await self._send({"type": "websocket.close", "code": code, "reason": reason})
-                return
+    async def _tell_news(self) -> None:
+        for job_id, (room, place) in list(self._subscribed.items()):
+            if room.head > place:
+                self._subscribed[job_id] = (room, room.head)
+                for entry in room.after(place):
+                    await self._put(entry)
+            if (
+                room.is_over
+                and not room.is_closed
+                and self._subscribed.get(job_id, (room, -1))[1] == room.head
+            ):
+                self._unsubscribe(job_id)
+        await self._write_monitor()
 
     async def _write_monitor(self) -> None:
         fleet = self._hub.fleet
@@ -216,28 +185,16 @@ class Session:
         wanted, place = self._monitor
         self._monitor = (wanted, fleet.head)
         if fleet.lost > place:
-            await self._put(b'{"type":"resync","reason":"too slow: events were left out"}')
+            await self._line.put(b'{"type":"resync","reason":"too slow: events were left out"}')
         for entry in fleet.after(place):
             if wanted(entry):
-                await self._put(_encoded(entry))
+                await self._put(entry)
 
-    async def _put(self, message: bytes) -> None:
-        if message:
-            await self._send({"type": "websocket.send", "text": message.decode()})
+    async def _put(self, entry: Entry) -> None:
+        if message := _encoded(entry):
+            await self._line.put(message)
 
-    # reading
-
-    async def _read(self, receive: Receive) -> None:
-        while True:
-            event = await receive()
-            if event["type"] == "websocket.disconnect":
-                return
-            text = event.get("text")
-            frame = event.get("bytes") or b"" if text is None else text.encode("utf-8", "surrogatepass")
-            await self._hear(frame)
-            while len(self._answers) > _MAX_UNREAD:
-                self._room_for_more.clear()
-                await self._room_for_more.wait()
+    # what is asked for
 
     async def _hear(self, frame: bytes) -> None:
         message: dict[str, Any] = {}
@@ -331,7 +288,7 @@ class Session:
                 return None
             case "unsubscribe_monitor":
                 self._monitor = None
-                self._hub.fleet.leave(self._news.set)
+                self._hub.fleet.leave(self._line.wake)
                 return {"type": "monitor_unsubscribed"}
         job_id = JobId(body.job_id)
         match name:
@@ -380,28 +337,28 @@ class Session:
             raise Refusal(
                 RefusalCode.TOO_LARGE, f"a connection watches at most {_MAX_SUBSCRIPTIONS} jobs at a time"
             )
-        room = await self._hub.rooms.enter(job_id, self._news.set)
+        room = await self._hub.rooms.enter(job_id, self._line.wake)
         if not self.caller.sees(room.tenant):
-            self._hub.rooms.leave(room, self._news.set)
+            self._hub.rooms.leave(room, self._line.wake)
             raise _no_job(job_id)
         now = room.facts[-1].value if room.is_over and room.facts else room.progress
         if (said := socket.message_of(now)) is not None:
             self.tell(said)
         if room.is_over:
-            self._hub.rooms.leave(room, self._news.set)
+            self._hub.rooms.leave(room, self._line.wake)
         else:
             self._subscribed[job_id] = (room, room.head)
 
     def _unsubscribe(self, job_id: JobId) -> None:
         if (known := self._subscribed.pop(job_id, None)) is not None:
-            self._hub.rooms.leave(known[0], self._news.set)
+            self._hub.rooms.leave(known[0], self._line.wake)
 
     async def _begin_monitor(self, body: socket.Monitor) -> None:
         query = EventsQuery(body.job_id, body.worker_id, body.tenant, body.kind, body.metadata)
         if body.tenant is not None and not self.caller.sees(TenantId(body.tenant)):
             raise Refusal(RefusalCode.NOT_ALLOWED, f"this key does not see the tenant {body.tenant!r}")
         fleet = self._hub.fleet
-        fleet.join(self._news.set)
+        fleet.join(self._line.wake)
         self._monitor = (Wanted(query, self.caller.scope), fleet.head)
         snapshot: dict[str, Any] = {"type": "monitor_subscribed"}
         if self.caller.scope is None:

@@ -1,7 +1,7 @@
 """Agents over one WebSocket: the workers' door as over HTTP, each message a call, each answer with its call's number.
 
 What a call means is `workers.py`'s. Here is how many there may be at a time: a parked poll waits beside the others, and
-whoever sends faster than is answered, or does not read, is not read from. Leases outlive the connection.
+whoever sends faster than is answered is not read from. Leases outlive the connection.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +20,7 @@ from comfyfleet import tracing
 from comfyfleet.hub.door import Call, Handler, Reply, decode, parse
 from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
+from comfyfleet.hub.socket_line import Line
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.trace import parse_traceparent
@@ -36,7 +36,6 @@ Identify = Callable[[], Awaitable[Caller]]
 
 _MAX_PARKED = 2_048
 _MAX_AT_WORK = 64
-_MAX_UNREAD = 256
 _ENCODER = msgspec.json.Encoder()
 _CALL = msgspec.json.Decoder(socket.AgentCall)
 _ROUTES: dict[str, Route] = {route.name: route for route in WORKER_ROUTES}
@@ -66,67 +65,27 @@ class AgentSession:
         self._limits = limits
         self._rate = rate
         self._scope = scope
-        self._send = send
-        self._answers: deque[bytes] = deque()
-        self._news = asyncio.Event()
-        self._room_for_more = asyncio.Event()
+        self._line = Line(send)
+        self.close = self._line.close
         self._parked: dict[int, asyncio.Task[None]] = {}
         self._at_work: set[asyncio.Task[None]] = set()
-        self._closing: tuple[int, str] | None = None
-
-    def close(self, code: int = 1012, reason: str = "the hub is stopping") -> None:
-        """1012: the service restarts; come again."""
-        self._closing = self._closing or (code, reason)
-        self._news.set()
 
     async def run(self, receive: Receive) -> None:
-        reading, writing = asyncio.ensure_future(self._read(receive)), asyncio.ensure_future(self._write())
         try:
-            await asyncio.wait({reading, writing}, return_when=asyncio.FIRST_COMPLETED)
+            await self._line.run(receive, self._hear)
         finally:
             # A parked poll is an idle slot, and ends with its connection. What is being written down is: a report
             # whose answer nobody reads is a report all the same.
-            ending = {reading, writing, *self._parked.values()}
-            for task in ending:
+            for task in list(self._parked.values()):
                 task.cancel()
-            await asyncio.wait(ending | self._at_work)
-            for task in (reading, writing):
-                if not task.cancelled() and (error := task.exception()) is not None:
-                    _LOG.debug("an agent's connection ended: %r", error)
-
-    # writing
-
-    async def _write(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._answers:
-                await self._send({"type": "websocket.send", "text": self._answers.popleft().decode()})
-            self._room_for_more.set()
-            if self._closing is not None:
-                code, reason = self._closing
-                await self._send({"type": "websocket.close", "code": code, "reason": reason})
-                return
+            if under_way := {*self._parked.values(), *self._at_work}:
+                await asyncio.wait(under_way)
 
     def _tell(self, type_: str, request_id: int, status: int, body: Any) -> None:
         told = {"type": type_, "request_id": request_id, "status": status}
-        self._answers.append(_ENCODER.encode(told if body is None else told | {"body": body}))
-        self._news.set()
+        self._line.answer(_ENCODER.encode(told if body is None else told | {"body": body}))
 
-    # reading
-
-    async def _read(self, receive: Receive) -> None:
-        while True:
-            event = await receive()
-            if event["type"] == "websocket.disconnect":
-                return
-            text = event.get("text")
-            await self._hear(event.get("bytes") or b"" if text is None else text.encode())
-            while len(self._answers) > _MAX_UNREAD:
-                self._room_for_more.clear()
-                await self._room_for_more.wait()
-            while len(self._at_work) >= _MAX_AT_WORK:
-                await asyncio.wait(self._at_work, return_when=asyncio.FIRST_COMPLETED)
+    # what is asked for
 
     async def _hear(self, frame: bytes) -> None:
         try:
@@ -152,6 +111,8 @@ class AgentSession:
         else:
             self._at_work.add(task)
             task.add_done_callback(self._at_work.discard)
+            while len(self._at_work) >= _MAX_AT_WORK:
+                await asyncio.wait(self._at_work, return_when=asyncio.FIRST_COMPLETED)
 
     async def _answer(self, said: socket.AgentCall) -> None:
         if (trace := parse_traceparent(said.traceparent)) is not None:
