@@ -95,7 +95,7 @@ class Hub:
             **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
             **PageHandlers(engine, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
-            **HealthHandlers(cabinet, clock, ROUTES, lambda: self._is_stopping).bound(),
+            **HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping).bound(),
         }
         self._door = Door(ROUTES, handlers, credentials, self.limits, self.audit, places, metrics.answered)
         self._sockets = Sockets(

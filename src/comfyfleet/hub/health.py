@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.model.errors import Fault
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.ports import Cabinet, Clock, Store
 from comfyfleet.wire.answers import HealthBody
 from comfyfleet.wire.openapi import document
 from comfyfleet.wire.route import Route
@@ -31,11 +31,13 @@ _NAME = "tried"
 class HealthHandlers:
     def __init__(
         self,
+        store: Store,
         cabinet: Cabinet,
         clock: Clock,
         routes: tuple[Route, ...],
         is_stopping: Callable[[], bool],
     ) -> None:
+        self._store = store
         self._cabinet = cabinet
         self._clock = clock
         self._turn = asyncio.Lock()
@@ -55,7 +57,7 @@ class HealthHandlers:
         """Ready means that a job can be taken and kept."""
         if self._is_stopping():
             return Reply(503, HealthBody("stopping", self._version), {"retry-after": "1"})
-        wrong = await self._tried()
+        wrong = await self._told(self._store.now()) or await self._tried()
         if wrong:
             return Reply(503, HealthBody("failing", self._version, wrong), {"retry-after": "1"})
         return Reply(200, HealthBody("ok", self._version))
@@ -66,21 +68,23 @@ class HealthHandlers:
             now = self._clock.now()
             # A clock that was set back must not keep an old answer alive.
             if not 0 <= self._next_try_at - now <= _TRIED_EVERY_S:
-                self._wrong = await self._try(b"%.0f" % now)
+                body = b"%.0f" % now
+                self._wrong = await self._told(self._cabinet.put(DRAWER, _NAME, body, version=None))
                 self._next_try_at = self._clock.now() + (_FAILED_EVERY_S if self._wrong else _TRIED_EVERY_S)
             return self._wrong
 
-    async def _try(self, body: bytes) -> str:
+    async def _told(self, asked: Awaitable[object]) -> str:
+        """What the store says to it; empty: it was done."""
         try:
             async with asyncio.timeout(_STORE_ANSWERS_WITHIN_S):
-                await self._cabinet.put(DRAWER, _NAME, body, version=None)
+                await asked
         except Fault as fault:
             return str(fault)
         except TimeoutError:
             return f"the store does not answer within {_STORE_ANSWERS_WITHIN_S:.0f} s"
         except Exception as error:
-            _LOG.exception("the store cannot be written")
-            return f"the store cannot be written: {type(error).__name__}"
+            _LOG.exception("the store cannot be asked")
+            return f"the store cannot be asked: {type(error).__name__}"
         return ""
 
     async def openapi(self, call: Call[None]) -> Reply:
