@@ -16,7 +16,11 @@ from tests.hub._watching import watching
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.model.access import Role
+from comfyfleet.model.calls import Poll, RegisterWorker
+from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.memory import MemoryStore
 
@@ -54,6 +58,32 @@ async def scrape(rig: HubRig, role: Role = Role.VIEWER) -> Figures:
     assert answer.status == 200, answer.content
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     return Figures(answer.content.decode())
+
+
+async def test_a_scrape_asks_the_store_as_often_for_many_workers_as_for_one(
+    rig: HubRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(30):
+        worker_id = WorkerId(f"gpu-{number}")
+        await rig.engine.register(RegisterWorker(worker_id, Capabilities((Service("comfyui"),)), 1))
+        if number < 3:
+            await rig.submit()
+            assert await rig.engine.poll(Poll(worker_id, PollId("p"), 0)) is not None
+    await rig.engine.unregister(WorkerId("gpu-0"), "stopped")
+    asked, ask = [], rig.engine.store.leases_of
+
+    async def counted(*worker_ids: WorkerId) -> list[Dispatch]:
+        asked.append(worker_ids)
+        return await ask(*worker_ids)
+
+    monkeypatch.setattr(rig.engine.store, "leases_of", counted)
+    found = await scrape(rig)
+    assert [found[f"workers{{{status}}}"] for status in ("busy", "idle", "offline")] == [2, 27, 1]
+    assert len(asked) == 1 and WorkerId("gpu-0") not in asked[0]
+    workers = (await rig.get("/api/workers")).body["workers"]
+    assert sum(bool(worker["current_jobs"]) for worker in workers) == 3
+    await rig.get("/")
+    assert len(asked) == 3
 
 
 async def until(rig: HubRig, is_so: Callable[[Figures], bool]) -> Figures:

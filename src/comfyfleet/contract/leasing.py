@@ -35,7 +35,7 @@ from comfyfleet.model.dispatch import (
     Write,
 )
 from comfyfleet.model.fact import FactDraft, FactKind
-from comfyfleet.model.ids import JobId, LeaseToken, ProfileKey, WorkflowHash
+from comfyfleet.model.ids import JobId, LeaseToken, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
@@ -189,6 +189,11 @@ class LeasingContract:
         assert (attempt.attempt_id, attempt.outcome) == (ref.attempt_id, AttemptOutcome.RUNNING)
         assert await bench.store.leases_of(A) == [dispatch]
         assert await bench.store.leases_of(B) == []
+        other = await bench.enqueue()
+        assert await bench.store.lease(other.job_id, bench.offer(B)) is not None
+        both = await bench.store.leases_of(A, B, WorkerId("nobody"))
+        assert {lease.job_id for lease in both} == {dispatch.job_id, other.job_id}
+        assert await bench.store.leases_of() == []
 
     async def test_a_leased_job_is_not_leased_again_and_a_returned_one_gets_the_next_number(
         self, bench: Bench

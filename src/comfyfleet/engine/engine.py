@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -58,6 +58,8 @@ from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
 from comfyfleet.policy.learning import expected_s
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Bus, Chance, Clock, Store
+
+_WORKERS_AT_A_TIME = 500
 
 
 class Engine:
@@ -324,6 +326,16 @@ class Engine:
             # Those of other engines too, also where no slot is parked here that would look for them.
             await self._context.fleet.sync(self._context.clock.now())
         return list(self._context.fleet.workers.values())
+
+    async def leases(self, workers: Iterable[WorkerRecord]) -> dict[WorkerId, list[Dispatch]]:
+        """What each of them holds, many at a time. Whoever is offline may hold something still."""
+        found: dict[WorkerId, list[Dispatch]] = {worker.worker_id: [] for worker in workers}
+        names = list(found)
+        for start in range(0, len(names), _WORKERS_AT_A_TIME):
+            for dispatch in await self.store.leases_of(*names[start : start + _WORKERS_AT_A_TIME]):
+                assert dispatch.lease is not None, "that is what was asked for"
+                found[dispatch.lease.worker_id].append(dispatch)
+        return found
 
     def known_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         """As this engine knows it, without a look into the store."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.model.access import Caller
 from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.worker import TenantAccess, WorkerRecord
@@ -74,11 +73,14 @@ class FleetHandlers:
 
     async def list_workers(self, call: Call[None]) -> Reply:
         workers = await self._engine.workers()
-        found = await asyncio.gather(*(self._details(worker, call.caller) for worker in workers))
+        held = await self._engine.leases(workers)
+        found = (_details(worker, held[worker.worker_id], call.caller) for worker in workers)
         return Reply(200, answers.WorkerList(tuple(map(answers.summary, found))))
 
     async def get_worker(self, call: Call[None]) -> Reply:
-        return Reply(200, await self._details(await self._known(call), call.caller))
+        worker = await self._known(call)
+        leases = await self._engine.store.leases_of(worker.worker_id)
+        return Reply(200, _details(worker, leases, call.caller))
 
     async def drain(self, call: Call[None]) -> Reply:
         await self._engine.drain_worker((await self._known(call)).worker_id)
@@ -120,22 +122,22 @@ class FleetHandlers:
                 return worker
         raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
 
-    async def _details(self, worker: WorkerRecord, caller: Caller) -> answers.WorkerDetails:
-        leases = await self._engine.store.leases_of(worker.worker_id)
-        found = answers.worker(worker, leases)
-        if caller.scope is None:
-            return found
-        # A viewer of one tenant sees that a worker is busy, not with whose jobs, nor whom else it serves.
-        alone = TenantAccess(worker.capabilities.tenant_access.isolation)
-        return msgspec.structs.replace(
-            found,
-            current_jobs=tuple(str(lease.job_id) for lease in leases if caller.sees(lease.tenant)),
-            capabilities=msgspec.structs.replace(worker.capabilities, tenant_access=alone),
-        )
-
     async def _may_see(self, block: Block, caller: Caller) -> bool:
         """A block that keeps one job off a worker names the job."""
         if caller.scope is None or block.reason is not BlockReason.JOB:
             return True
         dispatch = await self._engine.store.load(JobId(block.target))
         return dispatch is not None and caller.sees(dispatch.tenant)
+
+
+def _details(worker: WorkerRecord, leases: list[Dispatch], caller: Caller) -> answers.WorkerDetails:
+    found = answers.worker(worker, leases)
+    if caller.scope is None:
+        return found
+    # A viewer of one tenant sees that a worker is busy, not with whose jobs, nor whom else it serves.
+    alone = TenantAccess(worker.capabilities.tenant_access.isolation)
+    return msgspec.structs.replace(
+        found,
+        current_jobs=tuple(str(lease.job_id) for lease in leases if caller.sees(lease.tenant)),
+        capabilities=msgspec.structs.replace(worker.capabilities, tenant_access=alone),
+    )

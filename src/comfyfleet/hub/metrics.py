@@ -24,14 +24,13 @@ from comfyfleet.model.dispatch import Written
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.failure import FailureKind
-from comfyfleet.model.worker import WorkerRecord, WorkerStatus
+from comfyfleet.model.worker import WorkerStatus
 from comfyfleet.ports import Counts
 from comfyfleet.wire.answers import worker_status
 
 _LOG = logging.getLogger(__name__)
 
 _STORE_ANSWERS_WITHIN_S = 2.0
-_WORKERS_AT_A_TIME = 100
 
 _EVENTS = {
     FactKind.LEASED: "leased",
@@ -218,15 +217,8 @@ class MetricsHandlers:
 
     async def _look(self) -> Standing:
         store, workers = self._engine.store, await self._engine.workers()
-        statuses: Tally[WorkerStatus] = Tally()
-        for start in range(0, len(workers), _WORKERS_AT_A_TIME):
-            some = workers[start : start + _WORKERS_AT_A_TIME]
-            statuses.update(await asyncio.gather(*map(self._status, some)))
+        # Most of a long list are offline, and nobody need be asked.
+        held = await self._engine.leases(worker for worker in workers if not worker.is_offline)
+        statuses = Tally(worker_status(worker, held.get(worker.worker_id, [])) for worker in workers)
         slots = sum(worker.slots for worker in workers if not worker.is_offline)
         return Standing(await store.counts(), await store.is_queue_paused(), statuses, slots)
-
-    async def _status(self, worker: WorkerRecord) -> WorkerStatus:
-        if worker.is_offline:
-            # Most of a long list, and nobody need be asked.
-            return WorkerStatus.OFFLINE
-        return worker_status(worker, await self._engine.store.leases_of(worker.worker_id))

@@ -29,10 +29,9 @@ class PageHandlers:
         counts = {name: getattr(found, name) for name in found.__struct_fields__}
         workers = None
         if call.caller.role in LOOKERS:
-            workers = [
-                answers.worker(worker, await engine.store.leases_of(worker.worker_id))
-                for worker in await engine.workers()
-            ]
+            known = await engine.workers()
+            held = await engine.leases(known)
+            workers = [answers.worker(worker, held[worker.worker_id]) for worker in known]
         now = await engine.store.now()
         page = await engine.listing(JobFilter(call.caller.scope), _RECENT, newest_first=True)
         jobs = list(map(answers.job, page.jobs))

@@ -7,7 +7,7 @@ what has ended are kept by the store itself: in memory or on disk.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
@@ -245,8 +245,9 @@ class Kept(Generic[E]):
         )
         return entry.attempts != before
 
-    def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
-        return [self.entries[job_id].dispatch for job_id in self._leases_of.get(worker_id, ())]
+    def leases_of(self, worker_ids: Iterable[WorkerId]) -> list[Dispatch]:
+        held = (job_id for worker_id in worker_ids for job_id in self._leases_of.get(worker_id, ()))
+        return [self.entries[job_id].dispatch for job_id in held]
 
     def due(self, limit: int) -> list[Dispatch]:
         now = self._clock.now()

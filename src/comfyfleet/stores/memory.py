@@ -196,8 +196,8 @@ class MemoryStore:
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         return [self._kept.heartbeat(ref, ttl_s) for ref in refs]
 
-    async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
-        return self._kept.leases_of(worker_id)
+    async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
+        return self._kept.leases_of(worker_ids)
 
     async def due(self, limit: int) -> list[Dispatch]:
         return self._kept.due(limit)

@@ -60,7 +60,7 @@ _BY_POLL = """
 SELECT envelope FROM comfyfleet.dispatches WHERE poll_id = %s ORDER BY lease_order DESC LIMIT 1
 """
 
-_LEASES_OF = "SELECT envelope FROM comfyfleet.dispatches WHERE worker_id = %s ORDER BY lease_order"
+_LEASES_OF = "SELECT envelope FROM comfyfleet.dispatches WHERE worker_id = ANY (%s) ORDER BY lease_order"
 
 # Locked in one order, so that two heartbeats never wait for each other.
 _HOLD_LEASES = """
@@ -386,8 +386,8 @@ class PostgresStore:
                 rows.extend(step, after)
         return answers
 
-    async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
-        return await self._dispatches(_LEASES_OF, (worker_id,))
+    async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
+        return await self._dispatches(_LEASES_OF, (list(worker_ids),))
 
     async def due(self, limit: int) -> list[Dispatch]:
         return await self._dispatches(_DUE, {"now": await self.now(), "limit": limit})

@@ -193,11 +193,13 @@ define_reading('leased_by_poll', function(s, args)
   return job_id and call('GET', job_key(s, job_id))
 end)
 
--- worker
+-- workers
 define_reading('leases_of', function(s, args)
   local answer = {}
-  for _, job_id in ipairs(active_jobs(s, args[4])) do
-    answer[#answer + 1] = call('GET', job_key(s, job_id))
+  for at = 4, #args do
+    for _, job_id in ipairs(active_jobs(s, args[at])) do
+      answer[#answer + 1] = call('GET', job_key(s, job_id))
+    end
   end
   return answer
 end)

@@ -279,8 +279,8 @@ class RedisStore:
         states = as_list(await self._do("heartbeat", repr(ttl_s), *leases))
         return [LeaseState(ref, state != 0, state == 2) for ref, state in zip(refs, states, strict=True)]
 
-    async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
-        return await self._dispatches("leases_of", worker_id)
+    async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
+        return await self._dispatches("leases_of", *worker_ids)
 
     async def due(self, limit: int) -> list[Dispatch]:
         return await self._dispatches("due", limit)

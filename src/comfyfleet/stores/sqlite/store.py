@@ -294,8 +294,8 @@ class SqliteStore:
             await self._writer.written(batch)
         return answers
 
-    async def leases_of(self, worker_id: WorkerId) -> list[Dispatch]:
-        return await self._settled(lambda: self._kept.leases_of(worker_id))
+    async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
+        return await self._settled(lambda: self._kept.leases_of(worker_ids))
 
     async def due(self, limit: int) -> list[Dispatch]:
         return await self._settled(lambda: self._kept.due(limit))
