@@ -434,6 +434,9 @@ class Assets(Protocol):
     ) -> tuple[list[FileRecord], str | None]:
         """What was made from it, oldest first, and after which id to go on. None: that was all."""
 
+    async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None:
+        """It goes with the file it is of, and before it only if another takes its place."""
+
     def is_old(self, record: FileRecord) -> bool:
         """Its time is over: no other job may bring it, and it stays for those that do."""
 

@@ -123,6 +123,38 @@ class AssetsContract:
             assert (part.status, part.content) == (206, CONTENT[10:20])
             assert await read(bench.assets, done) == CONTENT
 
+    @pytest.mark.parametrize(
+        ("asked", "start", "end"),
+        [
+            ("bytes=0-0", 0, 1),
+            ("bytes=1000-", 1000, 1024),
+            ("bytes=-24", 1000, 1024),
+            ("bytes=1000-9999", 1000, 1024),
+        ],
+    )
+    async def test_a_range_is_served_alone(
+        self, make_assets: MakeAssets, asked: str, start: int, end: int
+    ) -> None:
+        async with make_assets() as bench:
+            get = await bench.assets.grant(await uploaded(bench), "GET")
+            part = await bench.move(get, range=asked)
+            assert (part.status, part.content) == (206, CONTENT[start:end])
+            assert part.headers["content-range"] == f"bytes {start}-{end - 1}/{len(CONTENT)}"
+
+    async def test_what_is_known_already_is_not_sent_again_and_nothing_lies_behind_the_end(
+        self, make_assets: MakeAssets
+    ) -> None:
+        async with make_assets() as bench:
+            get = await bench.assets.grant(await uploaded(bench), "GET")
+            mark = (await bench.move(get)).headers["etag"]
+            part_of = msgspec.structs.replace(get, headers={"range": "bytes=10-19", "if-range": mark})
+            same = await bench.move(part_of)
+            assert (same.status, same.content) == (206, CONTENT[10:20])
+            behind = await bench.move(get, range=f"bytes={len(CONTENT)}-")
+            assert behind.status == 416 and behind.headers["content-range"] == f"bytes */{len(CONTENT)}"
+            known = await bench.move(msgspec.structs.replace(get, headers={"if-none-match": mark}))
+            assert (known.status, known.content) == (304, b"")
+
     async def test_what_was_not_announced_is_learned_when_it_is_there(self, make_assets: MakeAssets) -> None:
         async with make_assets() as bench:
             done = await uploaded(bench, sha256=None)

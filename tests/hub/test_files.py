@@ -99,6 +99,21 @@ async def test_a_hub_with_a_folder_of_its_own_says_why_it_has_not_what_another_r
     assert (await rig.get(link, role=None)).content == b"x", "the link is good where the file is"
 
 
+async def test_a_file_has_a_mark_by_its_content_and_a_range_of_another_is_not_mixed_in(rig: HubRig) -> None:
+    content = bytes(range(256))
+    links = []
+    for _ in range(2):
+        file = await announced(rig)
+        await rig.ask("PUT", file["link"]["url"], raw=content, role=None)
+        links.append((await rig.get(f"/api/files/{file['id']}", role=Role.TENANT)).body["link"]["url"])
+    marks = {(await rig.get(link, role=None)).headers["etag"] for link in links}
+    assert marks == {f'"{sha(content)}"'}
+    for mark, status, got in ((*marks, 206, content[10:20]), ('"another"', 200, content)):
+        headers = {"range": "bytes=10-19", "if-range": mark}
+        answer = await rig.get(links[0], role=None, headers=headers)
+        assert (answer.status, answer.content) == (status, got)
+
+
 async def test_a_link_is_good_for_one_file_one_method_and_a_while(rig: HubRig) -> None:
     first, second = await announced(rig), await announced(rig)
     url = first["link"]["url"]

@@ -61,6 +61,21 @@ class RecordKeeper:
         fields: Mapping[str, object],
     ) -> FileRecord | None:
         """`keep`: the names of fields that stay once they have a value. None: there is no such file (any more)."""
+
+        def changed(record: FileRecord) -> dict[str, object]:
+            check(record)
+            return {
+                name: value
+                for name, value in fields.items()
+                if name not in keep or getattr(record, name) is None
+            }
+
+        return await self.change_by(file_id, changed)
+
+    async def change_by(
+        self, file_id: str, changed: Callable[[FileRecord], dict[str, object]]
+    ) -> FileRecord | None:
+        """By new values for its fields, computed from what it is. None: there is no such file (any more)."""
         for _ in range(_TRIES):
             cabinet, document = self._central, await self._central.get(DRAWER, file_id)
             if document is not None and (record := _records.decode(document.body)).is_apart:
@@ -69,13 +84,7 @@ class RecordKeeper:
             if document is None:
                 return None
             record = _records.decode(document.body)
-            check(record)
-            wanted = {
-                name: value
-                for name, value in fields.items()
-                if name not in keep or getattr(record, name) is None
-            }
-            record = msgspec.structs.replace(record, **wanted)
+            record = msgspec.structs.replace(record, **changed(record))
             if await _put(cabinet, record, document.version):
                 return record
         raise Fault(f"file {file_id!r} is being changed by others all the time; try again")

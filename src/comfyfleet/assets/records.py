@@ -95,6 +95,18 @@ class FileRecords:
             raise _gone(file_id)
         return record
 
+    async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None:
+        replaced: str | None = None
+
+        def noted(record: FileRecord) -> dict[str, object]:
+            nonlocal replaced
+            replaced = record.thumbnails.get(str(size))
+            return {"thumbnails": {**record.thumbnails, str(size): thumbnail}}
+
+        await self._records.change_by(file_id, noted)
+        if replaced is not None and (old := await self.get(replaced)) is not None:
+            await self._forget(old)
+
     # the end of files
 
     async def _tidy(self) -> None:
@@ -138,6 +150,9 @@ class FileRecords:
     async def _forget(self, record: FileRecord) -> None:
         if record.is_apart:
             record = await self._records.get(record.file_id) or record
+        for each in record.thumbnails.values():
+            if (thumbnail := await self._records.get(each, record.tenant)) is not None:
+                await self._forget(thumbnail)
         await self._remove(record)
         await self._lineage.forget(record)
         await self._records.remove(record)

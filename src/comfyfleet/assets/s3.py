@@ -198,7 +198,8 @@ class S3Assets(FileRecords):
     def _key(self, record: FileRecord) -> str:
         """With the lease's number, so that of two attempts neither can write what the other's completion names."""
         tenant = quote(record.tenant, safe="").replace(".", "%2E")
-        return f"{self._prefix}{tenant}/{record.attempt_id or 'inputs'}/{record.file_id}"
+        folder = record.attempt_id or ("thumbnails" if record.kind == "thumbnail" else "inputs")
+        return f"{self._prefix}{tenant}/{folder}/{record.file_id}"
 
     # bytes
 

@@ -6,10 +6,12 @@ Another tenant's file is not there at all. Where bytes lie is `assets/`'s.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
-from starlette.responses import FileResponse
+from starlette.responses import FileResponse, Response
 
 from comfyfleet.assets.local import LocalAssets, elsewhere
+from comfyfleet.assets.thumbnails import Thumbnails
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.limits import HungUp
@@ -25,6 +27,12 @@ from comfyfleet.wire.route import CALLERS
 from comfyfleet.wire.worker import lease_ref
 
 _SHOWN = 100
+_GUARDS = {
+    # What somebody else uploaded is never shown as a page of this hub.
+    "x-content-type-options": "nosniff",
+    "content-security-policy": "sandbox; default-src 'none'",
+    "cache-control": "private",
+}
 
 
 class FileHandlers:
@@ -33,12 +41,14 @@ class FileHandlers:
     def __init__(self, engine: Engine, assets: Assets | None) -> None:
         self._engine = engine
         self._kept = assets
+        self._thumbnails = None if assets is None else Thumbnails(assets)
 
     def bound(self) -> dict[str, Handler]:
         return {
             "create_file": self.create,
             "get_file": self.get,
             "list_derived": self.derived,
+            "get_thumbnail": self.thumbnail,
             "complete_file": self.complete,
             "put_content": self.put_content,
             "get_content": self.get_content,
@@ -102,6 +112,12 @@ class FileHandlers:
         is_whole = plan is None or not plan.is_required
         return wire.view(record, await self._assets.grant(record, "PUT") if is_whole else None, plan)
 
+    async def thumbnail(self, call: Call[wire.ThumbnailQuery]) -> Reply:
+        record = await self._mine(call)
+        assert self._thumbnails is not None, "a file was found, so files are kept"
+        made = await self._thumbnails.get(record, call.given.size)
+        return Reply(200, wire.view(made, await self._assets.grant(made, "GET")))
+
     async def part_links(self, call: Call[wire.PartsBody]) -> Reply:
         record = await self._mine(call)
         return Reply(200, await self._part_links(record, call.given.parts))
@@ -115,7 +131,7 @@ class FileHandlers:
         record = await self._assets.complete((await self._mine(call)).file_id)
         return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
 
-    async def _mine(self, call: Call[None] | Call[wire.PartsBody] | Call[bodies.PageQuery]) -> FileRecord:
+    async def _mine(self, call: Call[Any]) -> FileRecord:
         file_id = call.parameters["file_id"]
         record = await self._assets.get(file_id, call.caller.tenant)
         if record is None or not call.caller.sees(record.tenant):
@@ -133,7 +149,7 @@ class FileHandlers:
             received = await self._assets.complete(received.file_id)
         return Reply(200, wire.view(received))
 
-    async def get_content(self, call: Call[wire.LinkQuery]) -> Reply | FileResponse:
+    async def get_content(self, call: Call[wire.LinkQuery]) -> Reply | Response:
         asked = call.given
         record = await self._here.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
         path = self._here.path(record)
@@ -141,16 +157,15 @@ class FileHandlers:
             raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} has not been received yet")
         if not path.is_file():
             raise elsewhere(record)
+        mark = f'"{record.sha256}"'
+        if _has_it(call.headers.get("if-none-match", ""), mark):
+            return Response(status_code=304, headers={"etag": mark, **_GUARDS})
         return FileResponse(
             path,
             media_type=record.content_type,
             filename=record.name,
-            # What somebody else uploaded is never shown as a page of this hub.
-            headers={
-                "x-content-type-options": "nosniff",
-                "content-security-policy": "sandbox; default-src 'none'",
-                "cache-control": "private",
-            },
+            # By what is in it: the same at every hub, and after a restart.
+            headers={"etag": mark, **_GUARDS},
         )
 
     # by lease
@@ -179,6 +194,10 @@ def _holders(caller: Caller, dispatch: Dispatch) -> Dispatch:
     if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
         raise Refusal(RefusalCode.NOT_ALLOWED, "this lease is another worker's")
     return dispatch
+
+
+def _has_it(named: str, mark: str) -> bool:
+    return any(each.strip().removeprefix("W/") in (mark, "*") for each in named.split(","))
 
 
 async def _pieces(call: Call[wire.LinkQuery]) -> AsyncIterator[bytes]:

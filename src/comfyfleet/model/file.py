@@ -9,13 +9,15 @@ import msgspec
 
 from comfyfleet.model.ids import JobId, TenantId
 
+FileKind = Literal["input", "output", "thumbnail"]
+
 
 class FileSaid(TypedDict, total=False):
     """What is said of a file when it is announced."""
 
     name: str
     content_type: str
-    kind: Literal["input", "output"]
+    kind: FileKind
     size: int | None
     sha256: str | None
     job_id: JobId | None
@@ -30,7 +32,7 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     name: str = ""
     """As its sender calls it: shown, and never a path."""
     content_type: str = "application/octet-stream"
-    kind: Literal["input", "output"] = "input"
+    kind: FileKind = "input"
     size: int | None = None
     """As was said beforehand; once it is there, as was counted while it was received."""
     sha256: str | None = None
@@ -42,6 +44,8 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     received_at: float | None = None
     is_complete: bool = False
     """It is there, and is what was said."""
+    thumbnails: dict[str, str] = {}
+    """The files that are its thumbnails, by their sizes."""
     upload: str | None = None
     """The storage's name for an upload in parts that is under way."""
     is_apart: bool = False

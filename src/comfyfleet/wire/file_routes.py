@@ -29,6 +29,15 @@ FILES = of_noun(
         files.FileList,
         query=bodies.PageQuery,
     ),
+    get_route(
+        "get_thumbnail",
+        "/api/files/{file_id}/thumbnail",
+        "A small picture of a picture: a file of its own, with a link",
+        READERS,
+        files.FileView,
+        query=files.ThumbnailQuery,
+        refuses=(RefusalCode.INVALID_REQUEST, RefusalCode.TOO_LARGE, RefusalCode.WRONG_PHASE),
+    ),
     post_route(
         "complete_file",
         "/api/files/{file_id}/complete",
@@ -64,7 +73,7 @@ FILES = of_noun(
         "The bytes of a file, by its link; ranges are served",
         ANYBODY,
         query=files.LinkQuery,
-        answers={200: bytes, 206: bytes, 416: None},
+        answers={200: bytes, 206: bytes, 304: None, 416: None},
         refuses=(RefusalCode.UNAUTHENTICATED,),
     ),
     post_route(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mimetypes
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from comfyfleet.model.file import FileRecord, Grant, PartPlan
+from comfyfleet.model.file import FileKind, FileRecord, Grant, PartPlan
 from comfyfleet.wire.bodies import Name
 from comfyfleet.wire.worker import LeaseBody
 
@@ -70,11 +70,16 @@ class LinkQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signature: Name
 
 
+class ThumbnailQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    size: Annotated[int, Meta(ge=1, le=1024)] = 256
+    """The square it fits into: 64, 128, 256, 512 or 1024, or else the next larger one of these."""
+
+
 class FileView(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     name: str
     type: str
-    kind: Literal["input", "output"]
+    kind: FileKind
     created_at: float
     size: int | None = None
     sha256: str | None = None

@@ -32,6 +32,7 @@ _STATUS_TEXT = {
     202: "Not yet",
     204: "Done; nothing to say",
     206: "A part",
+    304: "As it was",
     416: "No such part",
     503: "Not now",
 }
