@@ -15,8 +15,9 @@ from typing import Any
 
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.overtaking import Overtaking
-from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey
+from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, Written
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId
+from comfyfleet.model.job import Job
 from comfyfleet.policy.failover import SmartFailover
 from comfyfleet.policy.learning import expected_s
 from comfyfleet.policy.matching import RankKey, WaitingJob, assign, rank_key
@@ -32,11 +33,13 @@ _RELEARN_EVERY_S = 0.05
 class Slot:
     """One parked poll."""
 
-    __slots__ = ("answer", "poll_id", "worker_id")
+    __slots__ = ("answer", "poll_id", "record", "worker_id")
 
     def __init__(self, worker_id: WorkerId, poll_id: PollId) -> None:
         self.worker_id = worker_id
         self.poll_id = poll_id
+        self.record: Job | None = None
+        """Of the job it got, where that came with the lease."""
         self.answer: asyncio.Future[Dispatch | None] = asyncio.get_running_loop().create_future()
 
 
@@ -228,7 +231,7 @@ class Rounds:
         worker = context.fleet.workers.get(slot.worker_id)
         if slot.answer.done() or worker is None:
             return True
-        written = await context.store.lease(job_id, context.offer(worker, slot.poll_id))
+        written = await self._leased(slot, job_id, context.offer(worker, slot.poll_id))
         if written is None:
             # If a block was the reason that this engine had not heard of, the next look must see it.
             now = context.clock.now()
@@ -245,6 +248,14 @@ class Rounds:
         else:
             slot.answer.set_result(written.dispatch)
         return True
+
+    async def _leased(self, slot: Slot, job_id: JobId, offer: LeaseOffer) -> Written | None:
+        store = self._context.store
+        if not store.is_shared:
+            return await store.lease(job_id, offer)
+        # At once, as each is a way to another process and back: whoever gets the lease needs the record next.
+        written, slot.record = await asyncio.gather(store.lease(job_id, offer), store.records.get(job_id))
+        return written
 
     async def _candidates(
         self, slots: dict[PollId, Slot], now: float

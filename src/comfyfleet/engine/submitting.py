@@ -17,6 +17,7 @@ from comfyfleet.engine.dependencies import Dependencies, held
 from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.placing import Place, class_of, first_place
 from comfyfleet.engine.reading import Reader, Reading
+from comfyfleet.engine.room import Room
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.calls import Submitted
 from comfyfleet.model.conversion import is_editor_workflow
@@ -28,16 +29,14 @@ from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import check_workflow, read_needs
-from comfyfleet.policy.admission import check_dependencies, check_room, check_submission
+from comfyfleet.policy.admission import check_dependencies, check_submission
 from comfyfleet.policy.feasibility import misses, nearest_miss
 from comfyfleet.policy.inputs import check_inputs
 from comfyfleet.policy.lifecycle import standing_at
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.repeating import digest_of, is_repeat
-from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.terms import under_terms, with_terms
 from comfyfleet.policy.timing import wake_at
-from comfyfleet.ports import Counts
 
 _QUEUED = (FactDraft(FactKind.QUEUED),)
 _TRIES = 20
@@ -53,6 +52,7 @@ class SubmitDesk:
         self._inputs = inputs
         self._nodes = nodes
         self._reader = Reader(context.rules.max_nodes)
+        self._room = Room(context)
 
     async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
         """`is_own`: the graph was decoded from JSON, its nodes or not, and nobody else has it."""
@@ -76,9 +76,9 @@ class SubmitDesk:
             submission = await self._inputs.filled(submission)
         tenant = await context.gate.terms(submission.tenant)
         placed = submission if tenant is None else under_terms(submission, tenant)
-        counts, now, lesson = await self._asked(reading.workflow_hash)
+        now, lesson = await self._asked(reading.workflow_hash)
         size = submission.payload_bytes()
-        _check_room(counts, size, rules)
+        self._room.take(size)
         cls = class_of(placed, reading.needs, lesson)
         unworkable = await self._unworkable(cls, submission)
         place = first_place(context, cls, lesson, max(now, submission.not_before or now))
@@ -164,13 +164,18 @@ class SubmitDesk:
 
     # what it is judged by
 
-    async def _asked(self, workflow_hash: WorkflowHash) -> tuple[Counts, float, Lesson | None]:
-        """How full the queue is, what time it is, and what is known of the workflow."""
+    async def _asked(self, workflow_hash: WorkflowHash) -> tuple[float, Lesson | None]:
+        """What time it is, and what is known of the workflow; how full the queue is, where that is not known."""
         context, store = self._context, self._context.store
-        if store.is_shared:
-            # At once: each is a way to another process and back.
-            return await asyncio.gather(store.counts(), store.now(), context.lesson(workflow_hash))
-        return await store.counts(), await store.now(), await context.lesson(workflow_hash)
+        if not store.is_shared:
+            self._room.hear(await store.counts())
+            return await store.now(), await context.lesson(workflow_hash)
+        if self._room.is_known():
+            return context.store_time(), await context.lesson(workflow_hash)
+        # At once: each is a way to another process and back.
+        counts, now, lesson = await asyncio.gather(store.counts(), store.now(), context.lesson(workflow_hash))
+        self._room.hear(counts)
+        return now, lesson
 
     async def _unworkable(self, cls: RequirementClass, submission: Submission) -> tuple[str, ...]:
         """What the worker that misses least still lacks, by name; empty when somebody can run it."""
@@ -261,11 +266,12 @@ class SubmitDesk:
         for cls in place.classes:
             if fleet.key_of(cls) not in fleet.classes:
                 await fleet.ensure_class(cls, unless_known=True)
-        store, rules = self._context.store, self._context.rules
+        store = self._context.store
         while True:
             if not store.is_shared:
                 # Once more: others may have come while this one waited on its way. From here to the write none does.
-                _check_room(await store.counts(), dispatch.payload_bytes, rules)
+                self._room.hear(await store.counts())
+                self._room.take(dispatch.payload_bytes)
             written = await store.enqueue(dispatch, job, _QUEUED)
             if written is not None:
                 return written
@@ -281,10 +287,6 @@ class SubmitDesk:
         if dispatch.is_held:
             # What it waits for may have ended before it was written, when nobody could be told.
             await self._dependencies.look(dispatch.job_id)
-
-
-def _check_room(counts: Counts, size: int, rules: Rules) -> None:
-    check_room(counts.waiting + counts.delayed + counts.paused, counts.payload_bytes, size, rules)
 
 
 def _same(known: Job, submission: Submission) -> Submitted:

@@ -41,6 +41,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
+from comfyfleet.model.job import Job
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.trace import traceparent_of
@@ -165,7 +166,7 @@ class WorkerDesk:
         if slot.answer.cancel():
             return None
         dispatch = slot.answer.result()
-        return None if dispatch is None else await self._leased_job(dispatch)
+        return None if dispatch is None else await self._leased_job(dispatch, slot.record)
 
     async def _forsake(self, poll_id: PollId) -> None:
         """Nobody waits for the answer of this poll any more: what was leased for it goes back at once."""
@@ -174,9 +175,9 @@ class WorkerDesk:
         if granted is not None and granted.lease is not None and not granted.lease.is_acknowledged:
             await self._context.give_back(granted)
 
-    async def _leased_job(self, dispatch: Dispatch) -> LeasedJob | None:
-        """None: it cannot be run by anybody, and has ended so."""
-        job = await self._context.store.records.get(dispatch.job_id)
+    async def _leased_job(self, dispatch: Dispatch, job: Job | None = None) -> LeasedJob | None:
+        """None: it cannot be run by anybody, and has ended so. `job`: its record, where it is at hand."""
+        job = job or await self._context.store.records.get(dispatch.job_id)
         assert job is not None and dispatch.lease is not None, "a lease stands on a record"
         payload = job.payload
         if job.unreadable is not None:
