@@ -23,7 +23,7 @@ from comfyfleet.cli.local import (
 )
 from comfyfleet.cli.options import _OPTIONS
 from comfyfleet.cli.pools import pool_urls
-from comfyfleet.cli.settings import DEFAULT, Settings, flag_of, read_settings
+from comfyfleet.cli.settings import DEFAULT, TABLES, Settings, flag_of, read_settings
 from comfyfleet.hub.limits import Limits
 
 
@@ -220,7 +220,7 @@ def test_the_usual_data_folder_is_the_users() -> None:
 
 
 def test_every_flag_is_a_settings() -> None:
-    assert _OPTIONS.keys() - {"config"} == set(Settings.__struct_fields__) - {"limits", "rules", "s3"}
+    assert _OPTIONS.keys() - {"config"} == set(Settings.__struct_fields__) - TABLES.keys()
     assert flag_of("servers") == "--server"
 
 

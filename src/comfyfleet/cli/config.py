@@ -40,6 +40,7 @@ def check(config: str | None, as_json: bool) -> None:
 
     Variables that begin like ours and mean nothing are told too: mostly they are misspelled.
     """
+    from comfyfleet.cli.encrypting import key_mistakes
     from comfyfleet.cli.reach import print_json
     from comfyfleet.cli.settings import PREFIX, nearest, read_settings, variables
 
@@ -50,6 +51,7 @@ def check(config: str | None, as_json: bool) -> None:
 
         # What a hub would find wrong about where its files lie; those who only ask a hub need not know it.
         mistakes += storage_mistakes(resolved)
+    mistakes += key_mistakes(resolved)
     problems = [str(mistake) for mistake in mistakes]
     for name in resolved.unheard:
         problems.append(f"{name} means nothing{nearest(name, variables(), PREFIX)}")

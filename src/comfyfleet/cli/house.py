@@ -22,6 +22,7 @@ import click
 import msgspec
 
 from comfyfleet.cli.assets import open_assets
+from comfyfleet.cli.encrypting import attended, keyring_of, opener_by, sealed_by
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
 from comfyfleet.cli.pools import pool_urls
@@ -77,12 +78,15 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     make_data_folder(resolved.data)
     known = read_hub(resolved.data)
     clock = SystemClock()
-    store = open_store(settings.store or embedded_store(resolved.data), clock)
-    estate = Estate(store, clock, pool_urls(resolved))
+    plain = open_store(settings.store or embedded_store(resolved.data), clock)
+    keyring = keyring_of(resolved, plain.cabinet, clock)
+    store = sealed_by(keyring, plain)
+    estate = Estate(store, clock, pool_urls(resolved), opener_by(keyring))
     async with AsyncExitStack() as stack:
         stack.push_async_callback(estate.close)
         engine = Engine(estate.store, rules=resolved.rules(), clock=clock)
         await stack.enter_async_context(engine)
+        await stack.enter_async_context(attended(keyring, store))
         assets = await stack.enter_async_context(
             open_assets(resolved, store.cabinet, clock, estate.cabinet_of)
         )

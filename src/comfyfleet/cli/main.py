@@ -22,6 +22,7 @@ _COMMANDS = {
     "credits": "comfyfleet.cli.credits",
     "dead": "comfyfleet.cli.dead",
     "demo": "comfyfleet.cli.demo",
+    "encryption": "comfyfleet.cli.encryption",
     "fake-comfyui": "comfyfleet.cli.fake_comfyui",
     "hash": "comfyfleet.cli.hash",
     "hub": "comfyfleet.cli.hub",

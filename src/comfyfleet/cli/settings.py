@@ -32,9 +32,11 @@ FILE_NAME = "comfyfleet.toml"
 
 OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 """What others called them in the environment."""
-LISTS = frozenset({"servers", "services", "webhook_allow", "allow_tenants", "deny_tenants", "compliance"})
+LISTS = frozenset(
+    {"servers", "services", "webhook_allow", "allow_tenants", "deny_tenants", "compliance", "encryption.keys"}
+)
 """In the environment with commas or spaces between."""
-SECRET = frozenset({"key", "enrol", "s3.secret_key", "s3.session_token"})
+SECRET = frozenset({"key", "enrol", "s3.secret_key", "s3.session_token", "encryption.keys"})
 ADDRESSES = frozenset({"store", "hub", "servers", "services", "assets", "s3.endpoint"})
 _CREDENTIALS = re.compile(r"^((?:\w+=)?(?:\w+://)?)[^/]*@")
 """A user and a password in an address, behind its scheme and the name of a service."""
@@ -81,7 +83,25 @@ class S3Settings(msgspec.Struct, frozen=True):
     session_token: str = ""
 
 
-TABLES: dict[str, type[msgspec.Struct]] = {"limits": Limits, "rules": Rules, "s3": S3Settings}
+class EncryptionSettings(msgspec.Struct, frozen=True):
+    """Master keys, with which payloads and results are sealed at rest. None: they are not."""
+
+    keys: tuple[str, ...] = ()
+    """Each as ID=KEY."""
+    key_file: str = ""
+    """More of them, one a line. It is read again while a hub runs."""
+    current: str = ""
+    """The id of the one that is used for what is new; the first unless said. `none`: nothing more is sealed."""
+    data_key_days: Annotated[float, Meta(gt=0)] = 365.0
+    """After so long a tenant gets a new data key."""
+
+
+TABLES: dict[str, type[msgspec.Struct]] = {
+    "limits": Limits,
+    "rules": Rules,
+    "s3": S3Settings,
+    "encryption": EncryptionSettings,
+}
 POOLS = "pools"
 """A table too, whose names are the operator's own."""
 _POOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -136,6 +156,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     s3: dict[str, Any] = {}
     pools: dict[str, str] = {}
     """The databases that tenants are assigned to, by name. Unless said, one beside an embedded store."""
+    encryption: dict[str, Any] = {}
 
 
 class Origin(msgspec.Struct, frozen=True, order=True):
@@ -178,6 +199,9 @@ class Resolved(msgspec.Struct, frozen=True):
 
     def s3(self) -> S3Settings:
         return msgspec.convert(self.values.s3, S3Settings)
+
+    def encryption(self) -> EncryptionSettings:
+        return msgspec.convert(self.values.encryption, EncryptionSettings)
 
     @property
     def data(self) -> Path:

@@ -142,6 +142,7 @@ async def _work(
 async def _work_on_store(
     resolved: Resolved, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
+    from comfyfleet.cli.encrypting import sealing_of
     from comfyfleet.cli.servers import journals, tell_state
     from comfyfleet.pool.direct import DirectWorkers
     from comfyfleet.worker.settings import AgentSettings
@@ -156,6 +157,7 @@ async def _work_on_store(
         rules=resolved.rules(),
         agent=agent,
         journals=journals(resolved),
+        sealing=sealing_of(resolved),
     )
     # A signal must be heard while a store or a server is still waited for.
     if await signals.before(stack.enter_async_context(workers), 1) is None:

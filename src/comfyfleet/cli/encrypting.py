@@ -1,0 +1,128 @@
+"""Jobs sealed at rest, from the settings: master keys, the keyring over a store's cabinet, and its upkeep meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.settings import Resolved
+from comfyfleet.model.errors import ComfyFleetError
+from comfyfleet.ports import Cabinet, Clock, Store
+from comfyfleet.stores.opening import refuse_if_sealed
+from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.databases import open_tenant_database
+
+if TYPE_CHECKING:
+    from comfyfleet.stores.sealed.keyring import Keyring
+    from comfyfleet.stores.sealed.masters import MasterKeys
+
+_LOG = logging.getLogger(__name__)
+_LOOK_EVERY_S = 30.0
+
+
+def master_keys(resolved: Resolved) -> Callable[[], MasterKeys] | None:
+    """What reads them, now and again later. None: nothing is to be sealed, and nothing can be opened."""
+    chosen = resolved.encryption()
+    if not chosen.keys and not chosen.key_file:
+        if chosen.current:
+            raise resolved.wrong("encryption.current", "there is neither 'keys' nor 'key_file' beside it")
+        return None
+    try:
+        from comfyfleet.stores.sealed.masters import read_master_keys
+    except ModuleNotFoundError as error:
+        raise CommandFailed(
+            f"to seal jobs needs {error.name}, which is not installed: install comfyfleet[encryption]"
+        ) from error
+    said = "encryption.key_file" if chosen.key_file else "encryption.keys"
+
+    def read() -> MasterKeys:
+        lines = list(chosen.keys)
+        if chosen.key_file:
+            lines += Path(chosen.key_file).read_text(encoding="utf-8").splitlines()
+        return read_master_keys(lines, chosen.current)
+
+    try:
+        read()
+    except OSError as error:
+        raise resolved.wrong(said, f"it cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise resolved.wrong(said, str(error)) from error
+    return read
+
+
+def key_mistakes(resolved: Resolved) -> list[CommandFailed]:
+    """What a hub would find wrong about its keys."""
+    try:
+        master_keys(resolved)
+    except CommandFailed as mistake:
+        return [mistake]
+    return []
+
+
+def keyring_of(resolved: Resolved, cabinet: Cabinet, clock: Clock) -> Keyring | None:
+    masters = master_keys(resolved)
+    if masters is None:
+        return None
+    from comfyfleet.stores.sealed.keyring import Keyring
+
+    return Keyring(cabinet, clock, masters, renew_s=resolved.encryption().data_key_days * 86400)
+
+
+def sealed_by(keyring: Keyring | None, store: Store) -> Store:
+    if keyring is None:
+        return store
+    from comfyfleet.stores.sealed.store import sealed_store
+
+    return sealed_store(store, keyring)
+
+
+def opener_by(keyring: Keyring | None) -> Callable[[str], TenantDatabase]:
+    """What makes a tenants' database from its address."""
+    if keyring is None:
+        return open_tenant_database
+    from comfyfleet.tenancy.databases.sealed import sealed_database
+
+    return lambda url: sealed_database(open_tenant_database(url), keyring)
+
+
+def sealing_of(resolved: Resolved) -> Callable[[Store, Clock], Store] | None:
+    """For a worker that opens its store by itself."""
+    if master_keys(resolved) is None:
+        return None
+    return lambda store, clock: sealed_by(keyring_of(resolved, store.cabinet, clock), store)
+
+
+@asynccontextmanager
+async def attended(
+    keyring: Keyring | None, store: Store, every_s: float = _LOOK_EVERY_S
+) -> AsyncIterator[None]:
+    """Meanwhile new master keys are heard of and data keys wrapped anew. Without keys, a sealed store is refused."""
+    if keyring is None:
+        await refuse_if_sealed(store.cabinet)
+        yield
+        return
+    looking = asyncio.get_running_loop().create_task(_attend(keyring, every_s), name="master keys")
+    try:
+        yield
+    finally:
+        looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
+
+
+async def _attend(keyring: Keyring, every_s: float) -> None:
+    while True:
+        try:
+            moved = await keyring.refresh()
+            if moved:
+                _LOG.warning("%d data keys are wrapped by the current master key now", moved)
+        except ComfyFleetError as error:
+            _LOG.error("data keys could not be wrapped anew; it is tried again: %s", error)
+        except Exception:
+            _LOG.exception("the master keys could not be looked after; it is tried again")
+        await asyncio.sleep(every_s)
