@@ -12,12 +12,19 @@ import pytest_asyncio
 from tests.hub._hub import TENANT, HubRig, hub_in_process, submission
 
 from comfyfleet.engine.shell import SystemChance
-from comfyfleet.hub.audit import DRAWERS, KEEP_S, Audit
+from comfyfleet.hub.audit import DRAWERS, KEEP_S, Audit, Kind
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.wire.chaining import FORGET
 from comfyfleet.wire.routes import ROUTES
+
+HALF_A_DAY = 12 * 3600.0
+
+
+async def nothing() -> None:
+    """Done without a trace."""
 
 
 @pytest_asyncio.fixture
@@ -129,19 +136,23 @@ async def test_old_entries_are_forgotten_those_of_jobs_first() -> None:
     clock, cabinet = ManualClock(), MemoryCabinet()
     audit = Audit(cabinet, clock, SystemChance())
 
-    async def work() -> None:
-        """Nothing."""
+    async def noted(kind: Kind) -> list[str]:
+        return [each.entry.action for each in (await audit.page(kind, "", 10))[0]]
 
     entry = AuditEntry(0.0, "k", Role.ADMIN, "pause_queue")
-    await audit.operation(entry, work, lambda _: None)
-    await audit.job_change(entry, work, lambda _: "job")
-    await clock.advance(KEEP_S["jobs"] + 60)
-    await audit.operation(entry, work, lambda _: None)
-    assert (await audit.page("jobs", "", 10))[0] == []
-    assert len((await audit.page("operations", "", 10))[0]) == 2
+    await audit.operation(entry, nothing, lambda _: None)
+    await audit.job_change(entry, nothing, lambda _: "job")
+    await clock.advance(KEEP_S["jobs"] + HALF_A_DAY)
+    await audit.tidy()
+    assert (await noted("jobs"), await noted("operations")) == (["pause_queue"], ["pause_queue"])
+    await clock.advance(1)
+    await audit.tidy()
+    assert (await noted("jobs"), await noted("operations")) == ([FORGET], ["pause_queue"])
     await clock.advance(KEEP_S["operations"])
-    await audit.operation(entry, work, lambda _: None)
-    assert len((await audit.page("operations", "", 10))[0]) == 1
+    await audit.operation(entry, nothing, lambda _: None)
+    await audit.tidy()
+    assert await noted("operations") == ["pause_queue", FORGET]
+    assert await noted("jobs") == [FORGET]
 
 
 def test_every_route_that_changes_something_is_noted_but_what_workers_report() -> None:

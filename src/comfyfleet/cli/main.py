@@ -16,6 +16,7 @@ from comfyfleet import __version__
 from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated
 
 _COMMANDS = {
+    "audit": "comfyfleet.cli.audit",
     "completion": "comfyfleet.cli.completion",
     "config": "comfyfleet.cli.config",
     "convert": "comfyfleet.cli.convert",

@@ -374,6 +374,17 @@ class FleetClient(TenantCalls):
     async def keys(self, cursor: str | None = None, limit: int = 100) -> key_bodies.KeyList:
         return await self._link.ask("list_keys", key_bodies.KeyList, query={"cursor": cursor, "limit": limit})
 
+    async def audit(
+        self,
+        kind: Literal["operations", "jobs"] = "operations",
+        *,
+        since: float | None = None,
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> key_bodies.AuditPage:
+        query = {"kind": kind, "since": since, "cursor": cursor, "limit": limit}
+        return await self._link.ask("list_audit", key_bodies.AuditPage, query=query)
+
     async def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> key_bodies.KeyMade:
         body = key_bodies.RotateBody(overlap_s)
         return await self._link.ask("rotate_key", key_bodies.KeyMade, body=body, key_id=key_id)

@@ -150,6 +150,7 @@ class SyncFleetClient:
     lift_block = _blocking(FleetClient.lift_block)
     create_key = _blocking(FleetClient.create_key)
     keys = _blocking(FleetClient.keys)
+    audit = _blocking(FleetClient.audit)
     rotate_key = _blocking(FleetClient.rotate_key)
     revoke_key = _blocking(FleetClient.revoke_key)
     invite = _blocking(FleetClient.invite)

@@ -141,6 +141,7 @@ class Hub:
         """After `stop`: nothing of the hub runs any more. Can be called twice."""
         await self._delivering.close()
         await self._key_watch.close()
+        await self.audit.close()
 
     def stop(self) -> None:
         """Answers whoever is parked and ends every stream, so that nobody keeps the server from ending. Can be called

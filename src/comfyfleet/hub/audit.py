@@ -1,51 +1,69 @@
 """The log of every change made through the hub, in the store's cabinet: who, what, when, and what came of it.
 
 What an operator does is noted before it is done: where that cannot be written, nothing is changed. What callers do to
-jobs is noted, many in one document, before it is answered: the job is safe in the store by then, so an entry that
-cannot be written is told to the log of the process in full. Old entries are forgotten.
+jobs is noted, many in one group, before it is answered: the job is safe in the store by then, so an entry that
+cannot be written is told to the log of the process in full. Entries stand in a chain of hashes; old ones are forgotten
+from its beginning, and an entry tells of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Literal, TypeVar
 
 import msgspec
 
+from comfyfleet.hub.chain import Chain, Linked, linked
 from comfyfleet.model.access import AuditEntry
-from comfyfleet.model.errors import ComfyFleetError, Refusal, RefusalCode
+from comfyfleet.model.errors import ComfyFleetError, Refusal
 from comfyfleet.ports import Cabinet, Chance, Clock, Document
+from comfyfleet.wire.chaining import FORGET, note
 
 _LOG = logging.getLogger("comfyfleet.audit")
 
 Kind = Literal["operations", "jobs"]
 
-DRAWERS: dict[Kind, str] = {"operations": "audit", "jobs": "audit_jobs"}
+DRAWERS: dict[Kind, str] = {"operations": "audit_log", "jobs": "audit_job_log"}
+BEGUN = "audit_begun"
+"""Operations whose end is not in the log yet: a document each."""
 KEEP_S: dict[Kind, float] = {"operations": 90 * 86400.0, "jobs": 7 * 86400.0}
 
-_GROUP = 50
-"""Entries in one document: an entry has about a kilobyte at most, a document 64."""
 _TARGET = 256
-_PRUNE_EVERY_S = 10.0
-_PRUNE = 2000
+_LOOK_EVERY_S = 10.0
+_FORGET_STEP_S = 12 * 3600.0
+"""Old entries go together, twice a day: each time is an entry itself."""
+_FORGET = 1000
+_GIVEN_UP_S = 120.0
+"""No operation takes so long: whoever began it is gone."""
+_BATCH = 100
 
-_entries = msgspec.json.Decoder(tuple[AuditEntry, ...])
+
+class _Begun(msgspec.Struct, frozen=True, omit_defaults=True):
+    entry: AuditEntry
+    claimed_until: float = 0.0
+    """Some hub sees to it; one that died is not waited for any longer than this."""
+
+
+_begun = msgspec.json.Decoder(_Begun)
 
 
 A = TypeVar("A")
 
 
 class Audit:
-    def __init__(self, cabinet: Cabinet, clock: Clock, chance: Chance) -> None:
+    def __init__(
+        self, cabinet: Cabinet, clock: Clock, chance: Chance, keep_s: Mapping[Kind, float] = KEEP_S
+    ) -> None:
         self._cabinet = cabinet
         self._clock = clock
         self._chance = chance
-        self._waiting: list[tuple[AuditEntry, asyncio.Future[None]]] = []
-        self._writing: asyncio.Task[None] | None = None
-        self._pruned_at = clock.now()
-        self._named_at = 0.0
+        self._keep_s = keep_s
+        self._chains = {kind: Chain(cabinet, clock, drawer) for kind, drawer in DRAWERS.items()}
+        self._looked_at = clock.now()
+        self._tidying = asyncio.Lock()
+        self._later: set[asyncio.Task[None]] = set()
         self.lost = 0
         """Entries that are in the log of the process alone."""
 
@@ -53,8 +71,8 @@ class Audit:
         self, entry: AuditEntry, work: Callable[[], Awaitable[A]], made: Callable[[A], str | None]
     ) -> A:
         entry = self._dated(entry)
-        name = self._name(entry)
-        if not await self._cabinet.put(DRAWERS["operations"], name, _encode([entry]), version=0):
+        name = self._chance.job_id(entry.at)
+        if not await self._cabinet.put(BEGUN, name, msgspec.json.encode(_Begun(entry)), version=0):
             raise AssertionError("names of entries are random, and never repeat")
         outcome, target = "cancelled", entry.target
         try:
@@ -70,10 +88,12 @@ class Audit:
         finally:
             ended = msgspec.structs.replace(entry, outcome=outcome, target=target[:_TARGET])
             try:
-                await self._cabinet.put(DRAWERS["operations"], name, _encode([ended]), version=1)
+                await self._chains["operations"].append(ended)
+                # The answer need not wait for this: what stays is found again, and known.
+                self._in_background(self._ended(name))
             except ComfyFleetError as error:
                 self._lose(ended, error)
-            await self._prune()
+            self._look_after()
 
     async def entrance(
         self, entry: AuditEntry, work: Callable[[], Awaitable[A]], made: Callable[[A], str | None]
@@ -81,7 +101,7 @@ class Audit:
         """Where anybody may knock, only who was let in is noted. What cannot be noted is not handed over."""
         answer = await work()
         entry = self._dated(msgspec.structs.replace(entry, outcome="done", target=made(answer) or ""))
-        await self._cabinet.put(DRAWERS["operations"], self._name(entry), _encode([entry]), version=0)
+        await self._chains["operations"].append(entry)
         return answer
 
     async def job_change(
@@ -89,100 +109,112 @@ class Audit:
     ) -> A:
         """Only what was done: whatever is refused has changed nothing."""
         answer = await work()
-        entry = msgspec.structs.replace(entry, outcome="done", target=made(answer) or entry.target)
-        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((self._dated(entry), written))
-        if self._writing is None:
-            self._writing = asyncio.ensure_future(self._write())
-        await written
+        entry = self._dated(
+            msgspec.structs.replace(entry, outcome="done", target=made(answer) or entry.target)
+        )
+        try:
+            await self._chains["jobs"].append(entry)
+        except Exception as error:
+            self._lose(entry, error)
+        self._look_after()
         return answer
 
     async def page(
-        self, kind: Kind, after: str, limit: int
-    ) -> tuple[list[tuple[str, AuditEntry]], str | None]:
-        """Entries in order of time with their ids, and where the next page begins."""
-        drawer = DRAWERS[kind]
-        found: list[tuple[str, AuditEntry]] = []
-        name, _, number = after.partition(".")
-        if number:
-            if not number.isascii() or not number.isdigit():
-                raise Refusal(RefusalCode.INVALID_REQUEST, "no list goes on there: begin it anew")
-            document = await self._cabinet.get(drawer, name)
-            found += [] if document is None else _numbered(document)[int(number) + 1 :]
-        while len(found) <= limit:
-            documents = await self._cabinet.listing(drawer, name, limit + 1)
-            for document in documents:
-                found += _numbered(document)
-            if len(documents) <= limit:
-                break
-            name = documents[-1].name
-        page = found[:limit]
-        return page, page[-1][0] if len(found) > limit else None
+        self, kind: Kind, after: str, limit: int, since: float | None = None
+    ) -> tuple[list[Linked], str | None]:
+        """Entries in their order, and where the next page begins."""
+        chain = self._chains[kind]
+        if since is not None and not after:
+            after = await chain.place_before(since)
+        found, cursor = await chain.page(after, limit)
+        return [each for each in found if since is None or each.entry.at >= since], cursor
+
+    async def close(self) -> None:
+        for task in list(self._later):
+            task.cancel()
+        await asyncio.gather(*self._later, return_exceptions=True)
 
     # writing
 
     def _dated(self, entry: AuditEntry) -> AuditEntry:
         return msgspec.structs.replace(entry, at=self._clock.now(), target=entry.target[:_TARGET])
 
-    def _name(self, entry: AuditEntry) -> str:
-        # To the millisecond: two that a hub notes in one still stand in their order.
-        self._named_at = max(entry.at, self._named_at + 0.001)
-        return self._chance.job_id(self._named_at)
-
-    async def _write(self) -> None:
-        """Whoever comes while a group is being written is in the next: the busier the hub, the larger they are."""
-        try:
-            while self._waiting:
-                group, self._waiting = self._waiting[:_GROUP], self._waiting[_GROUP:]
-                entries = [entry for entry, _ in group]
-                try:
-                    body, name = _encode(entries), self._name(entries[0])
-                    await self._cabinet.put(DRAWERS["jobs"], name, body, version=0)
-                # Whatever it was: those who wait are answered, and the others get their turn.
-                except Exception as error:
-                    for entry in entries:
-                        self._lose(entry, error)
-                finally:
-                    for _, written in group:
-                        if not written.done():
-                            written.set_result(None)
-                await self._prune()
-        finally:
-            self._writing = None
-
     def _lose(self, entry: AuditEntry, error: Exception) -> None:
         self.lost += 1
         _LOG.error("an entry is in this log alone (%s): %s", error, msgspec.json.encode(entry).decode())
 
-    async def _prune(self) -> None:
+    async def _ended(self, name: str) -> None:
+        await self._cabinet.remove(BEGUN, name)
+
+    # now and then
+
+    def _look_after(self) -> None:
         now = self._clock.now()
-        if now - self._pruned_at < _PRUNE_EVERY_S:
-            return
-        self._pruned_at = now
-        for kind, drawer in DRAWERS.items():
+        if now - self._looked_at >= _LOOK_EVERY_S:
+            self._looked_at = now
+            self._in_background(self.tidy())
+
+    def _in_background(self, work: Awaitable[None]) -> None:
+        async def quietly() -> None:
             try:
-                for document in await self._cabinet.listing(drawer, limit=_PRUNE):
-                    if _time_of(document.name) > now - KEEP_S[kind]:
-                        break
-                    await self._cabinet.remove(drawer, document.name)
+                await work
             except ComfyFleetError as error:
-                _LOG.warning("old entries could not be forgotten; it is tried again later: %s", error)
+                _LOG.warning("the audit log could not be tidied up; it is tried again later: %s", error)
+
+        task = asyncio.get_running_loop().create_task(quietly(), name="audit log")
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+    async def tidy(self) -> None:
+        """What was begun by somebody who is gone gets its entry, and what is old is forgotten."""
+        async with self._tidying:
+            await self._give_up()
+            for kind in DRAWERS:
+                await self._forget(kind)
+
+    async def _give_up(self) -> None:
+        now = self._clock.now()
+        for document in await self._cabinet.listing(BEGUN, limit=_BATCH):
+            if _time_of(document.name) > now - _GIVEN_UP_S:
+                return
+            begun = _begun.decode(document.body)
+            claimed = msgspec.json.encode(_Begun(begun.entry, now + _GIVEN_UP_S))
+            # Of several hubs that look one goes on.
+            if begun.claimed_until > now or not await self._cabinet.put(
+                BEGUN, document.name, claimed, version=document.version
+            ):
+                continue
+            if not await self._has_ended(begun.entry):
+                await self._chains["operations"].append(begun.entry)
+            await self._cabinet.remove(BEGUN, document.name)
+
+    async def _has_ended(self, begun: AuditEntry) -> bool:
+        after: str | None = await self._chains["operations"].place_before(begun.at)
+        while after is not None:
+            page, after = await self._chains["operations"].page(after, _BATCH)
+            for each in page:
+                if msgspec.structs.replace(each.entry, outcome="", target=begun.target) == begun:
+                    return True
+        return False
+
+    async def _forget(self, kind: Kind) -> None:
+        chain, before = self._chains[kind], self._clock.now() - self._keep_s[kind]
+        first = await chain.first()
+        if first is None or _latest(first) >= before - min(_FORGET_STEP_S, self._keep_s[kind] / 7):
+            return
+        old = await chain.groups_before(before, _FORGET)
+        if old:
+            last = linked(old[-1])[-1]
+            target = note(last.number, last.hash)
+            # Before they go: an entry whose beginning is missing is told from one whose beginning was forgotten.
+            await chain.append(AuditEntry(self._clock.now(), "", None, FORGET, target, outcome="done"))
+            await chain.forget(old)
+            _LOG.info("entries of the audit log (%s) up to %s are forgotten", kind, target)
 
 
-def start_after(time: float) -> str:
-    """As a place in a list: before every entry of that time or later."""
-    digits = f"{int(time * 1000):012x}"
-    return f"{digits[:8]}-{digits[8:12]}"
+def _latest(document: Document) -> float:
+    return max(each.entry.at for each in linked(document))
 
 
 def _time_of(name: str) -> float:
     return int(name.replace("-", "")[:12], 16) / 1000
-
-
-def _numbered(document: Document) -> list[tuple[str, AuditEntry]]:
-    entries = _entries.decode(document.body)
-    return [(f"{document.name}.{number}", entry) for number, entry in enumerate(entries)]
-
-
-def _encode(entries: list[AuditEntry]) -> bytes:
-    return msgspec.json.encode(entries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comfyfleet.hub.audit import Audit, start_after
+from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.places import Places
@@ -84,6 +84,8 @@ class KeyHandlers:
     async def list_audit(self, call: Call[wire.AuditQuery]) -> Reply:
         asked = call.given
         since = bodies.seconds_of(asked.since)
-        after = asked.cursor or ("" if since is None else start_after(since))
-        found, cursor = await self._audit.page(asked.kind, after, asked.limit)
-        return Reply(200, wire.AuditList(tuple(wire.entry_view(*each) for each in found), cursor))
+        found, cursor = await self._audit.page(asked.kind, asked.cursor or "", asked.limit, since)
+        views = (
+            wire.entry_view(each.entry, each.id, each.number, each.previous, each.hash) for each in found
+        )
+        return Reply(200, wire.AuditList(tuple(views), cursor))

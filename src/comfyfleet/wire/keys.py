@@ -69,6 +69,12 @@ class AuditQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 class AuditView(AuditEntry, frozen=True):
     id: str = ""
+    number: int = 0
+    """Of the entry in its chain, from 1 on without a gap."""
+    previous: str = ""
+    """The hash of the entry before it."""
+    hash: str = ""
+    """SHA-256 of `previous`, a line feed, and the entry as JSON with its names in order, without these four."""
 
 
 class AuditList(msgspec.Struct, frozen=True):
@@ -76,8 +82,17 @@ class AuditList(msgspec.Struct, frozen=True):
     cursor: str | None = None
 
 
-def entry_view(entry_id: str, entry: AuditEntry) -> AuditView:
-    return AuditView(**msgspec.structs.asdict(entry), id=entry_id)
+class AuditPage(msgspec.Struct, frozen=True):
+    """The same at a client, with whatever fields a newer hub has: all of them are part of the hash."""
+
+    entries: tuple[dict[str, Any], ...]
+    cursor: str | None = None
+
+
+def entry_view(entry: AuditEntry, entry_id: str, number: int, previous: str, hash_: str) -> AuditView:
+    return AuditView(
+        **msgspec.structs.asdict(entry), id=entry_id, number=number, previous=previous, hash=hash_
+    )
 
 
 def view(key: ApiKey) -> KeyView:
