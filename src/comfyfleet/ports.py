@@ -183,11 +183,8 @@ class Store(Protocol):
 
     # dispatches
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
-        """None: the class is not in the table (any more); put it there and repeat.
-
-        If there is a job of this id, or the tenant has one of the same reference, that one is the answer, without
-        facts, and nothing is written. It may have ended.
-        """
+        """None: the class is not in the table (any more); put it there and repeat. If there is a job of this id, or the
+        tenant has one of the same reference, that one is the answer, without facts; it may have ended."""
 
     async def load(self, job_id: JobId) -> Dispatch | None: ...
     async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]: ...
