@@ -17,11 +17,11 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.model.calls import Poll, RegisterWorker
+from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
-from comfyfleet.model.job import Submission
+from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.model.requirement import Isolation, Requirements
-from comfyfleet.model.worker import Capabilities, TenantAccess
+from comfyfleet.model.worker import Capabilities, TenantAccess, WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.postgres.store import PostgresStore
@@ -177,6 +177,41 @@ async def test_a_worker_that_shut_a_tenant_out_at_another_engine_gets_no_job_of_
             leased = await here.poll(Poll(WorkerId("alike"), PollId("3"), 0))
             assert leased is not None and leased.job_id == second
         await until(lambda: _is_leased(here, second))
+
+
+@pytest.mark.parametrize("kind", ["memory", "redis", "postgres"])
+async def test_a_list_that_is_declared_while_another_engine_writes_of_the_worker_stands(
+    kind: str, server: str, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_engines(kind, server, pytestconfig) as (here, there):
+        gpu, shut = WorkerId("gpu"), offering(TenantAccess(denied=(ACME,)))
+        await here.register(RegisterWorker(gpu, offering(TenantAccess())))
+        await here.submit(Submission(graph(), tenant=ACME))
+        leased = await here.poll(Poll(gpu, PollId("0"), 0))
+        assert leased is not None
+        look = here.store.get_worker
+
+        async def look_then_change(worker_id: WorkerId) -> WorkerRecord | None:
+            monkeypatch.setattr(here.store, "get_worker", look)
+            found = await look(worker_id)
+            await there.register(RegisterWorker(gpu, shut))
+            return found
+
+        # A run is noted with its worker, over what was read a moment before.
+        monkeypatch.setattr(here.store, "get_worker", look_then_change)
+        await here.complete(Completion(leased.ref, JobResult()))
+        stored = await here.store.get_worker(gpu)
+        assert stored is not None and stored.capabilities == shut
+        known = here.known_worker(gpu)
+        assert known is not None and known.capabilities == shut
+        await here.submit(Submission(graph(), tenant=ACME))
+        async with asyncio.timeout(10):
+            assert await here.poll(Poll(gpu, PollId("1"), 0)) is None
+        monkeypatch.setattr(here.store, "get_worker", look_then_change)
+        await there.register(RegisterWorker(gpu, offering(TenantAccess())))
+        await here.pause_worker(gpu)
+        stored = await here.store.get_worker(gpu)
+        assert stored is not None and stored.capabilities == shut and stored.is_paused, "both were heard"
 
 
 async def _is_leased(engine: Engine, job_id: JobId) -> bool:

@@ -11,6 +11,7 @@ from comfyfleet.contract.bench import (
     FAST,
     HASH,
     QUEUED,
+    SLOW,
     A,
     B,
     Bench,
@@ -317,6 +318,14 @@ class KeepingContract:
         assert await bench.store.get_worker(A) == busier
         assert await bench.store.replace_worker(worker) is True
         assert await bench.store.workers() == [worker]
+        anew = msgspec.structs.replace(worker, registrations=1, profile=SLOW)
+        await bench.store.put_worker(anew)
+        assert await bench.store.replace_worker(busier) is False
+        assert await bench.store.replace_worker(msgspec.structs.replace(anew, connected_at=0.5)) is False
+        assert await bench.store.workers() == [anew], "what it has registered since is not undone"
+        noted = msgspec.structs.replace(anew, completed=1)
+        assert await bench.store.replace_worker(noted) is True
+        assert await bench.store.workers() == [noted]
         await bench.store.put_block(Block(A, HASH, BlockReason.FAILURES, 1, 1e12))
         await bench.store.remove_worker(A)
         assert await bench.store.get_worker(A) is None

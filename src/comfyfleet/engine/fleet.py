@@ -219,6 +219,7 @@ class Fleet:
                 # Draining ends with the process that drained: what comes back wants work.
                 is_draining=known.is_draining and not known.is_offline,
             )
+        record = msgspec.structs.replace(record, registrations=record.registrations + 1)
         self.workers[worker_id] = record
         self._selectivity.clear()
         await self._store.put_worker(record)
@@ -254,16 +255,25 @@ class Fleet:
             await self.sync(now)
 
     async def change(self, record: WorkerRecord) -> bool:
-        """Written over what `newest` answered. False: it was removed since then, and stays so until it registers."""
+        """Written over what `newest` answered. False: since then it was removed, or registered anew."""
         self._selectivity.clear()
         return await self._replace(record)
 
     async def _replace(self, record: WorkerRecord) -> bool:
-        self.workers[record.worker_id] = record
-        is_there = await self._store.replace_worker(record)
-        if not is_there:
-            self._forget(record.worker_id)
-        return is_there
+        worker_id = record.worker_id
+        self.workers[worker_id] = record
+        if await self._store.replace_worker(record):
+            return True
+        stored = await self._store.get_worker(worker_id)
+        if stored is None:
+            # Removed at another engine: it stays so until it registers again.
+            self._forget(worker_id)
+        else:
+            # What it declared there stands: it may have shut a tenant out. The next look judges what it may take now.
+            self.workers[worker_id] = stored
+            self._table_version = -1
+            self._selectivity.clear()
+        return False
 
     async def note_seen(self, worker_id: WorkerId, now: float) -> None:
         """Kept at hand each time, and in the store often enough that no other engine takes the worker for lost."""

@@ -110,17 +110,16 @@ class WorkerDesk:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is offline: start it again where it ran"
             )
-        worker = await self._context.fleet.newest(worker_id)
-        missing = Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
-        if worker is None:
-            raise missing
-        changed = msgspec.structs.replace(
-            worker,
-            is_paused=worker.is_paused if is_paused is None else is_paused,
-            is_draining=worker.is_draining if is_draining is None else is_draining,
-        )
-        if not await self._context.fleet.change(changed):
-            raise missing
+        while (worker := await self._context.fleet.newest(worker_id)) is not None:
+            changed = msgspec.structs.replace(
+                worker,
+                is_paused=worker.is_paused if is_paused is None else is_paused,
+                is_draining=worker.is_draining if is_draining is None else is_draining,
+            )
+            if await self._context.fleet.change(changed):
+                break
+        else:
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
         self._rounds.worker_freed(worker_id)
 
     # work

@@ -121,6 +121,12 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     failed: int = 0
     busy_s: float = 0.0
     disconnects: int = 0
+    registrations: int = 0
+
+    @property
+    def registration(self) -> str:
+        """The same as long as it has neither registered anew nor come back."""
+        return f"{self.registrations} {self.connected_at!r}"
 
     def takes_work(self, now: float) -> bool:
         return not (

@@ -104,7 +104,8 @@ class MemoryStore:
         self._kept.workers[worker.worker_id] = worker
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
-        if worker.worker_id not in self._kept.workers:
+        known = self._kept.workers.get(worker.worker_id)
+        if known is None or known.registration != worker.registration:
             return False
         self._kept.workers[worker.worker_id] = worker
         return True

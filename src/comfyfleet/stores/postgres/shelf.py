@@ -1,5 +1,5 @@
 """Blocks and lessons as PostgreSQL keeps them: bounded, listed in the order in which they were put. And workers, where
-what is written must not put one back that was removed."""
+what is written must not put one back that was removed, nor undo what it has registered since."""
 
 from __future__ import annotations
 
@@ -47,9 +47,15 @@ DELETE FROM comfyfleet.lessons WHERE number <= (
 _BOUND_LESSONS_EVERY = 1000
 
 
+_REPLACE_WORKER = """
+UPDATE comfyfleet.workers SET body = %s WHERE worker_id = %s
+AND coalesce((body ->> 'registrations')::integer, 0) = %s AND (body ->> 'connected_at')::float8 = %s RETURNING number
+"""
+
+
 async def replace_worker(step: Step, worker: WorkerRecord) -> bool:
-    query = "UPDATE comfyfleet.workers SET body = %s WHERE worker_id = %s RETURNING number"
-    return await step.row(query, (codec.encode(worker), worker.worker_id)) is not None
+    values = (codec.encode(worker), worker.worker_id, worker.registrations, worker.connected_at)
+    return await step.row(_REPLACE_WORKER, values) is not None
 
 
 async def get_block(step: Step, pair: Pair) -> Block | None:

@@ -95,14 +95,16 @@ end)
 
 -- workers
 
--- worker, its JSON, its profile
+-- worker, its JSON, its profile, its registration
 local function put_worker(s, args)
   put(s, s.p .. 'worker:' .. args[4], args[5])
-  if args[6] then
-    put(s, s.p .. 'worker_profile:' .. args[4], args[6])
-  else
-    -- An engine of before revision 11: one that is not known keeps nobody from a lease.
-    drop(s, s.p .. 'worker_profile:' .. args[4])
+  for place, name in ipairs({'worker_profile:', 'worker_registration:'}) do
+    if args[5 + place] then
+      put(s, s.p .. name .. args[4], args[5 + place])
+    else
+      -- An engine of before revision 12: what is not known keeps nobody from a lease or a write.
+      drop(s, s.p .. name .. args[4])
+    end
   end
   call('ZADD', s.p .. 'workers:active', 'NX', serial(s), args[4])
   call('SET', s.p .. 'worker:' .. args[4] .. ':heartbeat', now_text(s), 'EX', HEARTBEAT_S)
@@ -111,9 +113,10 @@ end
 
 define('put_worker', put_worker)
 
--- the same → nil if there is none
+-- the same → nil if there is none, or one of another registration
 define('replace_worker', function(s, args)
-  if not read(s, s.p .. 'worker:' .. args[4]) then
+  local registration = read(s, s.p .. 'worker_registration:' .. args[4])
+  if not read(s, s.p .. 'worker:' .. args[4]) or (args[7] and registration and registration ~= args[7]) then
     return nil
   end
   return put_worker(s, args)
@@ -133,6 +136,7 @@ define('remove_worker', function(s, args)
   drop(s, s.p .. 'blocks:' .. worker_id)
   drop(s, s.p .. 'worker:' .. worker_id)
   drop(s, s.p .. 'worker_profile:' .. worker_id)
+  drop(s, s.p .. 'worker_registration:' .. worker_id)
   drop(s, s.p .. 'worker:' .. worker_id .. ':heartbeat')
   drop(s, s.p .. 'commands:' .. worker_id)
   call('HDEL', s.p .. 'workers:declared', worker_id)

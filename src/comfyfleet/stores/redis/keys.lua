@@ -41,6 +41,7 @@
 --   worker:<id>               string   its record (JSON)
 --   worker:<id>:heartbeat     string   expires after 60 s
 --   worker_profile:<id>       string   its profile: what it is leased under must be this
+--   worker_registration:<id>  string   which registration its record is of: what was read of an earlier one is not written over it
 --   worker:<id>:refused       string   what it declared (digest) and why an engine would not have it, expires
 --   workers:waiting           hash     worker -> what it declares (JSON), until an engine admits it
 --   workers:declared          hash     worker -> digest of what it was admitted with (workers without an engine)
@@ -62,7 +63,7 @@
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
 -- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 11
+local REVISION = 12
 
 -- Neither `redis.call` nor the libraries are there yet while this text is loaded.
 local function call(...)

@@ -187,11 +187,10 @@ class RedisStore:
     # workers
 
     async def put_worker(self, worker: WorkerRecord) -> None:
-        await self._do("put_worker", worker.worker_id, msgspec.json.encode(worker), worker.profile)
+        await self._do("put_worker", *_said_of(worker))
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
-        said = (worker.worker_id, msgspec.json.encode(worker), worker.profile)
-        return await self._do("replace_worker", *said) is not None
+        return await self._do("replace_worker", *_said_of(worker)) is not None
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         text = await self._get(f"worker:{worker_id}")
@@ -442,6 +441,10 @@ class RedisRecords:
         newest_first: bool = False,
     ) -> list[Job]:
         return await self._store.page(tenant, phase, limit, after, newest_first=newest_first)
+
+
+def _said_of(worker: WorkerRecord) -> tuple[str | bytes, ...]:
+    return worker.worker_id, msgspec.json.encode(worker), worker.profile, worker.registration
 
 
 def _candidate(row: list[object]) -> Candidate:

@@ -167,9 +167,9 @@ class SqliteStore:
         await self._writer.written(batch)
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
-        # Only a no waits: it may rest on a removal that is not written yet.
-        is_there = worker.worker_id in self._kept.workers
-        if not is_there and await self.get_worker(worker.worker_id) is None:
+        # One that is not there is waited for: its removal may not be written yet.
+        known = self._kept.workers.get(worker.worker_id) or await self.get_worker(worker.worker_id)
+        if known is None or known.registration != worker.registration:
             return False
         await self.put_worker(worker)
         return True
