@@ -18,6 +18,7 @@ from tests.hub._watching import complete, lease, register
 from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.hub import outgoing
 from comfyfleet.hub.delivering import Delivering
+from comfyfleet.hub.pending import Pending
 from comfyfleet.hub.sending import Sender
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.webhook import Delivery
@@ -136,7 +137,7 @@ class Dying:
 def delivering(rig: HubRig, cabinet: Cabinet) -> Delivering:
     webhooks, book, called = Webhooks(cabinet, SystemClock()), Deliveries(cabinet), guard()
     sender = Sender(rig.engine, book, webhooks, called, SystemChance(), claim_s=0.1)
-    return Delivering(rig.engine, book, webhooks, called, sender)
+    return Delivering(rig.engine, book, webhooks, called, sender, Pending(book, 100))
 
 
 WRITES = 12

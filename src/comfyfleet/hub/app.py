@@ -24,6 +24,7 @@ from comfyfleet.hub.keys import KeyHandlers
 from comfyfleet.hub.limits import Limits
 from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.page import PageHandlers
+from comfyfleet.hub.pending import Pending
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.reconciling import ReconcileHandlers
 from comfyfleet.hub.rooms import Rooms
@@ -74,7 +75,9 @@ class Hub:
         self._streams = StreamHandlers(engine, self._rooms, self._fleet, places, self.limits.beat_s)
         guard, book, webhooks = guard or Guard(), Deliveries(cabinet), Webhooks(cabinet, clock)
         sender = Sender(engine, book, webhooks, guard, SystemChance())
-        self._delivering = Delivering(engine, book, webhooks, guard, sender)
+        self._delivering = Delivering(
+            engine, book, webhooks, guard, sender, Pending(book, self.limits.max_pending_deliveries)
+        )
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
         self._key_watch = KeyWatch(self.keys, places, self.limits.beat_s)
         estate = estate or Estate(engine.store, clock, {})

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.outgoing import Bounds, Outgoing
+from comfyfleet.hub.pending import Pending
 from comfyfleet.hub.sending import Sender
 from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.model.fact import Event, Fact
@@ -56,6 +57,7 @@ class Delivering:
         webhooks: Webhooks,
         guard: Guard,
         sender: Sender,
+        pending: Pending,
         bounds: Bounds | None = None,
     ) -> None:
         self._engine = engine
@@ -63,6 +65,7 @@ class Delivering:
         self._webhooks = webhooks
         self._guard = guard
         self._sender = sender
+        self._pending = pending
         self._heard: dict[tuple[JobId, int], None] = {}
         self._unheard: dict[tuple[JobId, int], None] = {}
         """Rounds that were written here and nobody hears of: their facts are not looked at, though others' are."""
@@ -82,12 +85,18 @@ class Delivering:
         self._leave_bus = engine.bus.listen(self._hear)
 
     async def announce(self, submission: Submission, job_id: JobId, round_: int) -> None:
-        """Before the round is written. Raises `Forbidden` for a URL that is never called."""
-        if submission.webhook is not None:
-            # A job that was taken once may be tried again: what its URL leads to is looked at before each call.
-            if round_ == 1:
-                self._guard.check(submission.webhook.url)
-        elif not await self._webhooks.hearing(submission.tenant):
+        """Before the round is written. Raises `Forbidden` for a URL that is never called, `queue_full` where too many
+        deliveries of the tenant wait. A job that was taken once may be tried again."""
+        hearers = await self._webhooks.hearing(submission.tenant)
+        own = submission.webhook
+        if round_ == 1:
+            if own is not None:
+                # What it leads to is looked at before each call.
+                self._guard.check(own.url)
+            # What operators hear is theirs, however many wait.
+            if own is not None or any(each.owner == submission.tenant for each in hearers):
+                self._pending.check(submission.tenant)
+        if own is None and not hearers:
             if self._is_needed:
                 self._unheard[job_id, round_] = None
                 if len(self._unheard) > _MAX_UNHEARD:
@@ -147,6 +156,7 @@ class Delivering:
                 await self._tried(self._look_at_notes(is_whole=looked_at < 0))
                 await self._tried(self._look_at_due())
                 await self._tried(self._prune())
+                await self._tried(self._pending.count())
                 looked_at = loop.time()
             if not self._heard:
                 with contextlib.suppress(TimeoutError):

@@ -1,4 +1,7 @@
-"""What follows from an attempt to deliver: done, tried again later, or given up. Time and chance are arguments."""
+"""What follows from an attempt to deliver: done, tried again later, or given up; and when too much waits already.
+
+Time and chance are arguments.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 
 import msgspec
 
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.policy.rules import Rules
 
@@ -20,6 +24,17 @@ class Attempted(msgspec.Struct, frozen=True):
     error: str | None = None
     retry_after_s: float | None = None
     """When the receiver asks to be asked again."""
+
+
+def check_pending(pending: int, most: int) -> None:
+    """Whether a job may come in whose facts are to be delivered too."""
+    if pending >= most:
+        raise Refusal(
+            RefusalCode.QUEUE_FULL,
+            f"{pending} deliveries of this tenant wait to be sent, and no job that adds to them is taken: see to the "
+            "receivers (GET /api/deliveries?status=pending), or submit without a webhook",
+            pending=pending,
+        )
 
 
 def after_attempt(
