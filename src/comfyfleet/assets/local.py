@@ -46,8 +46,9 @@ class LocalAssets(FileRecords):
         grant_s: float = GRANT_S,
         keep_s: float = KEEP_S,
         cabinet_of: CabinetOf | None = None,
+        tenant_bytes: int | None = None,
     ) -> None:
-        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of)
+        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of, tenant_bytes)
         self._folder = folder
         self._key: bytes | None = None
 
@@ -114,11 +115,15 @@ class LocalAssets(FileRecords):
         try:
             size, digest = await self._write(partial, pieces, self._bound(record))
             check_is(record, size, digest)
+            if record.size is None:
+                await self._room.take(record.tenant, size)
             # Of two who send it at once the record lets one through: the bytes are always those it tells of.
             received = await self._change(
                 record.file_id, check_is_open, size=size, sha256=digest, received_at=self._clock.now()
             )
             await asyncio.to_thread(os.replace, partial, target)
+            if record.size is None:
+                await self._room.note(received)
         except OSError as error:
             raise Fault(f"the file could not be written: {error}. Make room on the hub's disk") from error
         finally:

@@ -15,6 +15,7 @@ from typing import Unpack
 
 from comfyfleet.assets.keeping import CabinetOf, RecordKeeper
 from comfyfleet.assets.lineage import Lineage
+from comfyfleet.assets.room import Room
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord, FileSaid
 from comfyfleet.model.ids import TenantId
@@ -44,10 +45,13 @@ class FileRecords:
         grant_s: float,
         keep_s: float,
         cabinet_of: CabinetOf | None,
+        tenant_bytes: int | None,
     ) -> None:
+        """`tenant_bytes`: what all files of one tenant may take together. None: as much as there is."""
         self._cabinet = cabinet
         self._records = RecordKeeper(cabinet, cabinet_of)
         self._lineage = Lineage(self._records)
+        self._room = Room(self._records, clock, tenant_bytes)
         self._clock = clock
         self._max_bytes = max_bytes
         self._grant_s = grant_s
@@ -63,11 +67,14 @@ class FileRecords:
         if now - self._pruned_at >= _PRUNE_EVERY_S:
             self._pruned_at = now
             await self._tidy()
+        await self._room.take(tenant, said.get("size") or 0)
         # Ids grow with time, so that old files stand first in a list.
         file_id = f"f_{int(now * 1000):012x}{secrets.token_hex(10)}"
         record = FileRecord(file_id, tenant, now, **said)
         await self._lineage.note(record)
         await self._records.add(record)
+        # The entry stands as long as the record or shorter: one that is left over would take room for ever.
+        await self._room.note(record)
         return record
 
     async def derived(
@@ -155,6 +162,7 @@ class FileRecords:
                 await self._forget(thumbnail)
         await self._remove(record)
         await self._lineage.forget(record)
+        await self._room.forget(record)
         await self._records.remove(record)
 
     def _is_over(self, since: float) -> bool:

@@ -65,8 +65,9 @@ class S3Assets(FileRecords):
         part_bytes: int = PART_BYTES,
         max_put_bytes: int = MAX_PUT_BYTES,
         look_s: float = LOOK_S,
+        tenant_bytes: int | None = None,
     ) -> None:
-        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of)
+        super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of, tenant_bytes)
         self._storage = Storage(bucket, credentials)
         self._multipart = Multipart(self._storage)
         self._uploads = PartUploads(self._multipart, self._records, part_bytes, max_put_bytes)

@@ -25,11 +25,21 @@ async def open_assets(
     resolved: Resolved, cabinet: Cabinet, clock: Clock, cabinet_of: CabinetOf | None = None
 ) -> AsyncIterator[Assets]:
     """`cabinet_of`: where the records of each tenant's files lie; unless said, all in `cabinet`."""
+    tenant_bytes = resolved.limits().max_tenant_file_bytes
     if resolved.values.assets is None:
-        yield LocalAssets(resolved.data / "files", cabinet, clock, cabinet_of=cabinet_of)
+        folder = resolved.data / "files"
+        yield LocalAssets(folder, cabinet, clock, cabinet_of=cabinet_of, tenant_bytes=tenant_bytes)
         return
     bucket, prefix, credentials = storage(resolved)
-    async with S3Assets(bucket, credentials, cabinet, clock, prefix=prefix, cabinet_of=cabinet_of) as assets:
+    async with S3Assets(
+        bucket,
+        credentials,
+        cabinet,
+        clock,
+        prefix=prefix,
+        cabinet_of=cabinet_of,
+        tenant_bytes=tenant_bytes,
+    ) as assets:
         try:
             await assets.look()
         except StorageRefused as refused:

@@ -60,6 +60,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How often a stream that has nothing to say says that it lives, and whoever stays is asked for its key."""
     max_in_flight: int = 20_000
     """Requests that are being answered, parked polls among them."""
+    max_tenant_file_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """What all files of one tenant may take together, uploads and what runs left. None: as much as there is."""
     max_pending_deliveries: Annotated[int, Meta(ge=1)] = 100_000
     """Of one tenant, that wait to be sent: beyond them no job of it that adds to them is taken."""
 

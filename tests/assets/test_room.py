@@ -1,0 +1,115 @@
+"""What the files of one tenant may take together: exact at one hub, seen within a minute at another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.hub.test_files import left_in
+
+from comfyfleet.assets.local import LocalAssets
+from comfyfleet.assets.room import DRAWER
+from comfyfleet.cli.assets import open_assets
+from comfyfleet.cli.settings import read_settings
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.file import FileRecord
+from comfyfleet.model.ids import TenantId
+from comfyfleet.ports import Document
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.cabinet import MemoryCabinet
+
+ACME, OTHER = TenantId("acme"), TenantId("other")
+
+
+class House:
+    def __init__(self, folder: Path) -> None:
+        self.clock = ManualClock()
+        self.cabinet = MemoryCabinet()
+        self._folder = folder
+        self.assets = self.another()
+
+    def another(self, most: int | None = 100) -> LocalAssets:
+        return LocalAssets(self._folder, self.cabinet, self.clock, keep_s=1000, tenant_bytes=most)
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+async def brought(assets: LocalAssets, size: int, *, is_announced: bool = True) -> FileRecord:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"x" * size
+
+    record = await assets.reserve(ACME, size=size if is_announced else None)
+    return await assets.receive(record, pieces())
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_a_tenant_takes_so_much_and_no_more_and_another_has_its_own(
+    house: House, is_announced: bool, tmp_path: Path
+) -> None:
+    await brought(house.assets, 60, is_announced=is_announced)
+    with pytest.raises(Refusal) as refused:
+        await brought(house.assets, 41, is_announced=is_announced)
+    assert refused.value.code is RefusalCode.TOO_LARGE
+    assert refused.value.details == {"taken": 60, "max_bytes": 100}
+    assert "limits.max_tenant_file_bytes" in refused.value.message
+    assert len(left_in(tmp_path)) == 1, "nothing of it stays"
+    await brought(house.assets, 40, is_announced=is_announced)
+    with pytest.raises(Refusal):
+        await house.assets.reserve(ACME)
+    await house.assets.reserve(OTHER, size=100)
+
+
+class Slow(MemoryCabinet):
+    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+        await asyncio.sleep(0)
+        return await super().listing(drawer, after, limit)
+
+
+async def test_of_many_that_come_together_only_those_get_in_that_there_is_room_for(house: House) -> None:
+    house.cabinet = Slow()
+    house.assets = house.another()
+    found = await asyncio.gather(
+        *(house.assets.reserve(ACME, size=30) for _ in range(10)), return_exceptions=True
+    )
+    assert sum(isinstance(each, FileRecord) for each in found) == 3
+
+
+async def test_files_that_go_make_room_and_leave_no_entry(house: House) -> None:
+    await brought(house.assets, 100)
+    await house.clock.advance(1100)
+    await house.assets.reserve(ACME, size=100)
+    assert len(await house.cabinet.listing(DRAWER)) == 1
+    assert await house.assets.forget_tenant(ACME) == 1
+    assert await house.cabinet.listing(DRAWER) == []
+    await house.assets.reserve(ACME, size=100)
+
+
+async def test_what_another_hub_took_in_is_seen_within_a_minute_and_after_a_restart(house: House) -> None:
+    second = house.another()
+    await second.reserve(ACME, size=10)
+    await brought(house.assets, 50)
+    await second.reserve(ACME, size=40)
+    await house.clock.advance(61)
+    for assets in (second, house.assets, house.another()):
+        with pytest.raises(Refusal):
+            await assets.reserve(ACME, size=1)
+
+
+async def test_without_a_bound_nothing_is_noted(house: House) -> None:
+    await brought(house.another(None), 1_000)
+    assert await house.cabinet.listing(DRAWER) == []
+
+
+async def test_the_bound_is_a_setting(tmp_path: Path) -> None:
+    environment = {"COMFYFLEET_LIMITS_MAX_TENANT_FILE_BYTES": "10"}
+    resolved = read_settings({"data": str(tmp_path)}, config=os.devnull, environment=environment)
+    async with open_assets(resolved, MemoryCabinet(), ManualClock()) as assets:
+        await assets.reserve(ACME, size=10)
+        with pytest.raises(Refusal, match="10 bytes of 10"):
+            await assets.reserve(ACME, size=1)
