@@ -45,7 +45,7 @@ from comfyfleet.model.dispatch import (
     Written,
 )
 from comfyfleet.model.fact import Event, Fact, FactDraft, News
-from comfyfleet.model.file import FileRecord, FileSaid, Grant, InputFile, PartPlan
+from comfyfleet.model.file import FilePage, FileRecord, FileSaid, Grant, InputFile, PartPlan
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
 from comfyfleet.model.lesson import Lesson
@@ -426,13 +426,9 @@ class Assets(Protocol):
     async def forget_tenant(self, tenant: TenantId) -> int:
         """All files of the tenant, in use or not; how many there were. May be repeated."""
 
-    async def derived(
-        self, record: FileRecord, after: str = "", limit: int = 100
-    ) -> tuple[list[FileRecord], str | None]:
-        """What was made from it, oldest first, and after which id to go on. None: that was all."""
-
-    async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None:
-        """It goes with the file it is of, and before it only if another takes its place."""
+    async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None: ...
+    async def derived(self, record: FileRecord, after: str = "", limit: int = 100) -> FilePage:
+        """What was made from it, the oldest first."""
 
     def is_old(self, record: FileRecord) -> bool:
         """Its time is over: no other job may bring it, and it stays for those that do."""

@@ -6,7 +6,7 @@ A note is written before the record that it is about and goes with it; one witho
 from __future__ import annotations
 
 from comfyfleet.assets.keeping import RecordKeeper
-from comfyfleet.model.file import FileRecord
+from comfyfleet.model.file import FilePage, FileRecord
 
 _DRAWER = "file_lineage"
 
@@ -27,10 +27,8 @@ class Lineage:
             for origin in record.derived_from:
                 await cabinet.remove(_DRAWER, f"{origin}/{record.file_id}")
 
-    async def derived(
-        self, origin: FileRecord, after: str, limit: int
-    ) -> tuple[list[FileRecord], str | None]:
-        """Files that are there, oldest first, and where to go on: a page may be short and have more behind it."""
+    async def derived(self, origin: FileRecord, after: str, limit: int) -> FilePage:
+        """Files that are there, the oldest first."""
         cabinet, beginning = await self._records.cabinet(origin.tenant), f"{origin.file_id}/"
         page = await cabinet.listing(_DRAWER, beginning + after, limit)
         names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
@@ -39,4 +37,4 @@ class Lineage:
         told = [
             each for each in found if each is not None and each.is_complete and each.tenant == origin.tenant
         ]
-        return told, names[-1] if len(names) == limit else None
+        return FilePage(told, names[-1] if len(names) == limit else None)

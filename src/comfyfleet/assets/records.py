@@ -17,7 +17,7 @@ from comfyfleet.assets.keeping import CabinetOf, RecordKeeper
 from comfyfleet.assets.lineage import Lineage
 from comfyfleet.assets.room import Room
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import FileRecord, FileSaid
+from comfyfleet.model.file import FilePage, FileRecord, FileSaid
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Cabinet, Clock
 
@@ -77,9 +77,7 @@ class FileRecords:
         await self._room.note(record)
         return record
 
-    async def derived(
-        self, record: FileRecord, after: str = "", limit: int = PAGE
-    ) -> tuple[list[FileRecord], str | None]:
+    async def derived(self, record: FileRecord, after: str = "", limit: int = PAGE) -> FilePage:
         return await self._lineage.derived(record, after, limit)
 
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
@@ -103,6 +101,7 @@ class FileRecords:
         return record
 
     async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None:
+        """It goes with the file it is of, and before it only if another takes its place."""
         replaced: str | None = None
 
         def noted(record: FileRecord) -> dict[str, object]:

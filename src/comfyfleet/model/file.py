@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal, NamedTuple, TypedDict
 
 import msgspec
 
@@ -50,6 +50,12 @@ class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The storage's name for an upload in parts that is under way."""
     is_apart: bool = False
     """A stub: the record lies in its tenant's own database."""
+
+
+class FilePage(NamedTuple):
+    files: list[FileRecord]
+    after: str | None
+    """The id after which to go on; a page may be short and have more behind it. None: that was all."""
 
 
 class InputFile(msgspec.Struct, frozen=True, omit_defaults=True):
