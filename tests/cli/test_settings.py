@@ -23,6 +23,7 @@ from comfyfleet.cli.local import (
 )
 from comfyfleet.cli.options import _OPTIONS
 from comfyfleet.cli.pools import pool_urls
+from comfyfleet.cli.servers import named, tidied
 from comfyfleet.cli.settings import DEFAULT, TABLES, Settings, flag_of, read_settings
 from comfyfleet.hub.limits import Limits
 
@@ -307,3 +308,17 @@ def test_a_workers_key_is_kept_by_hub_and_worker(tmp_path: Path) -> None:
     assert read_worker_key(tmp_path, "http://a", "gpu") == "1"
     assert read_worker_key(tmp_path, "http://b", "gpu") == "3"
     assert read_worker_key(tmp_path, "http://b", "other") is None
+
+
+def test_the_folder_of_a_server_is_that_of_one_server_and_looks_like_one(tmp_path: Path) -> None:
+    one, two = ("http://127.0.0.1:8188",), ("http://127.0.0.1:8188", "http://127.0.0.1:8189")
+    for addresses, words in ((one, "has no folder 'output'"), (two, "a worker for each")):
+        resolved = read_settings({"server_folder": str(tmp_path)}, environment={})
+        with pytest.raises(CommandFailed, match=words):
+            tidied(named(addresses, None, 1), resolved)
+    (tmp_path / "output").mkdir()
+    resolved = read_settings({"server_folder": str(tmp_path), "clear_history": True}, environment={})
+    (server,) = tidied(named(one, None, 1), resolved)
+    assert (server.folder, server.clears_history) == (tmp_path, True)
+    (plain,) = tidied(named(one, None, 1), read_settings({}, environment={}))
+    assert (plain.folder, plain.clears_history) == (None, False), "nothing is removed unless it was asked for"

@@ -125,6 +125,19 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "rate": _option(
         "--rate", type=click.FloatRange(0), metavar="AMOUNT", help="What an hour of the worker costs."
     ),
+    "server_folder": _option(
+        "--server-folder",
+        metavar="PATH",
+        help="ComfyUI's own folder, where its disk is this machine's: what a job left there is removed once the hub "
+        "has it. With one --server.",
+    ),
+    "clear_history": click.option(
+        "--clear-history",
+        "clear_history",
+        is_flag=True,
+        default=None,
+        help="Remove what completed from the servers' history.",
+    ),
     "fake": _option("--fake", type=click.IntRange(0), metavar="N", help="Also start so many fake servers."),
     "slots": _option(
         "--slots", type=click.IntRange(1), metavar="N", help="Jobs a server gets at a time; 1 unless given."

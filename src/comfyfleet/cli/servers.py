@@ -45,6 +45,26 @@ def named(addresses: Sequence[str], name: str | None, slots: int, *, alone: bool
     return list(servers.values())
 
 
+def tidied(servers: list[Server], resolved: Resolved) -> list[Server]:
+    """With what is to be removed from each once the hub has it."""
+    chosen = resolved.values
+    folder = None if chosen.server_folder is None else Path(chosen.server_folder).expanduser()
+    if folder is not None:
+        if len(servers) != 1:
+            raise resolved.wrong(
+                "server_folder", "it is the folder of one server: start a worker for each --server"
+            )
+        if not (folder / "output").is_dir():
+            raise resolved.wrong(
+                "server_folder",
+                f"{folder} has no folder 'output': name the folder that ComfyUI was started in",
+            )
+    return [
+        msgspec.structs.replace(server, folder=folder, clears_history=chosen.clear_history)
+        for server in servers
+    ]
+
+
 def with_services(servers: list[Server], resolved: Resolved) -> list[Server]:
     """With the further services of the one worker there is then."""
     chosen = resolved.values

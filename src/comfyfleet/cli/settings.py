@@ -134,6 +134,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cost_tier: CostTier | None = None
     rate: Annotated[float, Meta(ge=0)] | None = None
     """What an hour of a worker costs."""
+    server_folder: str | None = None
+    """The folder of the one server there is, on this machine's disk: what jobs left there goes once it is kept."""
+    clear_history: bool = False
+    """Whether a worker removes its entries from its servers' history."""
     fake: Count = 0
     slots: Annotated[int, Meta(ge=1, le=1_000)] = 1
     grace_s: Annotated[float, Meta(ge=0)] = 60.0

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     "servers",
     "services",
     *OF_A_WORKER,
+    "server_folder",
+    "clear_history",
     "fake",
     "transport",
     "key",
@@ -73,7 +75,7 @@ def command(
 
     from comfyfleet.cli.local import read_hub
     from comfyfleet.cli.logs import set_up
-    from comfyfleet.cli.servers import declared_in, named, with_services
+    from comfyfleet.cli.servers import declared_in, named, tidied, with_services
     from comfyfleet.cli.settings import read_settings
 
     flags |= _read_rules(changes)
@@ -87,7 +89,7 @@ def command(
         )
     set_up(chosen.log_level, chosen.log_format)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not (chosen.fake or simulated))
-    servers = with_services(servers, resolved)
+    servers = with_services(tidied(servers, resolved), resolved)
     ended(asyncio.run(_work(resolved, servers, simulated, declared_in(resolved))))
 
 

@@ -101,7 +101,13 @@ class Agents:
                 RefusalCode.INVALID_REQUEST, f"server {server.id!r} has neither a url nor a connector"
             )
         headers = {**self._comfyui_settings.headers, **server.headers}
-        return ComfyUI(server.url, msgspec.structs.replace(self._comfyui_settings, headers=headers))
+        settings = msgspec.structs.replace(
+            self._comfyui_settings,
+            headers=headers,
+            folder=server.folder,
+            clears_history=server.clears_history,
+        )
+        return ComfyUI(server.url, settings)
 
     async def remove(self, name: str, *, drain: bool) -> None:
         member = self._members[name]

@@ -39,6 +39,10 @@ class Server(msgspec.Struct, frozen=True):
     more: tuple[Connector, ...] = ()
     """Connectors of further services that the same worker offers, one for each."""
     headers: dict[str, str] = {}
+    folder: Path | None = None
+    """The server's own folder, where its disk is this machine's: what jobs left there is removed once it is kept
+    elsewhere."""
+    clears_history: bool = False
 
 
 class Affinity(msgspec.Struct, frozen=True):

@@ -26,6 +26,7 @@ from comfyfleet.ports import Connector, InputSource, OutputKeeper, OutputSource,
 from comfyfleet.worker.fetching import Patience, no_source, side_by_side, with_inputs
 from comfyfleet.worker.news import NewsSender, Outbox
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
+from comfyfleet.worker.tidying import tidy_up
 
 _log = logging.getLogger(__name__)
 
@@ -289,12 +290,14 @@ class AttemptRun:
     async def _complete(self, result: JobResult, seconds: float) -> Failure | None:
         await self._flush()
         call = Completion(self.ref, result, seconds)
-        refusal = await self._report(lambda: self._api.complete(call))
-        if refusal is None or refusal.code in _LEASE_IS_OVER:
+        answer = await self._report(lambda: self._api.complete(call))
+        if isinstance(answer, Settled):
+            await tidy_up(self._connector, self.job, result)
+        if not isinstance(answer, Refusal) or answer.code in _LEASE_IS_OVER:
             return None
         # Unreported, the job would run again and end the same way.
         return await self._fail(
-            Failure(FailureKind.UNKNOWN, f"The result was refused ({refusal.code}): {refusal.message}"),
+            Failure(FailureKind.UNKNOWN, f"The result was refused ({answer.code}): {answer.message}"),
             seconds,
         )
 
@@ -308,13 +311,12 @@ class AttemptRun:
         if self._outbox is not None:
             await self._news.flush(self._outbox)
 
-    async def _report(self, call: Callable[[], Awaitable[Settled]]) -> Refusal | None:
-        """Repeats a report through faults until it is answered or the lease is over. Reports are idempotent."""
+    async def _report(self, call: Callable[[], Awaitable[Settled]]) -> Settled | Refusal | None:
+        """Repeats a report through faults until it is answered or the lease is over (None). Reports are idempotent."""
         backoff: Backoff | None = None
         while True:
             try:
-                await call()
-                return None
+                return await call()
             except Exception as error:
                 if not is_worth_a_retry(error):
                     assert isinstance(error, Refusal)

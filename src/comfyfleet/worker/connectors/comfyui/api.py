@@ -108,6 +108,10 @@ class Api:
     async def delete(self, prompt_id: str) -> Answer:
         return await self._ask("POST", "/queue", json={"delete": [prompt_id]})
 
+    async def forget(self, prompt_id: str) -> Answer:
+        """Its entry in the history."""
+        return await self._ask("POST", "/history", json={"delete": [prompt_id]})
+
     async def interrupt(self, prompt_id: str) -> Answer:
         return await self._ask("POST", "/interrupt", json={"prompt_id": prompt_id})
 

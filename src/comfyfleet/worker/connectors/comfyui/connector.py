@@ -31,6 +31,7 @@ from comfyfleet.worker.connectors.comfyui.run import Run
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, parse_address
 from comfyfleet.worker.connectors.comfyui.stopping import Stopped, parse_version, stop
 from comfyfleet.worker.connectors.comfyui.submission import Accepted, Submission, Unwanted
+from comfyfleet.worker.connectors.comfyui.tidying import remove_own
 from comfyfleet.worker.connectors.comfyui.truth import State, look_up
 from comfyfleet.worker.connectors.comfyui.vitality import Vitality
 
@@ -186,6 +187,19 @@ class ComfyUI:
         if isinstance(outcome, JobResult):
             return RunningAttempt("completed", outcome)
         return RunningAttempt("interrupted" if outcome.kind is FailureKind.INTERRUPTED else "failed")
+
+    async def tidy_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
+        """Raises what stood in the way: `OSError`, `Unreachable`."""
+        prompt_id, settings = prompt_id_of(job.attempt_id), self.settings
+        if settings.folder is not None:
+            await asyncio.to_thread(
+                remove_own, settings.folder, settings.subfolder, prompt_id, with_outputs=are_outputs_kept
+            )
+        if settings.clears_history:
+            if self._boot.remembered == prompt_id:
+                # Forgotten by our own doing, it would look as if the server had been started anew.
+                self._boot.remembered = None
+            await self._api.forget(prompt_id)
 
     # files
 

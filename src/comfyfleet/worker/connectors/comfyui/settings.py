@@ -6,6 +6,7 @@ single attempt come with the attempt and override what stands here.
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -22,6 +23,11 @@ class ComfyUISettings(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str] = {}
     """Sent with every request, for servers behind a gate that wants a key."""
     verify_tls: bool = True
+    folder: Path | None = None
+    """The server's own, with `input` and `output`, where its disk is this machine's: what an attempt left there is then
+    removed once it is kept elsewhere."""
+    clears_history: bool = False
+    """Whether the entry of an attempt is removed from the server's history once its completion was taken."""
 
     request_s: float = 15.0
     """For small questions: queue, history, health."""
