@@ -61,7 +61,8 @@ QUICK: dict[str, PlaySize] = {
     "hub-redis": hub_loop.Size("redis", 60, 1, simulated=(0.02, 0.3), servers=1),
     "fuzz": fuzz.Size(5_000, max_waiting=300),
     "files": large_files.Size("folder", brought=64 * large_files.MIB, left=64 * large_files.MIB),
-    "files-s3": large_files.Size("storage", brought=64 * large_files.MIB, left=64 * large_files.MIB),
+    # Of two parts: what is larger than one goes up in parts.
+    "files-s3": large_files.Size("storage", brought=64 * large_files.MIB, left=96 * large_files.MIB),
 }
 
 

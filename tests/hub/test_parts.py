@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from PIL import Image
 from tests.hub._hub import HubRig, submission
 from tests.hub.test_inputs import brings, ended, submitted
 from tests.hub.test_s3_files import MIB, OnDisk, a_file, a_lease, put, result_with, s3_hub, sha
@@ -20,6 +22,8 @@ from comfyfleet.assets.multipart import Multipart
 from comfyfleet.assets.s3 import S3Assets
 from comfyfleet.assets.storage import Storage
 from comfyfleet.client.fleet import FleetClient
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.hub.inside import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, LeasedJob, Release
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -238,6 +242,56 @@ async def test_a_look_that_takes_long_is_asked_for_again_and_made_once(
         assert answer.code == "unavailable" and "retry-after" in answer.headers
         go_on.set()
         assert (await uploading).is_complete and looks == 1
+
+
+async def test_an_agent_in_the_hubs_own_process_waits_for_the_look_and_sends_nothing_again(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "made").write_bytes(CONTENT)
+    asked, go_on = 0, asyncio.Event()
+    as_it_is = S3Assets.complete
+
+    async def counted(self: S3Assets, file_id: str) -> FileRecord:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            go_on.set()
+        return await as_it_is(self, file_id)
+
+    async def slowly(self: S3Assets, record: FileRecord) -> str:
+        await go_on.wait()
+        return DIGEST
+
+    monkeypatch.setattr(S3Assets, "complete", counted)
+    monkeypatch.setattr(S3Assets, "_digest", slowly)
+    options: dict[str, Any] = {"part_bytes": PART, "max_put_bytes": PART}
+    async with s3_hub(server.bucket) as rig:
+        await submitted(rig, submission())
+        async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as far:
+            job = await a_lease(far)
+        assets = S3Assets(server.bucket, CREDENTIALS, rig.cabinet, SystemClock(), look_s=0.05, **options)
+        inside = InsideApi(rig.engine, assets)
+        kept = await inside.keep(job.ref, OUT, OnDisk(tmp_path / "made"))
+        assert asked == 2 and [each.name for each in await rig.cabinet.listing("files")] == [kept]
+        await assets.close()
+
+
+async def test_a_thumbnail_lies_in_the_storage_beside_its_picture(server: S3Server) -> None:
+    target = io.BytesIO()
+    Image.new("RGB", (600, 300)).save(target, "PNG")
+    async with (
+        s3_hub(server.bucket, "pictures") as rig,
+        FleetClient(rig.url, rig.keys[Role.TENANT]) as client,
+    ):
+        picture = await client.upload(target.getvalue(), name="p.png")
+        small = (await rig.get(f"/api/files/{picture.id}/thumbnail?size=64", role=Role.TENANT)).body
+        link = OutputFile("", "", "small.webp", file_id=small["id"], url=small["link"]["url"])
+        assert Image.open(io.BytesIO(await client.fetch(link))).size == (64, 32)
+        storage = Storage(server.bucket, CREDENTIALS)
+        assert await storage.keys("pictures/acme/thumbnails/", "", 10) == [
+            f"pictures/acme/thumbnails/{small['id']}"
+        ]
+        await storage.close()
 
 
 async def test_a_file_that_is_too_large_for_one_piece_has_no_such_link(

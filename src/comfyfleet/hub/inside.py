@@ -100,7 +100,17 @@ class InsideApi:
             desk = OutputDesk(self._engine, self._assets)
             (record,) = await desk.announce(await desk.leased(ref), ref, (said,))
             await self._assets.receive(record, _pieces(path))
-            return (await self._assets.complete(record.file_id)).file_id
+            return await self._completed(record.file_id)
+
+    async def _completed(self, file_id: str) -> str:
+        while True:
+            try:
+                return (await self._assets.complete(file_id)).file_id
+            except Refusal as refusal:
+                # A large file is still being looked at: to send it again would not make it quicker.
+                if refusal.code is not RefusalCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(float(refusal.details.get("retry_after_s", 1.0)))
 
 
 def _measure(path: Path) -> tuple[int, str]:
