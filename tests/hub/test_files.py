@@ -212,6 +212,39 @@ async def test_old_files_are_forgotten_with_their_bytes(tmp_path: Path) -> None:
     assert await assets.get(young.file_id) is not None
 
 
+async def test_files_that_no_record_tells_of_go_once_they_are_old(tmp_path: Path) -> None:
+    clock, cabinet = ManualClock(), MemoryCabinet()
+    assets = LocalAssets(tmp_path, cabinet, clock, keep_s=1000)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"x"
+
+    async def in_use(file_id: str) -> bool:
+        return file_id == used.file_id
+
+    lost, used, cut_off = [await assets.reserve(TenantId("acme")) for _ in range(3)]
+    assets.in_use = in_use
+    for record in (lost, used):
+        await assets.receive(record, pieces())
+        await cabinet.remove("files", record.file_id)
+    partial = assets.path(cut_off).with_name(f"{cut_off.file_id}.0123.partial")
+    strange = assets.path(lost).with_name("notes.txt")
+    await asyncio.to_thread(_touch, partial, strange)
+    before = {lost.file_id, used.file_id, partial.name, strange.name}
+    for seconds, left in ((1000, before), (100, {used.file_id, strange.name})):
+        await clock.advance(seconds)
+        for _ in range(16):
+            # A part of the folders each time.
+            await assets._tidy()
+        assert set(left_in(tmp_path)) == left
+
+
+def _touch(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+
 @pytest.mark.parametrize("kind", ["text", "a/b\n", "a/b\r\nx: y", "文/x", "é/x"])
 async def test_a_type_that_can_be_no_header_is_refused(rig: HubRig, kind: str) -> None:
     answer = await rig.post("/api/files", {"name": "a", "type": kind}, role=Role.TENANT)

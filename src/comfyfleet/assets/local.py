@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
@@ -25,14 +26,19 @@ from comfyfleet.assets.records import (
     check_is_open,
     in_one_piece,
     is_file_id,
+    made_at,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord, Grant
 from comfyfleet.ports import Cabinet, Clock
 
+_LOG = logging.getLogger(__name__)
+
 _SECRETS = "secrets"
 _SECRET = "file_links"
 _PIECE = 1 << 20
+_FOLDERS_AT_A_TIME = 16
+"""Of 256, looked through for orphans whenever old files are."""
 
 
 class LocalAssets(FileRecords):
@@ -51,6 +57,7 @@ class LocalAssets(FileRecords):
         super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of, tenant_bytes)
         self._folder = folder
         self._key: bytes | None = None
+        self._swept_to = 0
 
     async def complete(self, file_id: str) -> FileRecord:
         """It has been received and is what was said of it. Asked again, the same answer."""
@@ -63,8 +70,31 @@ class LocalAssets(FileRecords):
             raise elsewhere(record)
         return await self._change(file_id, is_complete=True)
 
+    # the end of files
+
     async def _remove(self, record: FileRecord) -> None:
         await asyncio.to_thread(self.path(record).unlink, missing_ok=True)
+
+    async def _tidy(self) -> None:
+        await self._prune()
+        for _ in range(_FOLDERS_AT_A_TIME):
+            await self._remove_orphans(self._folder / f"{self._swept_to:02x}")
+            self._swept_to = (self._swept_to + 1) % 256
+
+    async def _remove_orphans(self, folder: Path) -> None:
+        """Old files that no record tells of, and what was left of those that were cut off. Foreign names stay."""
+        for name in await asyncio.to_thread(_names_in, folder):
+            file_id = name.partition(".")[0]
+            since = made_at(file_id)
+            if since is None or not self._is_over(since):
+                continue
+            try:
+                is_whole = name == file_id
+                if is_whole and (await self.in_use(file_id) or await self.get(file_id) is not None):
+                    continue
+                await asyncio.to_thread((folder / name).unlink, missing_ok=True)
+            except (Fault, OSError) as error:
+                _LOG.warning("the old file %s stays for now: %s", name, error)
 
     # links
 
@@ -174,3 +204,10 @@ def _settle(descriptor: int, flush: object) -> None:
     assert callable(flush)
     flush()
     os.fsync(descriptor)
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [each.name for each in folder.iterdir()]
+    except FileNotFoundError:
+        return []
