@@ -42,10 +42,14 @@ class SystemChance:
         self._owner = 0
 
     def job_id(self, now: float) -> JobId:
-        """A version 7 UUID: ids grow with time, to the millisecond, and nobody can guess one."""
-        time_part, chance = f"{int(now * 1000):012x}", self._draw(10).hex()
-        variant = _VARIANTS[chance[3]]
-        return JobId(f"{time_part[:8]}-{time_part[8:]}-7{chance[:3]}-{variant}{chance[4:7]}-{chance[7:19]}")
+        """A version 7 UUID: ids grow with time, far below the millisecond, and nobody can guess one."""
+        milliseconds = now * 1000
+        whole = int(milliseconds)
+        # Twelve digits of milliseconds and, as RFC 9562 allows, three of the fraction of one.
+        time = f"{(whole << 12) + int((milliseconds - whole) * 4096):015x}"
+        chance = self._draw(8).hex()
+        variant = _VARIANTS[chance[0]]
+        return JobId(f"{time[:8]}-{time[8:12]}-7{time[12:]}-{variant}{chance[1:4]}-{chance[4:]}")
 
     def token(self) -> str:
         return urlsafe_b64encode(self._draw(18)).decode()

@@ -249,7 +249,9 @@ class SubmitDesk:
         )
         if is_held:
             dispatch = held(dispatch)
-        return msgspec.structs.replace(dispatch, wake_at=wake_at(dispatch, now, rules))
+        when = wake_at(dispatch, now, rules)
+        # Most jobs wait for nothing but a worker.
+        return dispatch if when is None else msgspec.structs.replace(dispatch, wake_at=when)
 
     async def _write(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
         await self._announce(job.payload, dispatch)
@@ -259,7 +261,8 @@ class SubmitDesk:
         await self._context.announce(submission, dispatch.job_id, dispatch.round)
         if dispatch.is_held:
             await self._dependencies.announce(submission.after, dispatch.job_id)
-        await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
+        if submission.inputs:
+            await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
 
     async def _enqueue(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
         fleet = self._context.fleet

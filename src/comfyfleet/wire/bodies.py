@@ -237,19 +237,8 @@ def submission(
         on_deadline=body.on_deadline,
         include_outputs=body.include_outputs,
         require_workable=body.require_workable,
-        after=tuple(JobId(job_id) for job_id in body.after),
-        inputs=tuple(
-            JobInput(
-                each.node,
-                each.input,
-                each.file,
-                None if each.job is None else JobId(each.job),
-                each.output,
-                each.index,
-                each.kind,
-            )
-            for each in body.inputs
-        ),
+        after=tuple(map(JobId, body.after)),
+        inputs=tuple(map(_input, body.inputs)),
         webhook=_webhook(body.webhook),
         traceparent=traceparent,
     )
@@ -258,6 +247,11 @@ def submission(
 def named_jobs(body: SubmitBody) -> set[str]:
     """By id or reference: those that must complete before this one."""
     return {*body.after, *(each.job for each in body.inputs if each.job is not None)}
+
+
+def _input(body: InputBody) -> JobInput:
+    job = None if body.job is None else JobId(body.job)
+    return JobInput(body.node, body.input, body.file, job, body.output, body.index, body.kind)
 
 
 def _webhook(given: WebhookBody | str | None) -> Webhook | None:
@@ -309,7 +303,10 @@ def _requirements(body: SubmitBody) -> Requirements:
     if isinstance(body, SpelledSubmit):
         for name in OLD_SERVICE_NAMES:
             service = service or getattr(body, name)
-    given = {} if body.requirements is None else _given(body.requirements)
+    service = service or "comfyui"
+    if body.requirements is None:
+        return Requirements(service=service, provider=body.provider)
+    given = _given(body.requirements)
     if "hardware" in given:
         given["hardware"] = HardwareNeed(**_given(given["hardware"]))
     if "location" in given:
@@ -317,7 +314,7 @@ def _requirements(body: SubmitBody) -> Requirements:
     for name in ("workers", "exclude_workers"):
         if name in given:
             given[name] = tuple(WorkerId(worker) for worker in given[name])
-    return Requirements(service=service or "comfyui", provider=body.provider, **given)
+    return Requirements(service=service, provider=body.provider, **given)
 
 
 def _preferences(body: PreferencesBody | None) -> Preferences:
