@@ -199,6 +199,8 @@ def test_a_file_that_is_sent_within_the_graph_is_not_kept() -> None:
         graph = twelve_nodes(number)
         graph["4"] = {"class_type": "LoadImageBase64", "inputs": {"image": f"{number}" * 100_000}}
         assert reader.read(graph, is_own=True) == _fresh(graph)
+        named = twelve_nodes(number) | {f"{number}" * 100_000: graph["1"]}
+        assert reader.read(named, is_own=True) == _fresh(named)
     assert len(pickle.dumps((reader._nodes, reader._shapes, reader._graphs))) < 100_000
 
 

@@ -37,7 +37,7 @@ _MAX_NODES = 4_096
 _MAX_NODE_BYTES = 2_048
 _MAX_GRAPHS = 1_024
 _MAX_GRAPH_NODES = 500
-_MAX_NEEDS_CHARACTERS = 16_384
+_MAX_GRAPH_CHARACTERS = 16_384
 """Beyond them nothing is remembered, or everything is forgotten: what matters comes back with the next job."""
 
 _PLAIN = 1 << 64
@@ -45,7 +45,11 @@ _PLAIN = 1 << 64
 
 _encode = msgspec.msgpack.Encoder().encode
 
+K = TypeVar("K")
 T = TypeVar("T")
+
+_Graph = tuple[str | bytes, ...]
+"""Its node ids, then their structures. Both are small, and the structures those of other graphs too."""
 
 
 class Reading(NamedTuple):
@@ -70,7 +74,7 @@ class Reader:
         self._nodes: dict[bytes, _Seen] = {}
         self._shapes: dict[bytes, bytes] = {}
         """Structures by shape: a node with another seed is as good as known."""
-        self._graphs: dict[bytes, Reading] = {}
+        self._graphs: dict[_Graph, Reading] = {}
 
     def read(self, graph: Mapping[str, Any], *, is_own: bool = False) -> Reading:
         """Raises `InvalidWorkflow`. `is_own`: it was decoded from JSON, its nodes or not, and nobody else has it."""
@@ -86,12 +90,12 @@ class Reader:
         known = self._graphs.get(structure)
         if known is None:
             known = _read(check_workflow(nodes, max_nodes=self._max_nodes), {})
-            # The name of an input file may be the file itself, as text.
-            if _size(known) <= _MAX_NEEDS_CHARACTERS:
+            # The name of an input file may be the file itself, as text, and so may that of a node.
+            if _size(known) + sum(map(len, nodes)) <= _MAX_GRAPH_CHARACTERS:
                 _remember(self._graphs, structure, known, _MAX_GRAPHS)
-        return known._replace(graph=nodes)
+        return Reading(nodes, known.workflow_hash, known.needs, known.drawing)
 
-    def _recall(self, graph: Mapping[str, Any]) -> tuple[dict[str, Any], bytes] | None:
+    def _recall(self, graph: Mapping[str, Any]) -> tuple[dict[str, Any], _Graph] | None:
         """The graph made of nodes that are known, and what it is known by. None: it is not worth it, or wrong."""
         if not isinstance(graph, dict) or len(graph) > _MAX_GRAPH_NODES:
             return None
@@ -110,7 +114,7 @@ class Reader:
                     return None
             nodes[node_id] = seen.content
             structures.append(seen.structure)
-        return nodes, _digest((*nodes, *structures))
+        return nodes, (*nodes, *structures)
 
     def _see(self, node_id: str, content: Any, graph: Mapping[str, Any], text: bytes) -> _Seen | None:
         shape = _shape(content)
@@ -128,7 +132,7 @@ class Reader:
         return seen
 
 
-def _remember(known: dict[bytes, T], key: bytes, value: T, most: int) -> None:
+def _remember(known: dict[K, T], key: K, value: T, most: int) -> None:
     if len(known) >= most:
         known.clear()
     known[key] = value
