@@ -275,8 +275,9 @@ class Door:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again") from None
             raise Refusal(RefusalCode.UNAUTHENTICATED, "the key is not good any more") from None
         finally:
+            # Whoever hangs up from here on disturbs nobody, though it may be on its way to be told.
+            is_ended = True
             self._parked.discard(end)
-            watch.remove_done_callback(end)
             watch.cancel()
 
 
