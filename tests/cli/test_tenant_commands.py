@@ -91,3 +91,13 @@ def test_reconcile_says_so_where_both_sides_agree(run: Run) -> None:
             "the store and tenants' databases agree, and every book adds up\n",
         )
     assert run("reconcile", "--json").json == {"findings": [], "is_mended": True}
+
+
+def test_a_tenant_moves_and_is_deleted_once_its_name_was_said_again(run: Run) -> None:
+    run("tenant", "create", "nomad")
+    assert run("tenant", "move", "nomad", "other").output == "nomad lies in the pool other\n"
+    assert run("tenant", "move", "nomad", "other").code == 3
+    assert run("tenant", "delete", "nomad", "--confirm", "acme").code == 3
+    ended = run("tenant", "delete", "nomad", "--confirm", "nomad")
+    assert ended.output == "nomad is gone\n", ended.errors
+    assert run("tenant", "show", "nomad").code == 3

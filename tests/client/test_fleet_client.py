@@ -149,6 +149,7 @@ async def test_tenants_are_set_up_and_given_credits(tmp_path: Path) -> None:
         assert (await client.adjust_credits("acme", -20, "a mistake")).balance == 90
         assert (await client.balance("acme")).available == 90
         assert [each.balance for each in (await client.statement("acme", 1)).entries] == [10, -20]
+        assert (await client.delete_tenant("acme", confirm="acme")).state == "leaving"
         with pytest.raises(Refusal, match="cannot be said of a tenant"):
             await client.change_tenant("acme", wait=3)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,7 @@ async def hub_in_process(
     assets_on: Callable[[Cabinet, Clock], Assets] | None = None,
     pools: Mapping[str, str] | None = None,
     around: Callable[[Store, Clock], Store] = lambda store, _: store,
+    shred: Callable[[TenantId], Awaitable[object]] | None = None,
 ) -> AsyncIterator[HubRig]:
     clock = SystemClock()
     store = around(open_store(store_url, clock), clock)
@@ -204,6 +205,7 @@ async def hub_in_process(
             assets=assets if assets_on is None else assets_on(cabinet, clock),
             guard=guard,
             estate=estate,
+            shred=shred,
         )
         if pools:
             await stack.enter_async_context(estate.kept(engine.admit))

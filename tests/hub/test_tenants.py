@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
-from tests.hub._hub import TENANT, HubRig, hub_in_process, submission
+from tests.hub._hub import TENANT, Answer, HubRig, hub_in_process, submission
+from tests.tenancy.test_moving import everything
 
 from comfyfleet.contract.teller import Teller
 from comfyfleet.model.access import Role
@@ -209,3 +211,75 @@ async def test_a_job_costs_what_its_price_says_and_one_too_many_is_refused(rig: 
     assert (round_["outcome"], round_["consumed"], round_["worker_id"]) == ("consumed", 5, "gpu")
     kinds = [each["kind"] for each in (await rig.get(f"{ACME}/statement", role=Role.TENANT)).body["entries"]]
     assert kinds == ["grant", "reserve", "consume"]
+
+
+# coming and going
+
+
+async def until(rig: HubRig, is_so: Callable[[Answer], bool]) -> Answer:
+    async with asyncio.timeout(20):
+        while not is_so(answer := await rig.get(ACME)):
+            await asyncio.sleep(0.05)
+    return answer
+
+
+async def test_a_tenant_moves_while_a_job_of_it_runs_and_is_charged_where_it_is_then(rig: HubRig) -> None:
+    rig.hub.start()
+    await made(rig, price={"by": "flat", "credits": 5})
+    await rig.post(f"{ACME}/grants", {"amount": 100})
+    job_id = await rig.submit(role=Role.TENANT, reference="mine")
+    gpu = WorkerId("gpu")
+    await rig.engine.register(RegisterWorker(gpu, Capabilities((Service("comfyui"),), has_hub=True)))
+    leased = await rig.engine.poll(Poll(gpu, PollId("1"), 0))
+    assert leased is not None
+    begun = await rig.post(f"{ACME}/move", {"pool": "other"})
+    assert (begun.status, begun.body["state"], begun.body["moving_to"]) == (202, "moving", "other")
+    refused = await rig.post("/api/jobs", submission(), role=Role.TENANT)
+    assert refused.code == "unavailable" and "retry-after" in refused.headers
+    assert (await rig.post(f"{ACME}/grants", {"amount": 1})).code == "unavailable"
+    moved = (await until(rig, lambda answer: answer.body["state"] == "active")).body
+    assert (moved["pool"], moved["moving_to"]) == ("other", None)
+    await rig.engine.complete(Completion(leased.ref, JobResult({"2": {}}), 1.0))
+    assert await balance(rig) == (95, 0, 95, 0)
+    assert (await rig.get(f"/api/jobs/{job_id}/result", role=Role.TENANT)).body["result"]["outputs"] == {
+        "2": {}
+    }
+    again = await rig.post("/api/jobs", submission(reference="mine"), role=Role.TENANT)
+    assert (again.status, again.body["id"]) == (200, job_id)
+    assert (await rig.post(f"{ACME}/move", {"pool": "nowhere"})).code == "invalid_request"
+    await rig.hub.finish()
+
+
+async def test_a_deleted_tenant_takes_its_jobs_keys_and_credits_along(tmp_path: Path) -> None:
+    pools = {"default": f"sqlite:///{tmp_path}/default.db"}
+    shredded: list[TenantId] = []
+
+    async def shred(tenant: TenantId) -> None:
+        shredded.append(tenant)
+
+    async with hub_in_process(pools=pools, folder=tmp_path / "files", shred=shred) as rig:
+        rig.hub.start()
+        await made(rig, price={"by": "flat", "credits": 5})
+        await rig.post(f"{ACME}/grants", {"amount": 100})
+        job_ids = [await rig.submit(role=Role.TENANT) for _ in range(2)]
+        file = await rig.post("/api/files", {"name": "x.png", "type": "image/png"}, role=Role.TENANT)
+        assert (await rig.ask("DELETE", ACME)).code == "invalid_request"
+        assert (await rig.ask("DELETE", f"{ACME}?confirm=other")).code == "invalid_request"
+        gone = await rig.ask("DELETE", f"{ACME}?confirm=acme")
+        assert (gone.status, gone.body["state"]) == (202, "leaving")
+        assert (await rig.ask("PATCH", ACME, {"weight": 2})).status in (404, 409)
+        await until(rig, lambda answer: answer.status == 404)
+        assert (await rig.get("/api/jobs", role=Role.TENANT)).code == "unauthenticated"
+        for job_id in job_ids:
+            assert (await rig.get(f"/api/jobs/{job_id}")).body["status"] == "cancelled"
+        assert (await rig.get(f"/api/files/{file.body['id']}")).code == "not_found"
+        database = await rig.estate.pools.get("default")
+        assert not any((await everything(database)).values())
+        assert shredded == [TENANT]
+        actions = [each["action"] for each in (await rig.get("/api/audit")).body["entries"]]
+        assert "delete_tenant" in actions and "tenant_deleted" in actions
+        # The name is free again, and its book is empty.
+        await made(rig)
+        assert await balance(rig) == (0, 0, 0, 0)
+        await rig.post(f"{ACME}/grants", {"amount": 1})
+        await rig.hub.finish()

@@ -100,6 +100,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             assets=assets,
             guard=Guard(resolved.allowed()),
             estate=estate,
+            shred=None if keyring is None else keyring.shred,
         )
         # Behind the hub, which has told the engine of tenants' terms: what a relay brings in is placed by them.
         await stack.enter_async_context(estate.kept(engine.admit))

@@ -26,6 +26,7 @@ _CAPS = (
     "max_pixels",
     "max_batch",
 )
+_LOOK_S = 0.3
 _LISTS = ("node_classes", "denied_node_classes", "models", "denied_models")
 
 
@@ -221,3 +222,72 @@ def _stating(name: str, text: str, method: str) -> None:
 
 _stating("suspend", "Take nothing new of it and lease nothing; what runs may end.", "suspend_tenant")
 _stating("resume", "Let a suspended tenant work again.", "resume_tenant")
+
+
+_no_wait = click.option("--no-wait", is_flag=True, help="Do not wait until it is done.")
+
+
+@command.command("move")
+@click.argument("tenant_id")
+@click.argument("pool")
+@_no_wait
+@as_json
+@settings(*TO_REACH)
+def move(tenant_id: str, pool: str, no_wait: bool, as_json: bool, **flags: Any) -> None:
+    """Move everything of a tenant to another POOL; naming its own calls it back."""
+    import asyncio
+
+    from comfyfleet.cli.reach import ask, print_json
+
+    async def moving(client: FleetClient) -> TenantView:
+        tenant = await client.move_tenant(tenant_id, pool)
+        while tenant.state == "moving" and not no_wait:
+            await asyncio.sleep(_LOOK_S)
+            tenant = await client.tenant(tenant_id)
+        return tenant
+
+    tenant = ask(flags, moving)
+    if as_json:
+        print_json(tenant)
+    elif tenant.state == "moving":
+        click.echo(f"{tenant.id} is on its way to the pool {tenant.moving_to}")
+    else:
+        click.echo(f"{tenant.id} lies in the pool {tenant.pool}")
+
+
+@command.command("delete")
+@click.argument("tenant_id")
+@click.option("--confirm", metavar="TENANT_ID", help="Its id once more, instead of being asked for it.")
+@_no_wait
+@as_json
+@settings(*TO_REACH)
+def delete(tenant_id: str, confirm: str | None, no_wait: bool, as_json: bool, **flags: Any) -> None:
+    """Delete a tenant with its keys, jobs, files, webhooks and credits, for good."""
+    import asyncio
+
+    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.model.errors import Refusal, RefusalCode
+
+    if confirm is None:
+        confirm = click.prompt(
+            f"Its jobs, files, keys and credits go with {tenant_id}; type its id to go on", err=True
+        )
+
+    async def leaving(client: FleetClient) -> bool:
+        """Whether it is gone."""
+        await client.delete_tenant(tenant_id, confirm=confirm or "")
+        while not no_wait:
+            try:
+                await client.tenant(tenant_id)
+            except Refusal as refusal:
+                if refusal.code is RefusalCode.NOT_FOUND:
+                    return True
+                raise
+            await asyncio.sleep(_LOOK_S)
+        return False
+
+    is_gone = ask(flags, leaving)
+    if as_json:
+        print_json({"tenant": tenant_id, "is_gone": is_gone})
+    else:
+        click.echo(f"{tenant_id} is {'gone' if is_gone else 'being deleted'}")

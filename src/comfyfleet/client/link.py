@@ -46,6 +46,8 @@ _SAME_TWICE = frozenset(
         "change_tenant",
         "suspend_tenant",
         "resume_tenant",
+        "move_tenant",
+        "delete_tenant",
         "grant_credits",
         "confirm_grant",
         "void_grant",

@@ -167,6 +167,8 @@ class SyncFleetClient:
     change_tenant = _blocking(FleetClient.change_tenant)
     suspend_tenant = _blocking(FleetClient.suspend_tenant)
     resume_tenant = _blocking(FleetClient.resume_tenant)
+    move_tenant = _blocking(FleetClient.move_tenant)
+    delete_tenant = _blocking(FleetClient.delete_tenant)
     balance = _blocking(FleetClient.balance)
     statement = _blocking(FleetClient.statement)
     differences = _blocking(FleetClient.differences)

@@ -52,6 +52,16 @@ class TenantCalls:
     async def resume_tenant(self, tenant_id: str) -> wire.TenantView:
         return await self._link.ask("resume_tenant", wire.TenantView, tenant_id=tenant_id)
 
+    async def move_tenant(self, tenant_id: str, pool: str) -> wire.TenantView:
+        """Begun when it returns; it is there when its `pool` is and its state is not `moving`."""
+        body = wire.MoveBody(pool)
+        return await self._link.ask("move_tenant", wire.TenantView, body=body, tenant_id=tenant_id)
+
+    async def delete_tenant(self, tenant_id: str, *, confirm: str) -> wire.TenantView:
+        """Begun when it returns; it is gone when it is not found any more. `confirm` repeats its id."""
+        query = {"confirm": confirm}
+        return await self._link.ask("delete_tenant", wire.TenantView, query=query, tenant_id=tenant_id)
+
     # credits
 
     async def balance(self, tenant_id: str) -> money.BalanceView:

@@ -5,6 +5,10 @@ The engine belongs to whoever made it and is open before the hub and after. `ser
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
@@ -31,15 +35,19 @@ from comfyfleet.hub.rooms import Rooms
 from comfyfleet.hub.sending import Sender
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
+from comfyfleet.hub.tenant_duties import TenantDuties
 from comfyfleet.hub.tenants import TenantHandlers
 from comfyfleet.hub.terms import TermsGate
 from comfyfleet.hub.webhooks import WebhookHandlers
 from comfyfleet.hub.workers import WorkerHandlers
+from comfyfleet.model.ids import TenantId
 from comfyfleet.outbound.guard import Guard
 from comfyfleet.ports import Assets, Cabinet, Clock
 from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.estate import Estate
 from comfyfleet.tenancy.keys import Keys
+from comfyfleet.tenancy.leaving import Belongings, Leaver
+from comfyfleet.tenancy.moving import Mover
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.routes import ROUTES
 
@@ -47,7 +55,8 @@ from comfyfleet.wire.routes import ROUTES
 class Hub:
     """`is_open`: whoever asks from this machine without a key is an administrator. `legacy_websocket`: whether callers
     and monitors are still served over the WebSocket; workers always are. `guard` stands before every URL that is called
-    for somebody. `tenants` and `pools`: those that an operator set up; unless given, those of the store, in no pool."""
+    for somebody. `estate`: the tenants that an operator set up; unless given, those of the store, in no pool. `shred`
+    makes what is sealed for a tenant unreadable for good."""
 
     def __init__(
         self,
@@ -61,6 +70,7 @@ class Hub:
         assets: Assets | None = None,
         guard: Guard | None = None,
         estate: Estate | None = None,
+        shred: Callable[[TenantId], Awaitable[object]] | None = None,
     ) -> None:
         self.engine = engine
         self.is_open = is_open
@@ -83,6 +93,15 @@ class Hub:
         estate = estate or Estate(engine.store, clock, {})
         tenants, pools = estate.tenants, estate.pools
         engine.judged_by(TermsGate(tenants, pools, cabinet, engine.now, is_shared=engine.store.is_shared))
+        belongings = Belongings(
+            cancel=engine.cancel,
+            revoked=partial(_end_key, credentials, places),
+            erase_files=None if assets is None else assets.forget_tenant,
+            shred=shred,
+        )
+        mover = Mover(tenants, pools, asyncio.sleep)
+        leaver = Leaver(engine.store, estate.homes, self.keys, webhooks, book, belongings, asyncio.sleep)
+        self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, self.audit)
         inputs = InputDesk(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
         handlers: dict[str, Handler] = {
@@ -92,7 +111,7 @@ class Hub:
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
             **workers.bound(),
-            **TenantHandlers(tenants, pools, clock).bound(),
+            **TenantHandlers(tenants, pools, clock, self._tenant_duties.wake).bound(),
             **CreditHandlers(engine, tenants, pools).bound(),
             **ReconcileHandlers(estate.reconciler).bound(),
             **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
@@ -139,11 +158,13 @@ class Hub:
         twice."""
         self._delivering.start()
         self._key_watch.start()
+        self._tenant_duties.start()
 
     async def finish(self) -> None:
         """After `stop`: nothing of the hub runs any more. Can be called twice."""
         await self._delivering.close()
         await self._key_watch.close()
+        await self._tenant_duties.close()
         await self.audit.close()
 
     def stop(self) -> None:
@@ -176,3 +197,8 @@ class Hub:
                 await self.finish()
                 await send({"type": "lifespan.shutdown.complete"})
                 return
+
+
+def _end_key(credentials: Credentials, places: Places, key_id: str) -> None:
+    credentials.forget(key_id)
+    places.end(key_id)

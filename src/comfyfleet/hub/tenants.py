@@ -17,10 +17,13 @@ from comfyfleet.wire import tenants as wire
 
 
 class TenantHandlers:
-    def __init__(self, tenants: Tenants, pools: Pools, clock: Clock) -> None:
+    """`wake` is called when a tenant is to be seen to at once."""
+
+    def __init__(self, tenants: Tenants, pools: Pools, clock: Clock, wake: Callable[[], None]) -> None:
         self._tenants = tenants
         self._pools = pools
         self._clock = clock
+        self._wake = wake
 
     def bound(self) -> dict[str, Handler]:
         return {
@@ -30,6 +33,8 @@ class TenantHandlers:
             "change_tenant": self.change,
             "suspend_tenant": self.suspend,
             "resume_tenant": self.resume,
+            "move_tenant": self.move,
+            "delete_tenant": self.delete,
         }
 
     async def list_tenants(self, call: Call[bodies.PageQuery]) -> Reply:
@@ -41,8 +46,10 @@ class TenantHandlers:
         body, pool = call.given, self._pools.check(call.given.pool)
         tenant = Tenant(TenantId(body.id), pool, self._clock.now(), **wire.asked_for(body))
         policy.check_terms(tenant)
-        # Opened first: a pool that cannot be reached is found out before anybody relies on it.
-        await self._pools.get(pool)
+        database = await self._pools.get(pool)
+        if await self._tenants.newest(tenant.tenant_id) is None:
+            # Before the name is taken: one of the same name may have been here once, and its book is closed.
+            await database.begin_book(tenant.tenant_id)
         made = await self._tenants.create(tenant)
         return Reply(201, wire.view(made), made=made.tenant_id)
 
@@ -58,6 +65,20 @@ class TenantHandlers:
 
     async def resume(self, call: Call[None]) -> Reply:
         return await self._changed(call, policy.resumed)
+
+    async def move(self, call: Call[wire.MoveBody]) -> Reply:
+        pool, now = self._pools.check(call.given.pool), self._clock.now()
+        # A pool that nobody can reach would keep the tenant waiting on the way.
+        await self._pools.get(pool)
+        return await self._seen_to(call, lambda tenant: policy.moving(tenant, pool, now))
+
+    async def delete(self, call: Call[wire.DeleteQuery]) -> Reply:
+        return await self._seen_to(call, lambda tenant: policy.leaving(tenant, call.given.confirm))
+
+    async def _seen_to(self, call: Call[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
+        reply = await self._changed(call, decide)
+        self._wake()
+        return Reply(202, reply.body)
 
     async def _changed(self, call: Call[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
         tenant = await known(self._tenants, call.parameters["tenant_id"])

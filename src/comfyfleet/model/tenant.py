@@ -70,6 +70,7 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
     denied_models: tuple[str, ...] = ()
     caps: TenantCaps = TenantCaps()
     moving_to: str | None = None
+    moving_since: float | None = None
     returns_to: TenantState = TenantState.ACTIVE
     """What it is again once it has been moved."""
     moved_from: str | None = None

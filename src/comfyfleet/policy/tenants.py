@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ledger import FlatPrice, Price, ServicePrice
@@ -19,7 +19,7 @@ _AGAIN_S = 5.0
 
 def changed(tenant: Tenant, fields: dict[str, Any]) -> Tenant:
     _check_stays(tenant)
-    made = msgspec.structs.replace(tenant, **fields)
+    made = replace(tenant, **fields)
     check_terms(made)
     return made
 
@@ -46,15 +46,64 @@ def is_told_by_worker(price: Price) -> bool:
 def suspended(tenant: Tenant) -> Tenant:
     _check_stays(tenant)
     if tenant.state is TenantState.MOVING:
-        return msgspec.structs.replace(tenant, returns_to=TenantState.SUSPENDED)
-    return msgspec.structs.replace(tenant, state=TenantState.SUSPENDED)
+        return replace(tenant, returns_to=TenantState.SUSPENDED)
+    return replace(tenant, state=TenantState.SUSPENDED)
 
 
 def resumed(tenant: Tenant) -> Tenant:
     _check_stays(tenant)
     if tenant.state is TenantState.MOVING:
-        return msgspec.structs.replace(tenant, returns_to=TenantState.ACTIVE)
-    return msgspec.structs.replace(tenant, state=TenantState.ACTIVE)
+        return replace(tenant, returns_to=TenantState.ACTIVE)
+    return replace(tenant, state=TenantState.ACTIVE)
+
+
+def moving(tenant: Tenant, pool: str, now: float) -> Tenant:
+    """On its way to another pool; on its way back, if it is not there yet and its own is named."""
+    _check_stays(tenant)
+    if tenant.state is TenantState.MOVING:
+        if pool == tenant.moving_to:
+            return tenant
+        if pool != tenant.pool:
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"tenant {tenant.tenant_id!r} is on its way to the pool {tenant.moving_to!r}: wait for it, or call it "
+                f"back by naming {tenant.pool!r}",
+            )
+        return replace(tenant, moving_to=pool, moving_since=now, moved_from=tenant.moving_to)
+    if pool == tenant.pool:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"tenant {tenant.tenant_id!r} lies in the pool {pool!r} already"
+        )
+    if tenant.moved_from is not None:
+        raise Refusal(
+            RefusalCode.UNAVAILABLE,
+            f"what tenant {tenant.tenant_id!r} left in the pool {tenant.moved_from!r} is still being erased: "
+            "try again in a moment",
+            retry_after_s=_AGAIN_S,
+        )
+    return replace(
+        tenant, state=TenantState.MOVING, returns_to=tenant.state, moving_to=pool, moving_since=now
+    )
+
+
+def arrived(tenant: Tenant, as_begun: Tenant, *, is_copied: bool) -> Tenant:
+    """`as_begun`: as whoever moved it found it. What was called back or done by another since then stays as it is."""
+    is_same = tenant.state is TenantState.MOVING and tenant.moving_since == as_begun.moving_since
+    if not is_same or tenant.moving_to is None:
+        raise Refusal(RefusalCode.WRONG_PHASE, f"tenant {tenant.tenant_id!r} is not on this way any more")
+    return replace(
+        tenant,
+        pool=tenant.moving_to,
+        state=tenant.returns_to,
+        moving_to=None,
+        moving_since=None,
+        moved_from=tenant.pool if is_copied else tenant.moved_from,
+    )
+
+
+def tidied(tenant: Tenant, pool: str) -> Tenant:
+    """Nothing of it is left in that pool."""
+    return replace(tenant, moved_from=None) if tenant.moved_from == pool else tenant
 
 
 def leaving(tenant: Tenant, confirm: str | None) -> Tenant:
@@ -64,7 +113,7 @@ def leaving(tenant: Tenant, confirm: str | None) -> Tenant:
             f"with tenant {tenant.tenant_id!r} go its jobs, files, keys and credits, for good: "
             f"say so with confirm={tenant.tenant_id}",
         )
-    return msgspec.structs.replace(tenant, state=TenantState.LEAVING)
+    return replace(tenant, state=TenantState.LEAVING)
 
 
 def check_open(tenant: Tenant) -> None:

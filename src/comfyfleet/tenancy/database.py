@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import (
@@ -35,6 +36,11 @@ MAX_BOOK = 100_000
 """So many postings a book may have to be read as a whole."""
 
 
+Row = tuple[Any, ...]
+PARTS = ("jobs", "rounds", "staged", "holds", "settlements", "grants", "postings", "runs", "documents")
+"""What a database has of a tenant, in the order in which it moves."""
+
+
 class Entered(StrEnum):
     """What became of an entry."""
 
@@ -45,6 +51,16 @@ class Entered(StrEnum):
     """The account does not cover it, and nothing was changed."""
     REFUSED = "refused"
     """It does not fit what is there (a round before the last one ended, a grant that is void); nothing was changed."""
+
+
+class BookClosed(Fault):
+    """Nothing is written for this tenant here: it is on its way to another pool, or was here once."""
+
+    def __init__(self, tenant: TenantId) -> None:
+        super().__init__(
+            f"tenant {tenant!r} is being moved to another pool, or deleted, and nothing is written for it meanwhile: "
+            "try again in a moment"
+        )
 
 
 class Opening(msgspec.Struct, frozen=True):
@@ -124,7 +140,7 @@ class TenantDatabase(Records, Protocol):
         """How many rounds of a tenant are open; counting ends at `most`."""
 
     async def mark_sent(self, hold_id: HoldId) -> bool:
-        """S3. False: it is closed, or was never there."""
+        """S3. False: it is closed, or its tenant's book is, or it was never there."""
 
     async def send_again(self, hold_id: HoldId) -> bool:
         """The central store does not know an open round any more. False: it is not open."""
@@ -187,3 +203,24 @@ class TenantDatabase(Records, Protocol):
 
     async def book(self, tenant: TenantId) -> Book:
         """Everything, as of one moment, for whoever checks it. Refused if there is too much of it."""
+
+    # coming and going; the fence is a number that grows with each attempt
+    async def begin_book(self, tenant: TenantId) -> None:
+        """For a tenant that is set up here."""
+
+    async def close_book(self, tenant: TenantId, fence: int) -> bool:
+        """From now on nothing is written for it: others get `BookClosed`. False: somebody came with a newer fence."""
+
+    async def open_book(self, tenant: TenantId, fence: int) -> bool:
+        """Its account is the sum of its postings. False: it is not closed by this fence (any more)."""
+
+    async def fence_of(self, tenant: TenantId) -> int | None: ...
+    async def rows_of(self, tenant: TenantId, part: str, *, after: Row | None, limit: int) -> list[Row]:
+        """Those of one of `PARTS` behind a row, in the order of their keys, to be taken in elsewhere as they are."""
+
+    async def take_rows(self, tenant: TenantId, fence: int, part: str, rows: Sequence[Row]) -> bool:
+        """Those that are here already stay. False: the book is not closed by this fence (any more)."""
+
+    async def erase(self, tenant: TenantId, fence: int, limit: int) -> int | None:
+        """Some of its rows; 0: none is left but the closed account, so that nothing that comes late is written. None:
+        the book is not closed by this fence (any more)."""

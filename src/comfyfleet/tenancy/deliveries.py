@@ -187,6 +187,15 @@ class Deliveries:
         if owner is not None:
             await self._cabinet.remove(OF_OWNER, _beginning(owner) + name)
 
+    async def forget_some_of(self, owner: TenantId, limit: int) -> int:
+        """How many were there to be forgotten; 0: none is left."""
+        beginning = _beginning(owner)
+        page = await self._cabinet.listing(OF_OWNER, beginning, limit)
+        names = [each.name.removeprefix(beginning) for each in page if each.name.startswith(beginning)]
+        for name in names:
+            await self.forget(name, owner)
+        return len(names)
+
     # what is due
 
     async def due(self, after: str, limit: int) -> list[DueEntry]:

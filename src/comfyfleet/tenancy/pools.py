@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.ports import Clock
-from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.database import BookClosed, TenantDatabase
 
 DEFAULT_POOL = "default"
 _AGAIN_S = 1.0
@@ -108,6 +108,9 @@ class Pools:
         self._check_there(name)
         try:
             answer = await work()
+        except BookClosed:
+            # One tenant's; the database is there.
+            raise
         except Fault as fault:
             self._note_away(name, fault)
             raise

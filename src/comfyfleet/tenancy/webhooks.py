@@ -125,6 +125,9 @@ class Webhooks:
                 return secret
         raise Fault("the secret is being changed by others all the time; try again")
 
+    async def forget_secret(self, owner: TenantId) -> None:
+        await self._cabinet.remove(_SECRETS, _beginning(owner))
+
     async def signing(self, owner: TenantId | None, made: str) -> tuple[str, ...]:
         """The secrets that sign now, the newest first. Where there is none yet, `made` becomes it: nothing goes out
         unsigned."""

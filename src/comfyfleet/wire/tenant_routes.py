@@ -60,6 +60,25 @@ TENANTS = of_noun(
         tenants.TenantView,
         refuses=_PHASE,
     ),
+    Route(
+        "move_tenant",
+        "POST",
+        "/api/tenants/{tenant_id}/move",
+        "Move everything of it to another pool; until it is there nothing new is taken",
+        ADMIN,
+        body=tenants.MoveBody,
+        answers={202: tenants.TenantView},
+        refuses=_PHASE,
+    ),
+    Route(
+        "delete_tenant",
+        "DELETE",
+        "/api/tenants/{tenant_id}",
+        "Delete it with its keys, jobs, files, webhooks and credits; it is gone when it is not found any more",
+        ADMIN,
+        query=tenants.DeleteQuery,
+        answers={202: tenants.TenantView},
+    ),
 )
 
 CREDITS = of_noun(

@@ -6,6 +6,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Document
 from comfyfleet.stores.cabinet import check_document, check_start, is_name
 from comfyfleet.tenancy.databases.carrying import Carrier
+from comfyfleet.tenancy.databases.leaving import check_open
 from comfyfleet.tenancy.databases.work import Row, Work, row, rows
 
 _ITS = "tenant = :tenant AND drawer = :drawer AND name = :name"
@@ -77,10 +78,12 @@ def _put(tenant: TenantId, drawer: str, name: str, body: bytes, version: int | N
     values: dict[str, object] = {"tenant": tenant, "drawer": drawer, "name": name, "body": body}
     if version:
         values["version"] = version
+    yield from check_open(tenant)
     return (yield from row(sql, **values)) is not None
 
 
 def _remove(tenant: TenantId, drawer: str, name: str) -> Work[bool]:
+    yield from check_open(tenant)
     found = yield from row(
         f"DELETE FROM @documents WHERE {_ITS} RETURNING version", tenant=tenant, drawer=drawer, name=name
     )

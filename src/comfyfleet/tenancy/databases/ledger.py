@@ -18,16 +18,18 @@ from comfyfleet.model.ledger import (
     Settlement,
 )
 from comfyfleet.tenancy.database import MAX_BOOK, Entered
+from comfyfleet.tenancy.databases import leaving
 from comfyfleet.tenancy.databases.work import Row, Work, row, rows
 
 # One statement compares and changes: of two spends at the same instant, the second compares with what the first left.
 _MOVE_CREDITS = """
 UPDATE @accounts SET balance = balance + :balance, held = held + :held
-WHERE tenant = :tenant AND balance + :balance - held - :held >= 0 RETURNING balance
+WHERE tenant = :tenant AND balance + :balance - held - :held >= 0 AND fence IS NULL RETURNING balance
 """
 _POST = """
-INSERT INTO @postings (tenant, kind, balance, held, at, reference, note)
-VALUES (:tenant, :kind, :balance, :held, :at, :reference, :note) ON CONFLICT DO NOTHING RETURNING number
+INSERT INTO @postings (tenant, number, kind, balance, held, at, reference, note)
+VALUES (:tenant, (SELECT coalesce(max(number), 0) + 1 FROM @postings WHERE tenant = :tenant), :kind, :balance, :held,
+    :at, :reference, :note) ON CONFLICT DO NOTHING RETURNING number
 """
 _POSTED = (
     "SELECT balance, held FROM @postings WHERE tenant = :tenant AND kind = :kind AND reference = :reference"
@@ -84,6 +86,7 @@ def post(posting: Posting) -> Work[None]:
     # The account first: it stays locked to the end, so the numbers of a tenant's postings are in the order of commits,
     # and nobody who reads on behind a number misses one.
     if (yield from row(_MOVE_CREDITS, **change)) is None:
+        yield from leaving.check_open(posting.tenant)
         # A repeat of something that was posted is known, whether or not the account would cover it again.
         raise TakenBack((yield from _repeated(posting, named)) or Entered.SHORT)
     entered = yield from row(
@@ -177,6 +180,7 @@ def open_holds(before: float, limit: int) -> Work[list[Hold]]:
 
 def grant(given: CreditGrant, posting: Posting | None) -> Work[Entered]:
     assert (posting is None) == (given.state is GrantState.PENDING), "what is pending is not posted"
+    yield from leaving.check_open(given.tenant)
     inserted = yield from row(
         _GRANT,
         tenant=given.tenant,
@@ -210,6 +214,7 @@ def confirm(posting: Posting) -> Work[Entered]:
 
 def void(tenant: TenantId, grant_id: str) -> Work[Entered]:
     named = {"tenant": tenant, "grant_id": grant_id}
+    yield from leaving.check_open(tenant)
     if (yield from row(_VOID, **named)) is not None:
         return Entered.DONE
     found = yield from row(_KNOWN_GRANT, **named)

@@ -12,7 +12,7 @@ from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId, Price, RunEntry
 from comfyfleet.stores.packing import pack
 from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OpenRound, OutboxEntry
-from comfyfleet.tenancy.databases import ledger
+from comfyfleet.tenancy.databases import leaving, ledger
 from comfyfleet.tenancy.databases.work import Row, Work, row, rows
 
 _NO_PAYLOAD = Submission({})
@@ -53,7 +53,8 @@ _COUNT_OPEN = """
 SELECT count(*) FROM (SELECT 1 FROM @rounds WHERE tenant = :tenant AND phase = 'open' LIMIT :most) AS found
 """
 _MOVE = """
-UPDATE @rounds SET outbox = :outbox WHERE job_id = :job_id AND round = :round AND outbox <> 'closed' RETURNING outbox
+UPDATE @rounds SET outbox = :outbox WHERE job_id = :job_id AND round = :round AND outbox <> 'closed'
+AND NOT EXISTS (SELECT 1 FROM @accounts a WHERE a.tenant = rounds.tenant AND a.fence IS NOT NULL) RETURNING outbox
 """
 _OPEN = """
 FROM @rounds r JOIN @jobs j ON j.job_id = r.job_id AND j.round = r.round
@@ -63,6 +64,7 @@ AND NOT EXISTS (SELECT 1 FROM @settlements s WHERE s.job_id = r.job_id AND s.rou
 """
 _OPEN_JOB = f"SELECT j.job_id, j.tenant, j.reference, j.round, j.phase, j.record, j.payload, j.result {_OPEN}"
 _PRICE = "SELECT price FROM @rounds WHERE job_id = :job_id AND round = :round"
+_TENANT = "SELECT tenant FROM @rounds WHERE job_id = :job_id AND round = :round"
 _PUT_PAYLOAD = """
 UPDATE @jobs SET payload = :payload WHERE job_id = :job_id AND round = :round
 AND EXISTS (SELECT 1 FROM @rounds r WHERE r.job_id = :job_id AND r.round = :round AND r.phase = 'open') RETURNING job_id
@@ -76,9 +78,10 @@ ON CONFLICT (job_id, round, attempt_id) DO UPDATE SET result = excluded.result, 
 _STAGED = "SELECT result FROM @staged WHERE job_id = :job_id AND round = :round AND attempt_id = :attempt_id"
 _PHASES = "SELECT job_id, round, phase FROM @rounds WHERE (job_id, round) IN (VALUES {})"
 _RUN = """
-INSERT INTO @runs (job_id, round, tenant, workflow_hash, service, phase, at, worker_id, outputs, gpu_milliseconds,
-    consumed, cost_micros, verified_by)
-VALUES (:job_id, :round, :tenant, :workflow_hash, :service, :phase, :at, :worker_id, :outputs, :gpu_milliseconds,
+INSERT INTO @runs (number, job_id, round, tenant, workflow_hash, service, phase, at, worker_id, outputs,
+    gpu_milliseconds, consumed, cost_micros, verified_by)
+VALUES ((SELECT coalesce(max(number), 0) + 1 FROM @runs WHERE tenant = :tenant),
+    :job_id, :round, :tenant, :workflow_hash, :service, :phase, :at, :worker_id, :outputs, :gpu_milliseconds,
     :consumed, :cost_micros, :verified_by)
 """
 _RUNS = """
@@ -214,12 +217,20 @@ def leasable(hold_id: HoldId) -> Work[Job | None]:
 
 def put_payload(hold_id: HoldId, payload: Submission) -> Work[bool]:
     named = {"job_id": hold_id.job_id, "round": hold_id.round}
+    yield from _check_open(hold_id)
     return (yield from row(_PUT_PAYLOAD, **named, payload=pack(payload))) is not None
 
 
 def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Work[None]:
     named = {"job_id": hold_id.job_id, "round": hold_id.round, "attempt_id": attempt_id}
+    yield from _check_open(hold_id)
     yield from rows(_STAGE, **named, result=pack(result), at=at)
+
+
+def _check_open(hold_id: HoldId) -> Work[None]:
+    found = yield from row(_TENANT, job_id=hold_id.job_id, round=hold_id.round)
+    if found is not None:
+        yield from leaving.check_open(TenantId(found[0]))
 
 
 def open_round_of(hold_id: HoldId, attempt_id: str | None) -> Work[OpenRound | None]:

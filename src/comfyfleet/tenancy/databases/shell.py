@@ -29,10 +29,10 @@ from comfyfleet.tenancy.database import (
     OpenRound,
     OutboxEntry,
 )
-from comfyfleet.tenancy.databases import ledger, reports, rounds
+from comfyfleet.tenancy.databases import leaving, ledger, reports, rounds
 from comfyfleet.tenancy.databases.carrying import Carrier
 from comfyfleet.tenancy.databases.documents import TenantCabinet
-from comfyfleet.tenancy.databases.work import Work
+from comfyfleet.tenancy.databases.work import Row, Work
 
 
 class SqlTenantDatabase:
@@ -161,6 +161,29 @@ class SqlTenantDatabase:
 
     async def book(self, tenant: TenantId) -> Book:
         return await self._carrier.snapshot(lambda: ledger.book(tenant))
+
+    # coming and going
+
+    async def begin_book(self, tenant: TenantId) -> None:
+        await self._carrier.transact(lambda: leaving.begin_book(tenant))
+
+    async def close_book(self, tenant: TenantId, fence: int) -> bool:
+        return await self._carrier.transact(lambda: leaving.close_book(tenant, fence))
+
+    async def open_book(self, tenant: TenantId, fence: int) -> bool:
+        return await self._carrier.transact(lambda: leaving.open_book(tenant, fence))
+
+    async def fence_of(self, tenant: TenantId) -> int | None:
+        return await self._carrier.read(lambda: leaving.fence_of(tenant))
+
+    async def rows_of(self, tenant: TenantId, part: str, *, after: Row | None, limit: int) -> list[Row]:
+        return await self._carrier.read(lambda: leaving.rows_of(tenant, part, after, _page(limit)))
+
+    async def take_rows(self, tenant: TenantId, fence: int, part: str, rows: Sequence[Row]) -> bool:
+        return await self._carrier.transact(lambda: leaving.take_rows(tenant, fence, part, rows))
+
+    async def erase(self, tenant: TenantId, fence: int, limit: int) -> int | None:
+        return await self._carrier.transact(lambda: leaving.erase(tenant, fence, _page(limit)))
 
     async def _enter(self, begin: Callable[[], Work[Entered]]) -> Entered:
         try:

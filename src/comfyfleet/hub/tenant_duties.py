@@ -1,0 +1,123 @@
+"""Sees to tenants that are on their way: to another pool, or for good. What one hub leaves undone another takes up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from comfyfleet.hub.audit import Audit
+from comfyfleet.model.access import AuditEntry
+from comfyfleet.model.errors import ComfyFleetError
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.tenancy.claims import Claim, claim
+from comfyfleet.tenancy.leaving import Leaver
+from comfyfleet.tenancy.moving import Mover
+from comfyfleet.tenancy.tenants import Tenants
+
+_LOG = logging.getLogger(__name__)
+
+_LOOK_S = 10.0
+
+
+class TenantDuties:
+    """`start` and `close` are its life; both may be called twice."""
+
+    def __init__(
+        self,
+        cabinet: Cabinet,
+        clock: Clock,
+        tenants: Tenants,
+        mover: Mover,
+        leaver: Leaver,
+        audit: Audit,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._cabinet = cabinet
+        self._clock = clock
+        self._tenants = tenants
+        self._mover = mover
+        self._leaver = leaver
+        self._audit = audit
+        self._look_s = look_s
+        self._woken = asyncio.Event()
+        self._running: asyncio.Task[None] | None = None
+        self._under_way: dict[TenantId, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._run(), name="tenant duties")
+
+    async def close(self) -> None:
+        """What is under way is gone on with after the next start, or by another hub."""
+        running, self._running = self._running, None
+        tasks = [*self._under_way.values(), *([] if running is None else [running])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def _run(self) -> None:
+        while True:
+            self._woken.clear()
+            try:
+                for tenant in await self._tenants.everybody():
+                    if is_due(tenant) and tenant.tenant_id not in self._under_way:
+                        self._begin(tenant.tenant_id)
+            except ComfyFleetError as error:
+                _LOG.warning("tenants are looked at later: %s", error)
+            except Exception:
+                _LOG.exception("tenants could not be looked at; the next look tries again")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._look_s):
+                    await self._woken.wait()
+
+    def _begin(self, tenant_id: TenantId) -> None:
+        task = asyncio.get_running_loop().create_task(self._see_to(tenant_id), name=f"tenant {tenant_id}")
+        self._under_way[tenant_id] = task
+        task.add_done_callback(lambda _: self._under_way.pop(tenant_id, None))
+
+    async def _see_to(self, tenant_id: TenantId) -> None:
+        try:
+            mine = await claim(self._cabinet, self._clock, tenant_id)
+            if mine is None:
+                return
+            try:
+                is_gone = await self._do(tenant_id, mine)
+            except BaseException:
+                # Taken up again at once, by whoever looks first.
+                with contextlib.suppress(ComfyFleetError):
+                    await mine.give_back()
+                raise
+            if not is_gone:
+                await mine.give_back()
+        except ComfyFleetError as error:
+            _LOG.warning("tenant %s is seen to later: %s", tenant_id, error)
+        except Exception:
+            _LOG.exception("tenant %s could not be seen to; it is tried again", tenant_id)
+
+    async def _do(self, tenant_id: TenantId, mine: Claim) -> bool:
+        """Whether nothing of it is left."""
+        tenant = await self._tenants.newest(tenant_id)
+        while tenant is not None and is_due(tenant):
+            if tenant.state is TenantState.LEAVING:
+                await self._delete(tenant, mine)
+                return True
+            if tenant.state is TenantState.MOVING:
+                tenant = await self._mover.move(tenant, mine)
+                _LOG.info("tenant %s lies in the pool %s now", tenant_id, tenant.pool)
+            else:
+                tenant = await self._mover.tidy(tenant, mine)
+        return tenant is None
+
+    async def _delete(self, tenant: Tenant, mine: Claim) -> None:
+        entry = AuditEntry(0.0, "hub", None, "tenant_deleted", tenant.tenant_id, tenant.tenant_id)
+        await self._audit.operation(entry, lambda: self._leaver.leave(tenant, mine), lambda _: None)
+
+
+def is_due(tenant: Tenant) -> bool:
+    return tenant.state in (TenantState.MOVING, TenantState.LEAVING) or tenant.moved_from is not None

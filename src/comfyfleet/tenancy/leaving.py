@@ -1,0 +1,139 @@
+"""A tenant is deleted with everything of its own: keys, open jobs, files, webhooks, the keys of its payloads, its rows.
+
+Every step may be repeated, and finds what is left to do; only then the tenant itself is forgotten. What the central
+store has of its jobs (no payload, no result) goes when jobs of that age go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.tenant import Tenant
+from comfyfleet.ports import Store
+from comfyfleet.tenancy import claims
+from comfyfleet.tenancy.claims import Claim
+from comfyfleet.tenancy.deliveries import Deliveries
+from comfyfleet.tenancy.homes import Homes
+from comfyfleet.tenancy.keys import Keys
+from comfyfleet.tenancy.moving import erase_all
+from comfyfleet.tenancy.webhooks import Webhooks
+
+_PAGE = 200
+_LOOK_S = 0.5
+_LOOKS = 120
+"""Then others get their turn, and it goes on later."""
+_OVER = (RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE)
+
+
+class Belongings:
+    """What has to be asked of others: to end a key's connections, to cancel a job, to erase files, to make payloads
+    unreadable for good."""
+
+    def __init__(
+        self,
+        *,
+        cancel: Callable[[JobId], Awaitable[object]],
+        revoked: Callable[[str], None] = lambda _: None,
+        erase_files: Callable[[TenantId], Awaitable[object]] | None = None,
+        shred: Callable[[TenantId], Awaitable[object]] | None = None,
+    ) -> None:
+        self.cancel = cancel
+        self.revoked = revoked
+        self.erase_files = erase_files
+        self.shred = shred
+
+
+class Leaver:
+    def __init__(
+        self,
+        central: Store,
+        homes: Homes,
+        keys: Keys,
+        webhooks: Webhooks,
+        deliveries: Deliveries,
+        belongings: Belongings,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._central = central
+        self._homes = homes
+        self._keys = keys
+        self._webhooks = webhooks
+        self._deliveries = deliveries
+        self._its = belongings
+        self._sleep = sleep
+
+    async def leave(self, tenant: Tenant, claim: Claim) -> None:
+        """Raises `Fault` where it has to be gone on with later."""
+        tenant_id = tenant.tenant_id
+        await self._revoke(tenant_id, claim)
+        await self._end_jobs(tenant, claim)
+        if self._its.erase_files is not None:
+            await self._its.erase_files(tenant_id)
+        await self._silence(tenant_id, claim)
+        if self._its.shred is not None:
+            await self._its.shred(tenant_id)
+        for pool in dict.fromkeys((tenant.pool, tenant.moving_to, tenant.moved_from)):
+            if pool is not None:
+                database = await self._homes.pools.get(pool)
+                await claim.keep()
+                if not await database.close_book(tenant_id, claim.fence):
+                    raise claims.lost(tenant_id)
+                await erase_all(database, tenant_id, claim)
+        await self._central.cabinet.remove(claims.DRAWER, tenant_id)
+        await self._homes.tenants.remove(tenant_id)
+
+    async def _revoke(self, tenant: TenantId, claim: Claim) -> None:
+        after = ""
+        while page := await self._keys.listing(after, _PAGE):
+            await claim.keep()
+            for key in page:
+                if key.tenant == tenant:
+                    if key.revoked_at is None:
+                        await self._keys.revoke(key.key_id)
+                    self._its.revoked(key.key_id)
+            after = page[-1].key_id
+
+    async def _end_jobs(self, tenant: Tenant, claim: Claim) -> None:
+        """Cancelled, and settled in its database. A worker has its time to stop."""
+        for _ in range(_LOOKS):
+            await claim.keep()
+            if not await self._cancelled(tenant):
+                return
+            await self._sleep(_LOOK_S)
+        raise Fault(
+            f"jobs of tenant {tenant.tenant_id!r} are still being cancelled; it is gone on with later"
+        )
+
+    async def _cancelled(self, tenant: Tenant) -> bool:
+        """Whether there was anything to be cancelled, or is still to be settled."""
+        tenant_id, found = tenant.tenant_id, False
+        for phase in (Phase.QUEUED, Phase.LEASED):
+            after: JobId | None = None
+            while page := await self._central.records.listing(
+                tenant=tenant_id, phase=phase, limit=_PAGE, after=after
+            ):
+                found = True
+                for job in page:
+                    await self._cancel(job.job_id)
+                after = page[-1].job_id
+        database = await self._homes.pools.get(tenant.pool)
+        # Open there, and perhaps not in the queue yet: the relay brings it there, and it is found by the next look.
+        found |= bool(await database.listing(tenant=tenant_id, phase=Phase.QUEUED, limit=1, after=None))
+        return found
+
+    async def _cancel(self, job_id: JobId) -> None:
+        try:
+            await self._its.cancel(job_id)
+        except Refusal as refusal:
+            if refusal.code not in _OVER:
+                raise
+
+    async def _silence(self, tenant: TenantId, claim: Claim) -> None:
+        for webhook in await self._webhooks.of(tenant):
+            await self._webhooks.remove(webhook)
+        await self._webhooks.forget_secret(tenant)
+        while await self._deliveries.forget_some_of(tenant, _PAGE):
+            await claim.keep()

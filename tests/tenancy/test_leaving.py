@@ -1,0 +1,182 @@
+"""A deleted tenant leaves nothing behind, whoever dies at which step; its neighbour keeps everything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tests.tenancy._mortal import Deadline, Killed, Mortal
+from tests.tenancy.test_moving import everything, fill
+
+from comfyfleet.contract.teller import ACME, BORG, Teller
+from comfyfleet.model.access import Role
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.fact import FactKind
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.model.webhook import Delivery
+from comfyfleet.policy import tenants as policy
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.tenancy.claims import CLAIM_S, DRAWER, claim
+from comfyfleet.tenancy.database import BookClosed, TenantDatabase
+from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.deliveries import Deliveries
+from comfyfleet.tenancy.homes import Homes
+from comfyfleet.tenancy.keys import Keys
+from comfyfleet.tenancy.leaving import Belongings, Leaver
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.tenants import Tenants
+from comfyfleet.tenancy.webhooks import Webhooks
+
+
+class Site:
+    def __init__(self, folder: Path) -> None:
+        self.clock = ManualClock()
+        self.deadline = Deadline()
+        self.store = MemoryStore(self.clock)
+        urls = {name: f"sqlite:///{folder}/{name}.db" for name in ("first", "second")}
+        self.pools = Pools(
+            urls,
+            self.clock,
+            lambda url: cast(TenantDatabase, Mortal(open_tenant_database(url), self.deadline)),
+        )
+        cabinet = cast(Any, Mortal(self.store.cabinet, self.deadline))
+        self.tenants = Tenants(cabinet, self.clock, is_shared=True)
+        self.keys, self.webhooks = Keys(cabinet, self.clock), Webhooks(cabinet, self.clock)
+        self.deliveries = Deliveries(cabinet)
+        self.shredded: list[TenantId] = []
+        self.erased: list[TenantId] = []
+        self.leaver = Leaver(
+            self.store,
+            Homes(self.tenants, self.pools),
+            self.keys,
+            self.webhooks,
+            self.deliveries,
+            Belongings(cancel=self.cancel, erase_files=self.erase_files, shred=self.shred),
+            self.clock.advance,
+        )
+
+    async def cancel(self, job_id: JobId) -> None:
+        raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id}")
+
+    async def shred(self, tenant: TenantId) -> None:
+        self.shredded.append(tenant)
+
+    async def erase_files(self, tenant: TenantId) -> None:
+        self.erased.append(tenant)
+
+    async def settle(self) -> Teller:
+        """Two tenants who have something of everything, and no open job."""
+        database = await self.pools.get("first")
+        teller = await fill(database)
+        for hold in await database.open_holds(10.0, 100):
+            await teller.database.end_round(teller.ending(hold, Phase.CANCELLED))
+        for tenant in (ACME, BORG):
+            await self.tenants.create(Tenant(tenant, "first", 1.0))
+            await self.keys.create(Role.TENANT, tenant=tenant)
+            await self.webhooks.create(tenant, "https://hooks.example")
+            await self.webhooks.rotate(tenant, 0, "secret")
+            job = JobId(f"01900000-0000-7000-8000-{tenant:0>12}")
+            await self.deliveries.add(
+                Delivery(job, 1, "job", tenant, "https://x", FactKind.COMPLETED, 1, 1.0, 1.0)
+            )
+        return teller
+
+    async def leave(self) -> None:
+        tenant = await self.tenants.newest(ACME)
+        assert tenant is not None and tenant.state is TenantState.LEAVING
+        mine = await claim(self.store.cabinet, self.clock, ACME)
+        assert mine is not None
+        await self.leaver.leave(tenant, mine)
+
+    async def documents(self) -> dict[str, int]:
+        cabinet = self.store.cabinet
+        return {drawer: len(await cabinet.listing(drawer)) for drawer in await cabinet.drawers()}
+
+
+def going(tenant: Tenant) -> Tenant:
+    return policy.leaving(tenant, tenant.tenant_id)
+
+
+async def test_everything_of_a_tenant_goes_whoever_dies_on_the_way(tmp_path: Path) -> None:
+    for steps in range(1, 500):
+        folder = tmp_path / str(steps)
+        folder.mkdir()
+        site = Site(folder)
+        await site.settle()
+        neighbour = await everything(await site.pools.get("first"), BORG)
+        await site.tenants.change(ACME, going)
+        site.deadline.left = steps
+        try:
+            await site.leave()
+            is_over = True
+        except Killed:
+            is_over = False
+            site.deadline.left = None
+            await site.clock.advance(CLAIM_S)
+            if await site.tenants.newest(ACME) is not None:
+                await site.leave()
+        site.deadline.left = None
+        database = await site.pools.get("first")
+        assert await site.tenants.newest(ACME) is None
+        assert not any((await everything(database)).values())
+        assert await everything(database, BORG) == neighbour
+        await Teller(database).check(BORG)
+        assert set(site.shredded) == set(site.erased) == {ACME}
+        keys = {key.tenant: key.revoked_at is not None for key in await site.keys.listing()}
+        assert keys == {ACME: True, BORG: False}
+        left = await site.documents()
+        assert (left["webhooks"], left["webhook_secrets"], left["deliveries"], left["tenants"]) == (
+            1,
+            1,
+            1,
+            1,
+        )
+        with pytest.raises(BookClosed):
+            await Teller(database, "late").submit(0)
+        await site.pools.close()
+        if is_over:
+            assert steps > 20
+            return
+    raise AssertionError("it has fewer steps")
+
+
+async def test_a_tenant_of_the_same_name_begins_anew(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    await site.settle()
+    await site.tenants.change(ACME, going)
+    await site.leave()
+    database = await site.pools.get("first")
+    await database.begin_book(ACME)
+    teller = Teller(database, "new")
+    assert (await database.account(ACME)).balance == 0
+    await teller.grant(5)
+    await teller.submit(5)
+    await teller.check()
+    assert [each.number for each in await database.statement(ACME, after=0, limit=9)] == [1, 2]
+    assert (await site.documents()).get(DRAWER) is None
+    await site.pools.close()
+
+
+async def test_open_jobs_are_waited_for_and_what_cannot_end_now_is_gone_on_with_later(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    teller = await site.settle()
+    hold = await teller.submit(1)
+    await site.tenants.change(ACME, going)
+    with pytest.raises(Fault, match="gone on with later"):
+        await site.leave()
+    assert await teller.is_open(hold.hold_id), "nothing is erased while a job goes on"
+    await teller.end(hold, Phase.CANCELLED)
+    await site.clock.advance(CLAIM_S)
+    await site.leave()
+    assert await site.tenants.newest(ACME) is None
+    await site.pools.close()
+
+
+def test_without_its_name_said_again_nothing_is_deleted() -> None:
+    for confirm in (None, "", "borg"):
+        with pytest.raises(Refusal, match="confirm=acme"):
+            policy.leaving(Tenant(ACME, "first", 1.0), confirm)

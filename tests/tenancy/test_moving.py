@@ -1,0 +1,322 @@
+"""A tenant moves to another pool whole or not at all, whoever dies at which step; SQLite and PostgreSQL, both ways."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import psycopg
+import pytest
+from tests.tenancy._databases import tenant_schema
+from tests.tenancy._mortal import Deadline, Killed, Mortal
+
+from comfyfleet.contract.teller import ACME, BORG, Teller
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.job import JobResult
+from comfyfleet.model.ledger import RunEntry
+from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.policy import accounting
+from comfyfleet.policy import tenants as policy
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
+from comfyfleet.tenancy.database import PARTS, BookClosed, Row, TenantDatabase
+from comfyfleet.tenancy.databases import leaving, open_tenant_database
+from comfyfleet.tenancy.moving import Mover
+from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.tenants import Tenants
+
+
+class Site:
+    """Two pools, and a hub that moves tenants between them."""
+
+    def __init__(self, urls: dict[str, str]) -> None:
+        self.clock = ManualClock()
+        self.deadline = Deadline()
+        self.cabinet = MemoryStore(self.clock).cabinet
+        self.pools = Pools(
+            urls,
+            self.clock,
+            lambda url: cast(TenantDatabase, Mortal(open_tenant_database(url), self.deadline)),
+        )
+        mortal = cast(Any, Mortal(self.cabinet, self.deadline))
+        self.tenants = Tenants(mortal, self.clock, is_shared=True)
+        self.mover = Mover(self.tenants, self.pools, self.clock.advance)
+
+    async def database(self, name: str) -> TenantDatabase:
+        return await self.pools.get(name)
+
+    async def claimed(self, tenant: TenantId = ACME) -> Claim:
+        found = await claim(self.cabinet, self.clock, tenant)
+        assert found is not None
+        return found
+
+    async def begin(self, pool: str = "second") -> Tenant:
+        now = self.clock.now()
+        return await self.tenants.change(ACME, lambda tenant: policy.moving(tenant, pool, now))
+
+    async def go_on(self) -> Tenant:
+        """As a hub does that finds the tenant on its way."""
+        mine = await self.claimed()
+        tenant = await self.tenants.newest(ACME)
+        assert tenant is not None
+        if tenant.state is TenantState.MOVING:
+            tenant = await self.mover.move(tenant, mine)
+        if tenant.moved_from is not None:
+            tenant = await self.mover.tidy(tenant, mine)
+        await mine.give_back()
+        return tenant
+
+
+@asynccontextmanager
+async def site(urls: dict[str, str]) -> AsyncIterator[Site]:
+    made = Site(urls)
+    await made.tenants.create(Tenant(ACME, "first", 1.0))
+    await made.tenants.create(Tenant(BORG, "first", 1.0))
+    try:
+        yield made
+    finally:
+        await made.pools.close()
+
+
+async def fill(database: TenantDatabase) -> Teller:
+    """Something of every kind, and another tenant beside it."""
+    teller = Teller(database)
+    for tenant in (BORG, ACME):
+        await database.begin_book(tenant)
+        await teller.grant(1_000, tenant, "given")
+        ended = await teller.submit(80, tenant)
+        run = RunEntry(
+            ended.hold_id, tenant, WorkflowHash("h"), "comfyui", "completed", 3.0, WorkerId("gpu"), 1, 9, 30
+        )
+        ending = msgspec.structs.replace(teller.ending(ended, Phase.COMPLETED, 30), run=run)
+        await database.end_round(ending)
+        failed = await teller.submit(10, tenant)
+        await teller.end(failed, Phase.FAILED)
+        await teller.retry(failed)
+        running = await teller.submit(7, tenant)
+        await database.mark_sent(running.hold_id)
+        await database.stage(running.hold_id, "attempt/1", JobResult({"1": {}}), 4.0)
+        for number in range(3):
+            pending = accounting.grant(f"pending {number}", tenant, 5, 1.0, is_pending=True)
+            await database.grant(pending, None)
+        await database.void(tenant, "pending 1")
+        await database.adjust(accounting.posting_of(accounting.adjust("fix", tenant, -5, 2.0, "ж\u2028")))
+        for drawer in ("files", "other"):
+            await database.cabinet(tenant).put(drawer, "name", b"\x00body", version=0)
+    return teller
+
+
+async def everything(database: TenantDatabase, tenant: TenantId = ACME) -> dict[str, list[Row]]:
+    return {part: await database.rows_of(tenant, part, after=None, limit=1_000) for part in PARTS}
+
+
+Urls = dict[str, str]
+
+
+@pytest.fixture(params=["sqlite to sqlite", "sqlite to postgresql", "postgresql to sqlite"])
+def urls(request: pytest.FixtureRequest, tmp_path: Path) -> Urls:
+    kinds = str(request.param).split(" to ")
+    return {
+        name: tenant_schema(request.config) if kind == "postgresql" else f"sqlite:///{tmp_path}/{name}.db"
+        for name, kind in zip(("first", "second"), kinds, strict=True)
+    }
+
+
+async def test_a_tenant_moves_with_everything_of_its_own_and_goes_on_there(urls: Urls) -> None:
+    async with site(urls) as here:
+        first, second = await here.database("first"), await here.database("second")
+        await fill(first)
+        before, neighbour = await everything(first), await everything(first, BORG)
+        assert all(before.values()), "there is something of every kind"
+        book = await first.book(ACME)
+        await here.begin()
+        moved = await here.go_on()
+        assert (moved.pool, moved.state, moved.moving_to, moved.moved_from) == (
+            "second",
+            "active",
+            None,
+            None,
+        )
+        assert await everything(second) == before
+        assert await second.book(ACME) == book and accounting.problems(book) == []
+        assert not any((await everything(first)).values())
+        assert await everything(first, BORG) == neighbour
+        # Work goes on where it is now …
+        teller = Teller(second, "later")
+        for hold in await second.open_holds(10.0, 9):
+            await teller.end(hold, Phase.COMPLETED, 1)
+        await teller.submit(5)
+        await teller.check()
+        numbers = [each.number for each in await second.statement(ACME, after=0, limit=100)]
+        assert numbers == list(range(1, len(numbers) + 1))
+        # … and nothing that comes late is written where it was.
+        with pytest.raises(BookClosed):
+            await Teller(first, "late").submit(0)
+        with pytest.raises(BookClosed):
+            await first.cabinet(ACME).put("files", "late", b"", version=0)
+        await here.begin("first")
+        assert (await here.go_on()).pool == "first"
+        await Teller(first).check()
+        await Teller(first, "again").submit(0)
+
+
+@pytest.mark.parametrize("is_before", [False, True], ids=["after a step", "before a step"])
+async def test_whoever_dies_at_any_step_another_finishes_it(tmp_path: Path, is_before: bool) -> None:
+    urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with site(urls) as here:
+        assert await killed_again_and_again(here, is_before, 1) > 50
+
+
+async def test_whoever_dies_between_a_file_and_a_server_another_finishes_it(urls: Urls) -> None:
+    async with site(urls) as here:
+        assert await killed_again_and_again(here, False, 7) > 5
+
+
+async def killed_again_and_again(here: Site, is_before: bool, stride: int) -> int:
+    """Back and forth, dying so many steps later each time, until nobody dies any more; how often."""
+    await fill(await here.database("first"))
+    target, source = "second", "first"
+    before = await everything(await here.database("first"))
+    died = 0
+    for steps in range(1, 500, stride):
+        await here.begin(target)
+        here.deadline.left, here.deadline.is_before = steps, is_before
+        try:
+            await here.go_on()
+            return died
+        except Killed:
+            died += 1
+        here.deadline.left = None
+        await here.clock.advance(CLAIM_S)
+        moved = await here.go_on()
+        assert (moved.pool, moved.state, moved.moved_from) == (target, "active", None), steps
+        assert await everything(await here.database(target)) == before, steps
+        left = await everything(await here.database(source))
+        assert not any(left.values()), steps
+        await Teller(await here.database(target)).check()
+        target, source = source, target
+    raise AssertionError("a move has fewer steps")
+
+
+async def test_what_is_not_the_same_on_the_other_side_is_not_switched_to(tmp_path: Path) -> None:
+    urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with site(urls) as here:
+        await fill(await here.database("first"))
+        before = await everything(await here.database("first"))
+        await here.begin()
+        # What somebody left there long ago is in the way, and is cleared away.
+        target = await here.database("second")
+        await target.close_book(ACME, 1)
+        stale = before["postings"][0]
+        await target.take_rows(ACME, 1, "postings", [(*stale[:3], 999_999, *stale[4:])])
+        assert (await here.go_on()).pool == "second"
+        assert await everything(target) == before
+
+
+async def test_a_book_that_is_wrong_is_not_moved(tmp_path: Path) -> None:
+    urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with site(urls) as here:
+        await fill(await here.database("first"))
+        with sqlite3.connect(tmp_path / "first.db") as spoiled:
+            spoiled.execute("UPDATE accounts SET balance = balance + 1 WHERE tenant = 'acme'")
+        await here.begin()
+        with pytest.raises(Exception, match="its book is wrong"):
+            await here.go_on()
+        tenant = await here.tenants.newest(ACME)
+        assert tenant is not None and tenant.pool == "first"
+
+
+async def test_two_names_of_one_database_are_not_copied_and_nothing_is_erased(tmp_path: Path) -> None:
+    urls = dict.fromkeys(("first", "second"), f"sqlite:///{tmp_path}/one.db")
+    async with site(urls) as here:
+        await fill(await here.database("first"))
+        before = await everything(await here.database("first"))
+        await here.begin()
+        assert (await here.go_on()).pool == "second"
+        assert await everything(await here.database("second")) == before
+        await Teller(await here.database("second"), "later").submit(5)
+
+
+async def test_a_tenant_is_called_back_before_it_has_arrived(tmp_path: Path) -> None:
+    urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with site(urls) as here:
+        teller = await fill(await here.database("first"))
+        await here.begin()
+        here.deadline.left = 12
+        with pytest.raises(Killed):
+            await here.go_on()
+        here.deadline.left = None
+        with pytest.raises(BookClosed):
+            await teller.submit(1)
+        await here.clock.advance(CLAIM_S)
+        await here.begin("first")
+        back = await here.go_on()
+        assert (back.pool, back.state, back.moved_from) == ("first", "active", None)
+        assert not any((await everything(await here.database("second"))).values())
+        await teller.submit(1)
+        await teller.check()
+
+
+async def test_of_two_that_move_the_same_tenant_the_older_changes_nothing(tmp_path: Path) -> None:
+    urls = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with site(urls) as here:
+        await fill(await here.database("first"))
+        tenant = await here.begin()
+        older = await here.claimed()
+        assert await claim(here.cabinet, here.clock, ACME) is None, "it is claimed"
+        await here.clock.advance(CLAIM_S)
+        newer = await here.claimed()
+        target = await here.database("second")
+        assert await target.close_book(ACME, newer.fence)
+        assert not await target.close_book(ACME, older.fence)
+        assert not await target.take_rows(ACME, older.fence, "jobs", [])
+        assert not await target.open_book(ACME, older.fence)
+        assert await target.erase(ACME, older.fence, 9) is None
+        with pytest.raises(Exception, match="another hub has taken up"):
+            await here.mover.move(tenant, older)
+        await here.mover.move(tenant, newer)
+        with pytest.raises(Refusal) as refused:
+            await here.tenants.change(ACME, lambda found: policy.arrived(found, tenant, is_copied=True))
+        assert refused.value.code is RefusalCode.WRONG_PHASE
+
+
+# nothing is forgotten
+
+
+def described() -> dict[str, set[str]]:
+    return {part: set(each.columns) for part, each in leaving.PARTS.items()}
+
+
+NOT_A_TENANTS = {"accounts", "inbox", "migrations", "sqlite_sequence"}
+
+
+async def test_every_table_of_a_file_moves_with_every_column(tmp_path: Path) -> None:
+    database = open_tenant_database(f"sqlite:///{tmp_path}/pool.db")
+    await database.open()
+    await database.close()
+    with sqlite3.connect(tmp_path / "pool.db") as file:
+        names = [name for (name,) in file.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+        tables = {name: {row[1] for row in file.execute(f"PRAGMA table_info({name})")} for name in names}
+    assert {name: tables[name] for name in tables.keys() - NOT_A_TENANTS} == described()
+    assert described().keys() == set(PARTS)
+
+
+async def test_every_table_of_a_schema_moves_with_every_column(request: pytest.FixtureRequest) -> None:
+    url = tenant_schema(request.config)
+    database = open_tenant_database(url)
+    await database.open()
+    await database.close()
+    tables: dict[str, set[str]] = {}
+    with psycopg.connect(url) as connection:
+        for table, column in connection.execute(
+            "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = 'comfyfleet_tenants'"
+        ):
+            tables.setdefault(table, set()).add(column)
+    assert {name: tables[name] for name in tables.keys() - NOT_A_TENANTS} == described()
