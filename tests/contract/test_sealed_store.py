@@ -61,6 +61,9 @@ class TestSealedRedisStore(StoreContract, MovingContract):
 
 
 class TestSealedPostgresStore(StoreContract, MovingContract):
+    # Random days are slow here, and what is sealed is the same as on the others.
+    test_the_same_day_goes_as_on_the_memory_store = None  # type: ignore[assignment]
+
     @pytest.fixture
     def make_store(self, request: pytest.FixtureRequest) -> MakeStore:
         return lambda clock: sealed(

@@ -57,9 +57,11 @@ def sqlite_path(url: str) -> Path:
     parts = urlsplit(url)
     path = unquote(parts.path.removeprefix("/"))
     if parts.netloc or parts.query or parts.fragment or not path:
+        # What stands before an @ may be a password, meant for another kind of store.
+        shown = "sqlite://…" if "@" in url else url
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"{url!r} names no file: write sqlite:///fleet.db (from here) or sqlite:////srv/fleet.db (from the root)",
+            f"{shown!r} names no file: write sqlite:///fleet.db (from here) or sqlite:////srv/fleet.db (from the root)",
         )
     return Path(path)
 
