@@ -29,6 +29,9 @@ steps = st.lists(
         st.tuples(st.just("remove"), st.integers(0, 100)),
         st.tuples(st.just("put_back"), st.integers(0, 100)),
         st.tuples(st.just("charge"), st.sampled_from(TENANTS), st.sampled_from([0.0, 1.0, 40.0])),
+        st.tuples(st.just("advance"), st.sampled_from(TENANTS), st.sampled_from([0.0, 7.0, 90.0])),
+        st.tuples(st.just("take_out"), st.sampled_from(TENANTS)),
+        st.tuples(st.just("bring_back"), st.sampled_from(TENANTS)),
         st.tuples(st.just("window"), st.sampled_from(PROFILES), st.integers(1, 6), st.integers(1, 4)),
         st.tuples(st.just("new_profile"), st.integers(0, 3)),
     ),
@@ -44,6 +47,7 @@ class Plain:
         self.fits = fits
         self.waiting: dict[int, LaneKey] = {}
         self.virtual: dict[TenantId, float] = {}
+        self.out: set[TenantId] = set()
 
     def order(
         self, profile: ProfileKey, skip: set[WorkflowHash], off: set[int]
@@ -52,6 +56,7 @@ class Plain:
             (lane, sequence, self.virtual.get(lane.tenant, 0.0))
             for sequence, lane in self.waiting.items()
             if lane.class_key in self.fits[profile] and lane.workflow_hash not in skip and sequence not in off
+            if lane.tenant not in self.out
         ]
         return sorted(mine, key=lambda job: (-job[0].priority, job[2], job[1]))
 
@@ -98,6 +103,16 @@ def test_the_index_always_chooses_what_looking_at_every_job_would(
             case ("charge", str() as tenant, float() as seconds):
                 index.charge(TenantId(tenant), seconds)
                 plain.virtual[TenantId(tenant)] = plain.virtual.get(TenantId(tenant), 0.0) + seconds
+            case ("advance", str() as tenant, float() as virtual_time):
+                raised = max(virtual_time, plain.virtual.get(TenantId(tenant), 0.0))
+                index.advance(TenantId(tenant), raised)
+                plain.virtual[TenantId(tenant)] = raised
+            case ("take_out", str() as tenant):
+                index.take_out(TenantId(tenant))
+                plain.out.add(TenantId(tenant))
+            case ("bring_back", str() as tenant):
+                index.bring_back(TenantId(tenant))
+                plain.out.discard(TenantId(tenant))
             case ("window", str() as profile, int() as slots, int() as lanes):
                 expected = plain.order(ProfileKey(profile), set(), set())
                 seen = index.window(ProfileKey(profile), slots=slots, lanes=lanes, quantum_s=30)
@@ -158,3 +173,36 @@ def test_idle_classes_are_bounded_and_the_longest_idle_goes_first() -> None:
         assert index.add_class(ClassKey(f"idle-{number}"), PROFILES[:1]) == []
     assert index.add_class(ClassKey("one more"), PROFILES[:1]) == ["idle-0"]
     assert not index.has_class(ClassKey("idle-0"))
+
+
+def test_a_tenant_that_is_out_is_looked_at_once_however_much_of_it_waits() -> None:
+    index = LaneIndex()
+    index.add_profile(PROFILES[0], [])
+    index.add_class(CLASSES[0], PROFILES[:1])
+    for number in range(1_000):
+        index.add(LaneKey(CLASSES[0], TENANTS[0], 0, WorkflowHash(f"hash-{number}")), number)
+    index.add(LaneKey(CLASSES[0], TENANTS[1], 0, HASHES[0]), 5_000)
+    index.take_out(TENANTS[0])
+    assert index.first(PROFILES[0]) == (LaneKey(CLASSES[0], TENANTS[1], 0, HASHES[0]), 5_000)
+    assert len(index._profiles[PROFILES[0]].heap) == 1
+    index.bring_back(TENANTS[0])
+    assert index.first(PROFILES[0]) == (LaneKey(CLASSES[0], TENANTS[0], 0, WorkflowHash("hash-0")), 0)
+
+
+def test_what_comes_while_a_tenant_is_out_does_not_hide_what_stood_before_it() -> None:
+    index = LaneIndex()
+    index.add_profile(PROFILES[0], [])
+    index.add_class(CLASSES[0], PROFILES[:1])
+    ann, later, bob = (
+        LaneKey(CLASSES[0], TENANTS[0], 0, HASHES[0]),
+        LaneKey(CLASSES[0], TENANTS[0], 0, HASHES[1]),
+        LaneKey(CLASSES[0], TENANTS[1], 0, HASHES[0]),
+    )
+    index.add(ann, 1)
+    index.add(bob, 5)
+    index.take_out(TENANTS[0])
+    assert index.first(PROFILES[0]) == (bob, 5)
+    index.add(later, 9)
+    assert index.first(PROFILES[0]) == (bob, 5)
+    index.bring_back(TENANTS[0])
+    assert index.first(PROFILES[0]) == (ann, 1)

@@ -7,7 +7,8 @@ a new, lower head (an empty lane fills, a retried job returns) is told to the pr
 in when it next looks: with hundreds of unequal workers most lanes are empty again by then.
 
 The order is (priority, virtual time of the tenant, sequence). Virtual time moves with each lease of a tenant, so it
-stands one level above the lanes: one entry a tenant. It never falls; that is what makes a bound a bound.
+stands one level above the lanes: one entry a tenant. It never falls; that is what makes a bound a bound. A tenant that
+may have nothing now, held or at its cap, is taken out: an entry of it that comes to the top is put by until it is back.
 
 This module holds numbers only. The memory and the SQLite store share it.
 """
@@ -129,6 +130,18 @@ class _Group:
 
 # (−priority, virtual time, sequence, tenant): the head of a group, each part but the first a lower bound
 _Entry = tuple[int, float, int, TenantId]
+_Place = tuple[int, TenantId]
+
+
+class _Tenants:
+    """What the index knows of tenants."""
+
+    __slots__ = ("out", "virtual_times")
+
+    def __init__(self) -> None:
+        self.virtual_times: dict[TenantId, float] = {}
+        self.out: dict[TenantId, dict[tuple[_Profile, _Place], None]] = {}
+        """Those that may have nothing now, and whose entries were put by for it."""
 
 
 class _Profile:
@@ -140,9 +153,9 @@ class _Profile:
         """Lanes that got a new head since this profile last looked."""
         self.sort_news_at = 64
         self.tidy_at = 64
-        self.groups: dict[tuple[int, TenantId], _Group] = {}
+        self.groups: dict[_Place, _Group] = {}
         self.heap: list[_Entry] = []
-        self.bounds: dict[tuple[int, TenantId], _Entry] = {}
+        self.bounds: dict[_Place, _Entry] = {}
 
     def lower(self, lane: _Lane, sequence: int, virtual_time: float) -> None:
         tenant, descending = lane.key.tenant, -lane.key.priority
@@ -151,8 +164,9 @@ class _Profile:
         if group is None:
             group = self.groups[at] = _Group()
         group.lower(sequence, lane)
-        entry = (descending, virtual_time, sequence, tenant)
         known = self.bounds.get(at)
+        # An entry that was put by leaves a group behind whose other lanes may come first.
+        entry = (descending, virtual_time, group.heap[0][0] if known is None else sequence, tenant)
         if known is None or entry < known:
             self.bounds[at] = entry
             heappush(self.heap, entry)
@@ -161,7 +175,7 @@ class _Profile:
 
     def _tidy(self) -> None:
         self.groups = {at: group for at, group in self.groups.items() if group.best() is not None}
-        self.bounds = {at: self.bounds[at] for at in self.groups}
+        self.bounds = {at: entry for at, entry in self.bounds.items() if at in self.groups}
         self.heap = list(self.bounds.values())
         heapify(self.heap)
         self.tidy_at = 64 + 2 * len(self.heap)
@@ -177,7 +191,8 @@ class _Profile:
             if lane:
                 self.lower(lane, lane.first, virtual_times.get(lane.key.tenant, 0.0))
 
-    def best(self, virtual_times: dict[TenantId, float]) -> tuple[_Entry, _Group] | None:
+    def best(self, tenants: _Tenants) -> tuple[_Entry, _Group] | None:
+        virtual_times, out = tenants.virtual_times, tenants.out
         if self.news:
             self._take_in(virtual_times)
         heap, bounds = self.heap, self.bounds
@@ -187,6 +202,11 @@ class _Profile:
             at = (descending, tenant)
             if bounds.get(at) != entry:
                 heappop(heap)
+                continue
+            if tenant in out:
+                heappop(heap)
+                del bounds[at]
+                out[tenant][self, at] = None
                 continue
             group = self.groups[at]
             head = group.best()
@@ -201,11 +221,18 @@ class _Profile:
             heapreplace(heap, right)
         return None
 
-    def renew(self, at: tuple[int, TenantId], virtual_times: dict[TenantId, float]) -> None:
+    def renew(self, at: _Place, virtual_times: dict[TenantId, float]) -> None:
         """After lanes of a group were set aside: its entry follows its new head."""
         heappop(self.heap)
         del self.bounds[at]
-        head = self.groups[at].best()
+        self.restore(at, virtual_times)
+
+    def restore(self, at: _Place, virtual_times: dict[TenantId, float]) -> None:
+        """A group whose entry was taken away gets it again, if there is anything in it."""
+        group = self.groups.get(at)
+        if group is None or at in self.bounds:
+            return
+        head = group.best()
         if head is None:
             del self.groups[at]
             return
@@ -221,7 +248,7 @@ class LaneIndex:
         self._profiles_of: dict[ClassKey, dict[_Profile, None]] = {}
         self._pins: dict[ClassKey, int] = {}
         self._idle_classes: dict[ClassKey, None] = {}
-        self._virtual_times: dict[TenantId, float] = {}
+        self._tenants = _Tenants()
         self._lane_numbers = 0
 
     # the table profile × class
@@ -309,13 +336,6 @@ class LaneIndex:
             del self._lanes[key]
             del self._lanes_of[key.class_key][lane]
 
-    def charge(self, tenant: TenantId, seconds: float) -> None:
-        assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
-        self._virtual_times[tenant] = self._virtual_times.get(tenant, 0.0) + seconds
-
-    def virtual_time(self, tenant: TenantId) -> float:
-        return self._virtual_times.get(tenant, 0.0)
-
     def position(self, key: LaneKey, sequence: int) -> int:
         """How many waiting jobs stand before this one: by priority, then by age."""
         ahead = 0
@@ -326,6 +346,33 @@ class LaneIndex:
                 ahead += bisect_left(lane.items, sequence, lane.head) - lane.head
         return ahead
 
+    # tenants
+
+    def charge(self, tenant: TenantId, seconds: float) -> None:
+        assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
+        self._tenants.virtual_times[tenant] = self.virtual_time(tenant) + seconds
+
+    def advance(self, tenant: TenantId, virtual_time: float) -> None:
+        assert virtual_time >= self.virtual_time(tenant), "virtual time never falls"
+        self._tenants.virtual_times[tenant] = virtual_time
+
+    def virtual_time(self, tenant: TenantId) -> float:
+        return self._tenants.virtual_times.get(tenant, 0.0)
+
+    def greatest_virtual_time(self) -> float:
+        return max(self._tenants.virtual_times.values(), default=0.0)
+
+    def is_out(self, tenant: TenantId) -> bool:
+        return tenant in self._tenants.out
+
+    def take_out(self, tenant: TenantId) -> None:
+        """Nobody sees anything of this tenant until it is brought back."""
+        self._tenants.out.setdefault(tenant, {})
+
+    def bring_back(self, tenant: TenantId) -> None:
+        for profile, at in self._tenants.out.pop(tenant, ()):
+            profile.restore(at, self._tenants.virtual_times)
+
     # choosing
 
     def first(
@@ -333,7 +380,7 @@ class LaneIndex:
     ) -> tuple[LaneKey, int] | None:
         """The one job this profile takes next, in the store's order."""
         profile = self._profiles.get(key)
-        best = None if profile is None else profile.best(self._virtual_times)
+        best = None if profile is None else profile.best(self._tenants)
         if best is None:
             return None
         # Most often nothing is to be skipped: the lane on top gives the job, and no lane has to be set aside.
@@ -396,7 +443,7 @@ class LaneIndex:
         count = 0
         try:
             while True:
-                best = profile.best(self._virtual_times)
+                best = profile.best(self._tenants)
                 if deeper and (best is None or deeper[0][:3] < best[0][:3]):
                     descending, virtual_time, sequence, lane, at = heappop(deeper)
                 elif best is None:
@@ -405,7 +452,7 @@ class LaneIndex:
                     (descending, virtual_time, _, tenant), group = best
                     _, lane = group.set_aside()
                     aside.append(lane)
-                    profile.renew((descending, tenant), self._virtual_times)
+                    profile.renew((descending, tenant), self._tenants.virtual_times)
                     if lane.key.workflow_hash in skip_hashes:
                         continue
                     at = lane.head
@@ -419,4 +466,4 @@ class LaneIndex:
         finally:
             for lane in aside:
                 if lane:
-                    profile.lower(lane, lane.first, self._virtual_times.get(lane.key.tenant, 0.0))
+                    profile.lower(lane, lane.first, self._tenants.virtual_times.get(lane.key.tenant, 0.0))
