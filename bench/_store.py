@@ -140,7 +140,7 @@ class StoreRig:
         """Seconds of one lease: of the kind that counts, and on the wall. After each batch the leased jobs end, are
         forgotten, and equal ones arrive, so that the same number waits in the same lanes; that part is not timed."""
         lease = self.peek_and_lease if as_engine else self.lease_next
-        charge = self.store.charge_tenant
+        charge = self.store.shares.charge
         spent = on_the_wall = 0.0
         for _ in range(batches):
             offers = [self.offer() for _ in range(_BATCH)]

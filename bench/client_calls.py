@@ -111,7 +111,7 @@ async def _prepared(direct: Direct, calls: int) -> dict[str, list[tuple[Call, Ra
         writes += [direct.completion(each.dispatch) for each in found if each is not None]
     tenant = TenantId("tenant")
     return {
-        "charge_tenant": [(partial(store.charge_tenant, tenant, 1.0), (tenant, "1.0"))] * calls,
+        "charge_tenant": [(partial(store.shares.charge, tenant, 1.0), (tenant, "1.0"))] * calls,
         "lease_next": [
             (partial(store.lease_next, offer), codec.encode_offer(offer))
             for offer in (direct.offer(number % 500) for number in range(calls))

@@ -23,6 +23,7 @@ from comfyfleet.model.calls import (
     Explanation,
     FailureReport,
     FinishedRun,
+    Foreign,
     ForeignReport,
     JobView,
     LeasedJob,
@@ -31,6 +32,7 @@ from comfyfleet.model.calls import (
     RegisterWorker,
     Release,
     Report,
+    RunningAttempt,
     Settled,
     Submitted,
 )
@@ -51,6 +53,7 @@ from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.node_definitions import NodeDefinitions
 from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.terms import Share, TenantTerms
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
 
@@ -134,6 +137,8 @@ class Store(Protocol):
     @property
     def cabinet(self) -> Cabinet: ...
     @property
+    def shares(self) -> Shares: ...
+    @property
     def epoch(self) -> int: ...
     @property
     def is_shared(self) -> bool:
@@ -156,8 +161,8 @@ class Store(Protocol):
         hear: Callable[[WorkerId, Command], None] | None = None,
         relearn: Callable[[], None] | None = None,
     ) -> None:
-        """`wake` is called when another process may have changed what waits, `hear` with what another has told a
-        worker, `relearn` when another has put a class into the table. All are hints that may be lost."""
+        """`wake` is called when another process may have changed what waits, or a tenant came free; `hear` with what
+        another has told a worker, `relearn` when another has put a class into the table. Hints that may be lost."""
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         """A command for a worker that another process may serve; nothing to do where there is no other process."""
@@ -215,7 +220,6 @@ class Store(Protocol):
 
     async def pause_queue(self, is_paused: bool) -> None: ...
     async def is_queue_paused(self) -> bool: ...
-    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None: ...
 
     # what is kept with a job
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]: ...
@@ -237,6 +241,18 @@ class Store(Protocol):
     async def close(self) -> None: ...
 
 
+class Shares(Protocol):
+    """What each tenant has had of the fleet, and on which terms. Who has none has weight 1, no cap, and is not held."""
+
+    async def put_terms(self, terms: TenantTerms) -> None: ...
+    async def remove_terms(self, tenant: TenantId) -> None: ...
+    async def terms(self) -> list[TenantTerms]: ...
+    async def charge(self, tenant: TenantId, seconds: float) -> None: ...
+    async def of(self, tenant: TenantId) -> Share: ...
+    async def next_hold_end(self) -> float | None:
+        """The next time at which a tenant that is held comes free by itself."""
+
+
 class Records(Protocol):
     """The tenant's side: jobs with payload and result. Where it shares the store's database it joins its writes."""
 
@@ -252,17 +268,6 @@ class Records(Protocol):
         newest_first: bool = False,
     ) -> list[Job]:
         """In the order of submission, or against it. `after` is the last job seen on the way, or an id between two."""
-
-
-class Foreign(msgspec.Struct, frozen=True):
-    """What workers without an engine have left for one to do."""
-
-    applicants: tuple[Applicant, ...] = ()
-    reports: tuple[ForeignReport, ...] = ()
-    seen: Mapping[WorkerId, float] = {}
-    """When each of them last called."""
-    finished: int = 0
-    """How many of their runs nobody has learned from yet."""
 
 
 class ForeignWorkers(Protocol):
@@ -346,13 +351,6 @@ class Inventory(msgspec.Struct, frozen=True):
     """Changes when the server was started anew."""
     definitions: NodeDefinitions | None = None
     """The inputs of its nodes, where the service has such."""
-
-
-class RunningAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a service knows of an attempt: `unknown`, `waiting`, `running`, or how it ended."""
-
-    state: str
-    result: JobResult | None = None
 
 
 class Connector(Protocol):
@@ -482,7 +480,6 @@ class Moving(Protocol):
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
         """Forgets each job that is as it was read; one that was written since then, or is leased, is answered False."""
 
-    async def virtual_time(self, tenant: TenantId) -> float: ...
     async def lessons(self) -> list[Lesson]:
         """All of them, the longest unused first."""
 

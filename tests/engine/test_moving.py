@@ -27,6 +27,7 @@ from comfyfleet.model.dispatch import AttemptOutcome, Change, Dispatch, Phase, S
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.ports import Movable
 from comfyfleet.stores.memory import MemoryStore
 
@@ -87,8 +88,12 @@ async def test_everything_moves_in_its_order_behind_what_is_there(two: Two) -> N
 async def test_what_was_learned_blocked_and_served_moves_along(two: Two) -> None:
     for name, seconds in (("ann", 40.0), ("bob", 5.0)):
         await two.source.enqueue(tenant=tenant(name))
-        await two.from_store.charge_tenant(tenant(name), seconds)
-    await two.to_store.charge_tenant(tenant("bob"), 1.0)
+        await two.from_store.shares.charge(tenant(name), seconds)
+    await two.to_store.shares.charge(tenant("bob"), 1.0)
+    ann, own_bob = TenantTerms(tenant("ann"), 2.0, 7), TenantTerms(tenant("bob"), 3.0)
+    for terms in (ann, TenantTerms(tenant("bob"), 5.0)):
+        await two.from_store.shares.put_terms(terms)
+    await two.to_store.shares.put_terms(own_bob)
     lessons = [Lesson(HASH, {}, 8.0), Lesson(WorkflowHash("new"), {}, 4.0)]
     for lesson in lessons:
         await two.from_store.put_lesson(lesson)
@@ -101,7 +106,9 @@ async def test_what_was_learned_blocked_and_served_moves_along(two: Two) -> None
     assert await two.to_store.get_lesson(HASH) == own, "what the target has learned itself is newer"
     assert await two.to_store.get_lesson(WorkflowHash("new")) == lessons[1]
     assert await two.to_store.blocks() == [block]
-    assert [await two.to_store.moving.virtual_time(tenant(name)) for name in ("ann", "bob")] == [40.0, 5.0]
+    served = [(await two.to_store.shares.of(tenant(name))).virtual_time for name in ("ann", "bob")]
+    assert served == [40.0, 5.0]
+    assert await two.to_store.shares.terms() == [ann, own_bob]
     first = await two.target.lease_next(B)
     assert first is not None and first.tenant == "bob", "who was served less comes first, as before"
     again = await two.move().run()

@@ -68,7 +68,7 @@ async def fill(url: str, waiting: int, *, first_id: int = 0) -> None:
             tenant=tenant(("ann", "bob")[number % 2]),
             reference=f"waiting-{number}",
         )
-    await store.charge_tenant(tenant("ann"), 30.0)
+    await store.shares.charge(tenant("ann"), 30.0)
     await store.put_block(BLOCK)
     await store.put_lesson(LESSON)
     await store.close()

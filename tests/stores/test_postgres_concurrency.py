@@ -15,8 +15,9 @@ from tests.stores._postgres import Jobs, fill_table
 from comfyfleet.contract.bench import FAST, A, B, completion, release
 from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write, Written
 from comfyfleet.model.fact import FactDraft, FactKind
-from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, ProfileKey, WorkerId
+from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres import PostgresStore, codec, lanes
@@ -288,3 +289,45 @@ async def test_a_reference_whose_job_is_purged_while_it_is_looked_up_is_free_aga
     written = await stores[0].enqueue(again, msgspec.structs.replace(job, reference="mine"), ())
     assert written is not None
     assert written.dispatch.job_id == again.job_id
+
+
+async def test_two_stores_at_once_never_pass_a_cap_and_use_all_of_it(stores: Stores) -> None:
+    jobs, ann = Jobs(), TenantId("ann")
+    await stores[0].shares.put_terms(TenantTerms(ann, max_leased=3))
+    for number in range(60):
+        await jobs.enqueue(stores[0], f"hash-{number % 3}", tenant=ann)
+    running, most, done = 0, 0, 0
+
+    async def work(store: PostgresStore) -> None:
+        nonlocal running, most, done
+        while done < 60:
+            taken = await store.lease_next(jobs.offer())
+            if taken is None:
+                await asyncio.sleep(0.01)
+                continue
+            running += 1
+            most = max(most, running)
+            await store.heartbeat([taken.dispatch.lease_ref()], 60)
+            # Counted down before the store is told: it may lease the next at once.
+            running -= 1
+            assert await store.write(completion(taken.dispatch.lease_ref(), used_s=1.0)) is not None
+            done += 1
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(work(stores[number % 2]) for number in range(8)))
+    share = await stores[1].shares.of(ann)
+    assert (share.leased, share.virtual_time - share.credit) == (0, 60.0)
+    assert most == 3
+
+
+async def test_leases_that_are_given_while_the_first_terms_come_are_counted(stores: Stores) -> None:
+    jobs, ann = Jobs(), TenantId("ann")
+    for number in range(40):
+        await jobs.enqueue(stores[0], f"hash-{number % 3}", tenant=ann)
+    asked = [stores[number % 2].lease_next(jobs.offer()) for number in range(30)]
+    terms = stores[1].shares.put_terms(TenantTerms(ann, max_leased=1000))
+    *taken, _ = await asyncio.gather(*asked[:15], *asked[15:], terms)
+    refs = [each.dispatch.lease_ref() for each in taken if each is not None]
+    assert (await stores[0].shares.of(ann)).leased == len(refs) == 30
+    await asyncio.gather(*(stores[n % 2].write(completion(ref, used_s=1.0)) for n, ref in enumerate(refs)))
+    assert (await stores[1].shares.of(ann)).leased == 0

@@ -85,7 +85,7 @@ async def test_more_lanes_than_one_look_takes_in_are_seen_in_the_order_of_the_me
                 assert await store.write(release(ref)) == await memory.write(release(ref))
             case "charge":
                 for target in both:
-                    await target.charge_tenant(TenantId("ann"), 7.5)
+                    await target.shares.charge(TenantId("ann"), 7.5)
             case "block":
                 block = Block(A, f"hash-{chance.randrange(60)}", BlockReason.FAILURES, 1, 1e12)
                 for target in both:

@@ -99,7 +99,7 @@ async def test_a_copy_that_arrives_when_its_slot_has_gone_on_does_nothing(bench:
         await bench.store.diagnose("FCALL", "cf1_charge_tenant", 1, head, "somebody:0", number, "", ann, 1.0)
     with pytest.raises(Fault, match="CFREPEATED"):
         await bench.store.diagnose("FCALL", "cf1_charge_tenant", 1, head, "somebody:0", 9, "", ann, 1.0)
-    assert await bench.store.moving.virtual_time(ann) == 2.0
+    assert (await bench.store.shares.of(ann)).virtual_time == 2.0
 
 
 async def test_a_storm_of_cuts_doubles_and_loses_nothing(bench: Bench, proxy: CuttingProxy) -> None:
@@ -111,7 +111,7 @@ async def test_a_storm_of_cuts_doubles_and_loses_nothing(bench: Bench, proxy: Cu
 
     async def work() -> None:
         for _ in range(20):
-            await bench.store.charge_tenant(ann, 1.0)
+            await bench.store.shares.charge(ann, 1.0)
             await bench.enqueue(tenant=ann)
 
     await asyncio.gather(*[work() for _ in range(20)])
@@ -140,7 +140,7 @@ async def test_a_client_that_is_gone_for_a_day_is_forgotten_with_its_answers(
 ) -> None:
     store = bench.store
     assert isinstance(store, RedisStore)
-    await asyncio.gather(*[store.charge_tenant(TenantId("ann"), 1.0) for _ in range(5)])
+    await asyncio.gather(*[store.shares.charge(TenantId("ann"), 1.0) for _ in range(5)])
     clients = await store.diagnose("ZRANGE", f"{store.prefix}clients", 0, -1)
     assert isinstance(clients, list)
     (client,) = clients
@@ -201,11 +201,11 @@ async def test_calls_that_are_given_up_leave_their_slots_to_others(proxy: Cuttin
     try:
         proxy.is_mute = True
         given_up = await asyncio.gather(
-            *[store.charge_tenant(TenantId("ann"), 1.0) for _ in range(5)], return_exceptions=True
+            *[store.shares.charge(TenantId("ann"), 1.0) for _ in range(5)], return_exceptions=True
         )
         assert [type(each) for each in given_up] == [Fault] * 5
         proxy.is_mute = False
-        await asyncio.gather(*[store.charge_tenant(TenantId("ann"), 1.0) for _ in range(5)])
+        await asyncio.gather(*[store.shares.charge(TenantId("ann"), 1.0) for _ in range(5)])
         keys = await store.diagnose("KEYS", f"{store.prefix}request:*")
         assert isinstance(keys, list)
         assert sorted(int(key.rpartition(b":")[2]) for key in keys) == [0, 1, 2, 3, 4]
@@ -225,7 +225,7 @@ async def test_a_closed_store_answers_with_a_fault_and_may_be_closed_again(bench
 
 
 async def test_an_abandoned_call_does_not_take_anothers_answer(bench: Bench) -> None:
-    abandoned = asyncio.ensure_future(bench.store.charge_tenant(TenantId("ann"), 1.0))
+    abandoned = asyncio.ensure_future(bench.store.shares.charge(TenantId("ann"), 1.0))
     await asyncio.sleep(0)
     abandoned.cancel()
     assert (await bench.enqueue()).class_key == FOR_BOTH.key

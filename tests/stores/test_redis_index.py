@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import re
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.ports import Peek
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.redis.store import RedisStore
@@ -158,7 +160,7 @@ class Play:
                 job = self.waiting[sorted(self.waiting)[at % len(self.waiting)]]
                 self.waiting[job.job_id] = await self.change(job, Change(priority=priority))
             case ("charge", str() as tenant, float() as seconds):
-                await self.store.charge_tenant(TenantId(tenant), seconds)
+                await self.store.shares.charge(TenantId(tenant), seconds)
                 self.virtual[TenantId(tenant)] = self.virtual.get(TenantId(tenant), 0.0) + seconds
             case ("window", str() as profile, int() as slots, int() as lanes):
                 await self.look(ProfileKey(profile), slots, lanes)
@@ -279,19 +281,25 @@ async def calls_of(store: RedisStore) -> dict[str, int]:
     }
 
 
-@pytest.mark.parametrize("is_apart", [False, True])
-async def test_finishing_a_job_and_leasing_the_next_takes_at_most_fourteen_calls_inside_the_server(
-    is_apart: bool,
+@pytest.mark.parametrize(
+    ("is_apart", "is_charged", "most"), [(False, False, 14), (True, False, 14), (False, True, 24)]
+)
+async def test_finishing_a_job_and_leasing_the_next_takes_few_calls_inside_the_server(
+    is_apart: bool, is_charged: bool, most: int
 ) -> None:
+    """Fourteen; some more where tenants are charged, as each lease changes whose turn is next."""
     with own_server(is_durable=False) as server:
         bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
         await bench.open()
         store = bench.store
         assert isinstance(store, RedisStore)
         try:
+            if is_charged:
+                await store.shares.put_terms(TenantTerms(TenantId("default"), max_leased=10))
             _, ref = await bench.leased(is_apart=is_apart)
-            for _ in range(5):
-                await bench.enqueue(is_apart=is_apart)
+            for number in range(5):
+                tenant = TENANTS[number % 2] if is_charged else TenantId("default")
+                await bench.enqueue(is_apart=is_apart, tenant=tenant)
             for _ in range(3):
                 await store.diagnose("CONFIG", "RESETSTAT")
                 finished, taken = await store.finish_and_lease_next(completion(ref), bench.offer())
@@ -300,12 +308,12 @@ async def test_finishing_a_job_and_leasing_the_next_takes_at_most_fourteen_calls
                 assert finished.dispatch.phase is Phase.COMPLETED
                 assert taken is not None
                 ref = taken.dispatch.lease_ref()
-            assert sum(calls.values()) <= 14, calls
+            assert sum(calls.values()) <= most, calls
         finally:
             await store.close()
 
 
-@pytest.mark.parametrize("waiting", ["jobs", "classes", "blocked", "misfits", "lanes"])
+@pytest.mark.parametrize("waiting", ["jobs", "classes", "blocked", "misfits", "lanes", "tenants"])
 async def test_a_lease_takes_no_more_calls_when_more_waits(server_url: str, waiting: str) -> None:
     with own_server(is_durable=False) as server:
         bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
@@ -347,12 +355,21 @@ async def _pile(bench: Bench, store: RedisStore, what: str, number: int) -> None
             await bench.enqueue(FOR_FAST)
         case "lanes":
             await bench.enqueue(workflow_hash=WorkflowHash(f"lane-{number}"))
+        case "tenants":
+            await store.shares.put_terms(TenantTerms(TenantId(f"tenant-{number}"), held_until=inf))
+            await bench.enqueue(tenant=TenantId(f"tenant-{number}"), priority=5)
 
 
 groups = st.lists(
     st.lists(
         st.one_of(
-            st.tuples(st.just("enqueue"), st.sampled_from([FOR_FAST, FOR_BOTH]), st.sampled_from(HASHES)),
+            st.tuples(
+                st.just("enqueue"),
+                st.sampled_from([FOR_FAST, FOR_BOTH]),
+                st.sampled_from(HASHES),
+                st.sampled_from(TENANTS),
+            ),
+            st.tuples(st.just("terms"), st.sampled_from(TENANTS), st.sampled_from([None, 0, 2])),
             st.tuples(st.just("lease_next"), st.sampled_from([FAST, SLOW])),
             st.tuples(st.just("finish"), st.integers(0, 9)),
             st.tuples(st.just("finish_and_lease_next"), st.integers(0, 9), st.sampled_from([FAST, SLOW])),
@@ -385,8 +402,10 @@ class Joint:
     async def _do(self, step: tuple[Any, ...], refs: list[LeaseRef]) -> Any:
         bench = self.bench
         match step:
-            case ("enqueue", cls, workflow_hash):
-                return await bench.enqueue(cls, workflow_hash=workflow_hash)
+            case ("enqueue", cls, workflow_hash, tenant):
+                return await bench.enqueue(cls, workflow_hash=workflow_hash, tenant=tenant)
+            case ("terms", tenant, max_leased):
+                return await bench.store.shares.put_terms(TenantTerms(tenant, 2.0, max_leased))
             case ("lease_next", profile):
                 return await bench.store.lease_next(bench.offer(A, profile))
             case ("finish", which):

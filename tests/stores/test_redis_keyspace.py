@@ -28,6 +28,7 @@ from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.ids import ClassKey, JobId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.stores.redis.examining import examine_redis
 from comfyfleet.stores.redis.library import library_text
 from comfyfleet.stores.redis.store import RedisStore
@@ -97,7 +98,7 @@ async def soak(bench: Bench, jobs: int) -> None:
                 case _:
                     _, more = await bench.store.finish_and_lease_next(completion(ref), bench.offer(worker))
                     held = None if more is None else more.dispatch
-                    await bench.store.charge_tenant(taken.tenant, 1.0)
+                    await bench.store.shares.charge(taken.tenant, 1.0)
 
     await asyncio.gather(*[work(number) for number in range(WORKERS)])
 
@@ -238,3 +239,17 @@ def test_every_key_of_the_layout_is_used_and_every_command_is_as_old_as_redis_7(
         *("ZRANGEBYSCORE", "ZRANGEBYLEX", "ZREMRANGEBYSCORE", "ZMSCORE"),
     }
     assert commands == known
+
+
+async def test_tenants_with_terms_leave_nothing_behind_but_their_shares(bench: Bench) -> None:
+    for number, most in enumerate((2, 5, None)):
+        await bench.store.shares.put_terms(TenantTerms(tenant(f"t{number}"), 1.0 + number, most))
+    await soak(bench, 600)
+    assert "{cf}:tenants:open" in await keys(bench)
+    await drain(bench)
+    for number in range(3):
+        share = await bench.store.shares.of(tenant(f"t{number}"))
+        assert (share.waiting, share.leased) == (0, 0)
+    await purge(bench)
+    left = {key for key in await keys(bench) if re.match(r"{cf}:(tenant|out:|terms|job)", key)}
+    assert left == {"{cf}:terms", "{cf}:tenant:t0", "{cf}:tenant:t1", "{cf}:tenant:t2"}

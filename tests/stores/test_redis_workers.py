@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
+from math import inf
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,9 @@ from comfyfleet.contract.bench import FAST, A, B, Bench
 from comfyfleet.model.calls import Applicant, Command
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import JobResult
+from comfyfleet.model.terms import DEFAULT_CHARGE_S, TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.ports import Clock
 from comfyfleet.stores.redis.access import engine_rules, worker_rules
@@ -428,3 +430,41 @@ async def test_nothing_is_kept_of_a_removed_worker_though_it_still_calls(
         assert worker.call("heartbeat", *worker.lease, 60) == 1, "the job is still its own to end"
         assert worker.call("register", A, DECLARED) is None
         assert admin.exists("{cf}:workers:seen", f"{{cf}}:worker:{A}:heartbeat") == 0
+
+
+async def test_a_tenant_at_its_cap_or_held_gives_such_a_worker_nothing(
+    bench: Bench, server: RedisServer
+) -> None:
+    await bench.store.put_worker(WORKER)
+    worker, ann, shares = Worker(server), TenantId("ann"), bench.store.shares
+    await shares.put_terms(TenantTerms(ann, max_leased=1))
+    for _ in range(3):
+        await bench.enqueue(tenant=ann)
+    assert worker.lease_next("one") is not None
+    first = list(worker.lease)
+    assert worker.lease_next("two") is None
+    assert worker.call("complete", *first, "{}") == 1
+    await shares.put_terms(TenantTerms(ann, held_until=inf))
+    assert worker.lease_next("three") is None
+    await shares.put_terms(TenantTerms(ann))
+    assert worker.lease_next("four") is not None
+
+
+async def test_such_a_worker_charges_the_tenant_as_an_engine_would(bench: Bench, server: RedisServer) -> None:
+    await bench.store.put_worker(WORKER)
+    worker, ann, shares = Worker(server), TenantId("ann"), bench.store.shares
+    await shares.put_terms(TenantTerms(ann, weight=2.0))
+    for _ in range(2):
+        await bench.enqueue(tenant=ann)
+    assert worker.lease_next("one") is not None
+    assert (await shares.of(ann)).virtual_time == DEFAULT_CHARGE_S / 2
+    assert worker.call("heartbeat", *worker.lease, 60) == 1
+    assert worker.call("complete", *worker.lease, "{}") == 1
+    share = await shares.of(ann)
+    assert 0 < share.virtual_time - share.credit < 1, "it took no time to speak of"
+    # One that was never taken up took none at all.
+    before = share.virtual_time - share.credit
+    assert worker.lease_next("two") is not None
+    assert worker.call("release", *worker.lease, "shutting down") == 1
+    share = await shares.of(ann)
+    assert share.virtual_time - share.credit == before

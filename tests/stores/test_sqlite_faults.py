@@ -41,7 +41,7 @@ async def test_a_full_disk_leaves_everything_as_it_was_whatever_was_to_be_writte
         assert await bench.store.get_lesson(HASH) is None
     # And with room again, everything works.
     disk.make_room()
-    await bench.store.charge_tenant(tenant("ann"), 1.0)
+    await bench.store.shares.charge(tenant("ann"), 1.0)
     first = await bench.lease_next()
     assert first is not None
     job = await bench.enqueue()

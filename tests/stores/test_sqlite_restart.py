@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from comfyfleet.model.dispatch import Change, Phase, Standing, Written
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.lesson import Duration, Lesson
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.reading import Disk
@@ -36,7 +38,10 @@ async def a_day(bench: Bench) -> None:
     await bench.enqueue(standing=Standing.DELAYED, wake_at=bench.clock.now() + 60, not_before=5.0)
     first = await bench.enqueue(priority=2, tenant=tenant("ann"), reference="mine")
     await bench.enqueue(tenant=tenant("bob"))
-    await store.charge_tenant(tenant("ann"), 12.5)
+    await store.shares.charge(tenant("ann"), 12.5)
+    await store.shares.put_terms(TenantTerms(tenant("ann"), 2.0, 1))
+    await store.shares.put_terms(TenantTerms(tenant("bob"), held_until=inf))
+    await bench.leased(tenant=tenant("ann"))
     _, done = await bench.leased(reference="done")
     await store.heartbeat([done], 60)
     assert await store.write(completion(done)) is not None
@@ -57,6 +62,24 @@ async def a_day(bench: Bench) -> None:
     await store.put_lesson(Lesson(HASH, {"card": Duration(3.0, 1)}, 24.0))
     await store.pause_queue(True)
     await store.pause_queue(False)
+
+
+async def test_a_lease_is_put_right_by_what_it_was_charged_with_before(tmp_path: Path) -> None:
+    bench = make_bench(tmp_path / "fleet.db")
+    await bench.open()
+    ann = tenant("ann")
+    await bench.store.shares.put_terms(TenantTerms(ann, max_leased=1))
+    job = await bench.enqueue(tenant=ann)
+    written = await bench.store.lease(job.job_id, msgspec.structs.replace(bench.offer(), charge_s=30.0))
+    assert written is not None
+    await bench.enqueue(tenant=ann)
+    await bench.store.close()
+    async with reopened(tmp_path / "fleet.db", bench.clock) as store:
+        assert await store.lease_next(bench.offer()) is None, "it is still at its cap"
+        await store.write(completion(written.dispatch.lease_ref(), used_s=2.0))
+        share = await store.shares.of(ann)
+        assert (share.virtual_time, share.credit, share.leased) == (30.0, 28.0, 0)
+        assert await store.lease_next(bench.offer()) is not None
 
 
 async def test_everything_is_there_after_a_clean_end(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 from tests.worker._scripted import QUICK, ScriptedApi, cancel, leased_job, quick, running, until
 
-from comfyfleet.model.calls import Beat, Command, LeasedJob, Report
+from comfyfleet.model.calls import Beat, Command, LeasedJob, Report, RunningAttempt
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import JobResult
-from comfyfleet.ports import RunningAttempt
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails, hangs, takes
 from comfyfleet.worker.news import NewsSender

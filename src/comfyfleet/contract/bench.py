@@ -146,6 +146,8 @@ class Bench:
             "blocks": await store.blocks(),
             "due": (await store.next_due(), await store.next_block_end()),
             "paused": await store.is_queue_paused(),
+            "shares": [await store.shares.of(TenantId(name)) for name in ("default", "ann", "bob")],
+            "terms": (await store.shares.terms(), await store.shares.next_hold_end()),
             "dead": await store.dead_letter(1000),
             "unsettled": await store.unsettled(1000),
             "polls": [await store.leased_by_poll(poll) for poll in self.polls],
@@ -174,12 +176,12 @@ class OnBench:
         await bench.store.close()
 
 
-def completion(ref: LeaseRef, **more: Any) -> Write:
+def completion(ref: LeaseRef, used_s: float | None = None, **more: Any) -> Write:
     return Write(
         ref.job_id,
         HeldBy(ref),
         completed(),
-        attempt_end=AttemptEnd(AttemptOutcome.COMPLETED),
+        attempt_end=AttemptEnd(AttemptOutcome.COMPLETED, used_s=used_s),
         facts=(FactDraft(FactKind.COMPLETED),),
         job={"phase": Phase.COMPLETED, "result": JobResult()},
         **more,

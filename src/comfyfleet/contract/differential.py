@@ -28,15 +28,25 @@ from comfyfleet.contract.bench import (
     tenant,
 )
 from comfyfleet.model.block import Block, BlockReason, Pair
-from comfyfleet.model.dispatch import Change, Dispatch, LeaseRef, Phase, Standing
+from comfyfleet.model.dispatch import (
+    Change,
+    Dispatch,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Standing,
+)
 from comfyfleet.model.fact import FactDraft, FactKind
-from comfyfleet.model.ids import LeaseToken, WorkflowHash
+from comfyfleet.model.ids import LeaseToken, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.lesson import Duration, Lesson
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.stores.memory import MemoryStore
 
 _WORKERS = st.sampled_from([(A, FAST), (B, SLOW), (B, FAST)])
 _HASHES = st.sampled_from([WorkflowHash("one"), WorkflowHash("two")])
 _WHICH = st.integers(0, 30)
+_TENANTS = st.sampled_from(["default", "ann", "bob"])
+_USED = st.sampled_from([None, 0.0, 4.0, 45.0])
 
 steps = st.one_of(
     st.tuples(
@@ -44,7 +54,7 @@ steps = st.one_of(
         st.sampled_from([FOR_FAST, FOR_BOTH]),
         _HASHES,
         st.sampled_from([-5, 0, 0, 0, 10]),
-        st.sampled_from(["default", "ann", "bob"]),
+        _TENANTS,
         st.sampled_from([None, None, 5.0]),
         st.sampled_from([0, 700, 70_000, 5_000_000_000]),
         st.booleans(),
@@ -54,8 +64,8 @@ steps = st.one_of(
     st.tuples(st.just("lease"), _WHICH, _WORKERS),
     st.tuples(st.just("peek"), _WORKERS, st.integers(1, 5)),
     st.tuples(st.just("heartbeat"), _WHICH),
-    st.tuples(st.just("complete"), _WHICH),
-    st.tuples(st.just("finish_and_lease_next"), _WHICH, _WORKERS),
+    st.tuples(st.just("complete"), _WHICH, _USED),
+    st.tuples(st.just("finish_and_lease_next"), _WHICH, _WORKERS, _USED),
     st.tuples(st.just("fail"), _WHICH, _WORKERS, st.sampled_from([None, 8.0])),
     st.tuples(st.just("requeue"), _WHICH, st.sampled_from([None, 3.0])),
     st.tuples(st.just("release"), _WHICH),
@@ -71,7 +81,15 @@ steps = st.one_of(
     st.tuples(st.just("keep_off"), _WORKERS, _WHICH, st.sampled_from([4.0])),
     st.tuples(st.just("expired_blocks")),
     st.tuples(st.just("due"), st.integers(1, 5)),
-    st.tuples(st.just("charge"), st.sampled_from(["default", "ann", "bob"]), st.sampled_from([1.0, 40.0])),
+    st.tuples(st.just("charge"), _TENANTS, st.sampled_from([1.0, 40.0])),
+    st.tuples(
+        st.just("terms"),
+        _TENANTS,
+        st.sampled_from([0.5, 1.0, 3.0]),
+        st.sampled_from([None, None, 0, 1, 2]),
+        st.sampled_from([None, None, 3.0, 12.0]),
+    ),
+    st.tuples(st.just("no_terms"), _TENANTS),
     st.tuples(st.just("pause_queue"), st.booleans()),
     st.tuples(st.just("purge"), st.sampled_from([Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED])),
     st.tuples(st.just("lesson"), _HASHES, st.sampled_from([0.0, 8.0])),
@@ -110,22 +128,23 @@ class Day:
                 first = msgspec.structs.replace(dispatch, phase=Phase.QUEUED, lease=None, revision=0)
                 return await store.enqueue(first, bench.job(first), QUEUED)
             case ("lease_next", (worker, profile)):
-                return self._note(await store.lease_next(bench.offer(worker, profile)))
+                return self._note(await store.lease_next(self._offer(worker, profile)))
             case ("lease", which, (worker, profile)):
                 dispatch = await self._job(which)
-                offer = bench.offer(worker, profile)
+                offer = self._offer(worker, profile)
                 return None if dispatch is None else self._note(await store.lease(dispatch.job_id, offer))
             case ("peek", (worker, profile), slots):
                 return await bench.candidates(worker, profile, slots)
             case ("heartbeat", which):
                 return [] if not self.refs else await store.heartbeat([self._ref(which)], 60.0)
-            case ("complete", which):
-                return None if not self.refs else await store.write(completion(self._ref(which)))
-            case ("finish_and_lease_next", which, (worker, profile)):
-                offer = bench.offer(worker, profile)
+            case ("complete", which, used_s):
+                return None if not self.refs else await store.write(completion(self._ref(which), used_s))
+            case ("finish_and_lease_next", which, (worker, profile), used_s):
+                offer = self._offer(worker, profile)
                 if not self.refs:
                     return None
-                finished, taken = await store.finish_and_lease_next(completion(self._ref(which)), offer)
+                finish = completion(self._ref(which), used_s)
+                finished, taken = await store.finish_and_lease_next(finish, offer)
                 return finished, self._note(taken)
             case ("fail", which, (worker, _), cooldown):
                 if not self.refs:
@@ -195,7 +214,13 @@ class Day:
                 due = await store.due(limit)
                 return sorted(due, key=lambda dispatch: dispatch.job_id) if len(due) < limit else len(due)
             case ("charge", name, seconds):
-                return await store.charge_tenant(tenant(name), seconds)
+                return await store.shares.charge(tenant(name), seconds)
+            case ("terms", name, weight, max_leased, held_s):
+                until = None if held_s is None else bench.clock.now() + held_s
+                await store.shares.put_terms(TenantTerms(tenant(name), weight, max_leased, until))
+                return await store.shares.terms(), await store.shares.next_hold_end()
+            case ("no_terms", name):
+                return await store.shares.remove_terms(tenant(name))
             case ("pause_queue", is_paused):
                 return await store.pause_queue(is_paused)
             case ("purge", phase):
@@ -207,6 +232,10 @@ class Day:
             case ("advance", seconds):
                 return await bench.clock.advance(seconds)
         raise AssertionError(f"no such step: {step}")
+
+    def _offer(self, worker: WorkerId, profile: ProfileKey) -> LeaseOffer:
+        charge_s = (1.0, 10.0, 30.0)[self.bench.new_number() % 3]
+        return msgspec.structs.replace(self.bench.offer(worker, profile), charge_s=charge_s)
 
     def _note(self, written: Any) -> Any:
         if written is not None:

@@ -121,7 +121,7 @@ class LeasingContract:
         urgent = await bench.enqueue(priority=1, tenant=tenant("ann"))
         low = await bench.enqueue(priority=-1)
         assert await bench.peek() == [each.job_id for each in (urgent, first, second, low)]
-        await bench.store.charge_tenant(tenant("ann"), 10.0)
+        await bench.store.shares.charge(tenant("ann"), 10.0)
         assert await bench.peek() == [each.job_id for each in (urgent, second, first, low)]
         leased = [await bench.lease_next() for _ in range(4)]
         assert [each and each.job_id for each in leased] == [

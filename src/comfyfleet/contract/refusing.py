@@ -20,6 +20,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import ProfileKey
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass, Requirements
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.ports import Movable, Store
@@ -88,7 +89,8 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
         "lift": lambda: store.lift([Pair(A, "counted")]),
         "expired_blocks": store.expired_blocks,
         "put_lesson": lambda: store.put_lesson(Lesson(HASH, {}, 12.0)),
-        "charge_tenant": lambda: store.charge_tenant(tenant("default"), 5.0),
+        "charge": lambda: store.shares.charge(tenant("default"), 5.0),
+        "put_terms": lambda: store.shares.put_terms(TenantTerms(tenant("ann"), 2.0, 1)),
         "pause_queue": lambda: store.pause_queue(True),
         "put a document": lambda: store.cabinet.put("keys", "new", b"1", version=0),
         "put over a document": lambda: store.cabinet.put("keys", "known", b"2", version=1),

@@ -10,6 +10,7 @@ from comfyfleet.contract.keeping import KeepingContract
 from comfyfleet.contract.leasing import LeasingContract
 from comfyfleet.contract.racing import RacingContract
 from comfyfleet.contract.settling import SettlingContract
+from comfyfleet.contract.sharing import SharingContract
 
 
 class StoreContract(
@@ -19,6 +20,7 @@ class StoreContract(
     CabinetContract,
     HoldingContract,
     SettlingContract,
+    SharingContract,
     DifferentialContract,
     OnBench,
 ):

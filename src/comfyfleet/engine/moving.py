@@ -111,6 +111,7 @@ class Move:
             raise
         await self._fleet.load(await self._target.now())
         await self._move_lessons()
+        await self._move_terms()
         await self._move_blocks()
         await self._move_documents()
         await self._move_jobs()
@@ -222,6 +223,12 @@ class Move:
             if await self._target.get_lesson(lesson.workflow_hash) is None:
                 await self._target.put_lesson(lesson)
                 self.moved.lessons += 1
+
+    async def _move_terms(self) -> None:
+        known = {terms.tenant for terms in await self._target.shares.terms()}
+        for terms in await self._source.shares.terms():
+            if terms.tenant not in known:
+                await self._target.shares.put_terms(terms)
 
     async def _move_blocks(self) -> None:
         for block in await self._source.blocks():
@@ -347,10 +354,10 @@ class Move:
         """The target knows the classes of the job, and how much its tenant has been served."""
         if dispatch.tenant not in self._tenants:
             self._tenants.add(dispatch.tenant)
-            served_s = await self._source.moving.virtual_time(dispatch.tenant)
-            served_there_s = await self._target.moving.virtual_time(dispatch.tenant)
+            served_s = (await self._source.shares.of(dispatch.tenant)).virtual_time
+            served_there_s = (await self._target.shares.of(dispatch.tenant)).virtual_time
             if served_s > served_there_s:
-                await self._target.charge_tenant(dispatch.tenant, served_s - served_there_s)
+                await self._target.shares.charge(dispatch.tenant, served_s - served_there_s)
         if dispatch.phase.is_final:
             return
         for key in (dispatch.class_key, dispatch.relaxed_class):

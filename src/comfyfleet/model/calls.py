@@ -5,6 +5,7 @@ The engine takes and gives them in process; over HTTP the same values are encode
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -215,3 +216,21 @@ class QueueStats(msgspec.Struct, frozen=True):
     idle_slots: int
     payload_bytes: int
     """What the payloads of all jobs that are open take."""
+
+
+class Foreign(msgspec.Struct, frozen=True):
+    """What workers without an engine have left for one to do."""
+
+    applicants: tuple[Applicant, ...] = ()
+    reports: tuple[ForeignReport, ...] = ()
+    seen: Mapping[WorkerId, float] = {}
+    """When each of them last called."""
+    finished: int = 0
+    """How many of their runs nobody has learned from yet."""
+
+
+class RunningAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a service knows of an attempt: `unknown`, `waiting`, `running`, or how it ended."""
+
+    state: str
+    result: JobResult | None = None

@@ -26,6 +26,7 @@ from comfyfleet.model.ids import (
     WorkerId,
     WorkflowHash,
 )
+from comfyfleet.model.terms import DEFAULT_CHARGE_S
 
 
 class Phase(StrEnum):
@@ -241,6 +242,8 @@ class AttemptEnd(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     outcome: AttemptOutcome
     charged_to: str | None = None
     failure: Failure | None = None
+    used_s: float | None = None
+    """For how long it had the worker: what the estimate of the lease is put right to. None: the estimate stands."""
 
 
 class Write(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -271,6 +274,8 @@ class LeaseOffer(msgspec.Struct, frozen=True, gc=False):
     token: LeaseToken
     ttl_s: float
     acknowledge_s: float
+    charge_s: float = DEFAULT_CHARGE_S
+    """For how long it is expected to have the worker: what its tenant is charged with, where tenants have terms."""
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -281,3 +286,5 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     queued_at: float
     virtual_time: float = 0.0
+    weight: float = 0.0
+    """Of its tenant. 0: no tenant has terms, and nobody is charged."""

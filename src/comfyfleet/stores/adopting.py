@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from comfyfleet.model.dispatch import Dispatch
-from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ids import JobId
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.entries import MemoryEntry
@@ -73,9 +73,6 @@ class MemoryMoving:
             if entry is not None and answers[-1]:
                 self._forget(entry)
         return answers
-
-    async def virtual_time(self, tenant: TenantId) -> float:
-        return self._kept.index.virtual_time(tenant)
 
     async def lessons(self) -> list[Lesson]:
         return self._kept.lessons.listing()

@@ -37,6 +37,7 @@ from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.guards import extended, granted, holds, is_held
 from comfyfleet.stores.index import LaneIndex
+from comfyfleet.stores.shares import ShareBook
 from comfyfleet.stores.shelf import BlockShelf, LessonShelf
 
 
@@ -89,6 +90,7 @@ class Kept(Generic[E]):
         self.forgotten: list[Pair] = []
         """Pairs that the blocks of the latest write pushed out."""
         self.index = LaneIndex()
+        self.shares = ShareBook(self.index)
         self._clock = clock
         self._by_sequence: dict[int, JobId] = {}
         self._leases_of: dict[WorkerId, dict[JobId, None]] = {}
@@ -133,7 +135,7 @@ class Kept(Generic[E]):
         entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
         self._know(entry)
         self._note_end(entry)
-        self._arrive(entry)
+        self._arrive(entry, is_newcomer=not self.shares.is_open(dispatch.tenant))
         return Written(dispatch, self._note(entry, drafts))
 
     def has_classes(self, dispatch: Dispatch) -> bool:
@@ -146,7 +148,9 @@ class Kept(Generic[E]):
     def peek(self, query: Peek) -> list[Candidate]:
         if self.is_paused:
             return []
-        blocked = self.blocks.blocked_targets(query.worker_id, self._clock.now())
+        now = self._clock.now()
+        self.shares.end_holds(now)
+        blocked = self.blocks.blocked_targets(query.worker_id, now)
         found = self.index.window(
             query.profile,
             slots=query.slots,
@@ -162,6 +166,7 @@ class Kept(Generic[E]):
                 sequence,
                 self.entries[job_id].dispatch.queued_at,
                 virtual_time,
+                self.shares.weight(lane.tenant),
             )
             for lane, sequence, virtual_time in found
         ]
@@ -174,7 +179,11 @@ class Kept(Generic[E]):
             return None
         if not self.index.may_take(offer.profile, entry.dispatch.class_key):
             return None
-        blocked = self.blocks.blocked_targets(offer.worker_id, self._clock.now())
+        now = self._clock.now()
+        self.shares.end_holds(now)
+        if self.index.is_out(entry.dispatch.tenant):
+            return None
+        blocked = self.blocks.blocked_targets(offer.worker_id, now)
         if entry.dispatch.workflow_hash in blocked or job_id in blocked:
             return None
         return self._grant(entry, entry.dispatch.lane, offer)
@@ -182,7 +191,9 @@ class Kept(Generic[E]):
     def lease_next(self, offer: LeaseOffer) -> Written | None:
         if self.is_paused or not self._is_as_matched(offer):
             return None
-        blocked = self.blocks.blocked_targets(offer.worker_id, self._clock.now())
+        now = self._clock.now()
+        self.shares.end_holds(now)
+        blocked = self.blocks.blocked_targets(offer.worker_id, now)
         chosen = self.index.first(offer.profile, blocked, self._kept_off(blocked))
         if chosen is None:
             return None
@@ -211,12 +222,13 @@ class Kept(Generic[E]):
         end = None if lease is None else write.attempt_end
         assert lease is None or end is not None, "whoever ends a lease says how its attempt ended"
         # From here on nothing can fail: all of the write happens, or nothing has.
+        was_open = self.shares.is_open(before.tenant)
         self._depart(before)
         if lease is not None and end is not None:
             self._end_lease(entry, lease, end)
         entry.dispatch = after
         self._note_end(entry)
-        self._arrive(entry)
+        self._arrive(entry, is_newcomer=not was_open)
         if write.blocks:
             self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]
         for pair in write.lifted:
@@ -295,7 +307,7 @@ class Kept(Generic[E]):
         dispatch = entry.dispatch
         self._know(entry)
         if dispatch.lease is not None:
-            self._begin_lease(dispatch.job_id, dispatch.lease)
+            self._begin_lease(dispatch, dispatch.lease)
         self._arrive(entry)
 
     def bring_back(self, entry: E) -> None:
@@ -314,7 +326,7 @@ class Kept(Generic[E]):
         dispatch = entry.dispatch
         self._depart(dispatch)
         if dispatch.lease is not None:
-            self._drop_lease(dispatch.job_id, dispatch.lease)
+            self._drop_lease(dispatch, dispatch.lease)
         self.let_go(entry)
 
     # keeping everything in step
@@ -326,7 +338,8 @@ class Kept(Generic[E]):
         if entry.reference is not None:
             self.references[entry.dispatch.tenant, entry.reference] = job_id
 
-    def _arrive(self, entry: E) -> None:
+    def _arrive(self, entry: E, *, is_newcomer: bool = False) -> None:
+        """`is_newcomer`: of a tenant that had nothing waiting or running until now."""
         dispatch = entry.dispatch
         phase = dispatch.phase
         self.by_phase[phase] += 1
@@ -340,6 +353,10 @@ class Kept(Generic[E]):
             self._by_standing[dispatch.standing] += 1
             if dispatch.standing is _IN_LANE:
                 self._by_sequence[dispatch.sequence] = dispatch.job_id
+                if self.shares.is_fair:
+                    if is_newcomer:
+                        self.shares.begin_to_wait(dispatch.tenant)
+                    self.shares.count_waiting(dispatch.tenant, 1)
                 self.index.add(dispatch.lane, dispatch.sequence)
         self._watch(dispatch)
 
@@ -352,6 +369,8 @@ class Kept(Generic[E]):
             if dispatch.standing is _IN_LANE:
                 self.index.remove(dispatch.lane, dispatch.sequence)
                 del self._by_sequence[dispatch.sequence]
+                if self.shares.is_fair:
+                    self.shares.count_waiting(dispatch.tenant, -1)
         if is_queued or phase is _LEASED:
             self.payload_bytes -= dispatch.payload_bytes
             self.index.unpin(dispatch.class_key)
@@ -390,25 +409,35 @@ class Kept(Generic[E]):
         self.index.remove(lane, before.sequence)
         del self._by_sequence[before.sequence]
         self._watch(after)
-        self._begin_lease(after.job_id, lease)
+        if self.shares.is_fair:
+            self.shares.count_waiting(after.tenant, -1)
+            self.shares.charge(after.job_id, after.tenant, offer.charge_s)
+        self._begin_lease(after, lease)
         entry.attempts += (attempt,)
         entry.fact_count += 1
         return Written(after, (fact,))
 
-    def _begin_lease(self, job_id: JobId, lease: Lease) -> None:
-        self._leases_of.setdefault(lease.worker_id, {})[job_id] = None
-        self._polls[lease.poll_id] = job_id
+    def _begin_lease(self, dispatch: Dispatch, lease: Lease) -> None:
+        self._leases_of.setdefault(lease.worker_id, {})[dispatch.job_id] = None
+        self._polls[lease.poll_id] = dispatch.job_id
+        if self.shares.is_fair:
+            self.shares.count_leased(dispatch.tenant, 1, self._clock.now())
 
-    def _drop_lease(self, job_id: JobId, lease: Lease) -> None:
+    def _drop_lease(self, dispatch: Dispatch, lease: Lease) -> None:
+        job_id = dispatch.job_id
         mine = self._leases_of.get(lease.worker_id, {})
         mine.pop(job_id, None)
         if not mine:
             self._leases_of.pop(lease.worker_id, None)
         if self._polls.get(lease.poll_id) == job_id:
             del self._polls[lease.poll_id]
+        if self.shares.is_fair:
+            self.shares.count_leased(dispatch.tenant, -1, self._clock.now())
 
     def _end_lease(self, entry: E, lease: Lease, end: AttemptEnd) -> None:
-        self._drop_lease(entry.dispatch.job_id, lease)
+        if self.shares.is_fair:
+            self.shares.settle(entry.dispatch.job_id, entry.dispatch.tenant, end.used_s)
+        self._drop_lease(entry.dispatch, lease)
         ended = msgspec.structs.replace(
             entry.attempts[-1],
             outcome=end.outcome,

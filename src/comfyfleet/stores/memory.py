@@ -24,7 +24,7 @@ from comfyfleet.model.dispatch import (
     Written,
 )
 from comfyfleet.model.fact import Fact, FactDraft
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
@@ -34,6 +34,7 @@ from comfyfleet.stores.adopting import MemoryMoving
 from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.stores.entries import MemoryEntry, MemoryRecords
 from comfyfleet.stores.kept import Ending, Kept
+from comfyfleet.stores.shares import MemoryShares
 from comfyfleet.stores.tombstones import may_go
 
 
@@ -44,6 +45,11 @@ class MemoryStore:
         self._kept: Kept[MemoryEntry] = Kept(clock, epoch)
         self.records = MemoryRecords(self._kept.entries, self._kept.references)
         self.cabinet = MemoryCabinet()
+        self.shares = MemoryShares(
+            self._kept.shares,
+            clock.now,
+            lambda: [entry.dispatch for entry in self._kept.entries.values()],
+        )
         self._ended: dict[Phase, deque[tuple[Ending, JobId]]] = {
             phase: deque() for phase in Phase if phase.is_final
         }
@@ -69,10 +75,11 @@ class MemoryStore:
     def listen(
         self,
         wake: Callable[[], None],
-        hear: Callable[[WorkerId, Command], None] | None = None,
-        relearn: Callable[[], None] | None = None,
+        hear: Callable[[WorkerId, Command], None] | None = None,  # noqa: ARG002
+        relearn: Callable[[], None] | None = None,  # noqa: ARG002
     ) -> None:
-        """Nobody else writes here."""
+        """Nobody else writes here, but a tenant may fall below its cap again."""
+        self._kept.shares.came_free = wake
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         """Nobody else serves a worker."""
@@ -248,9 +255,6 @@ class MemoryStore:
 
     async def is_queue_paused(self) -> bool:
         return self._kept.is_paused
-
-    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None:
-        self._kept.index.charge(tenant, seconds)
 
     # what is kept with a job
 

@@ -9,7 +9,7 @@ import psycopg
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.postgres.migrate import known_migrations, missing_migrations
 from comfyfleet.stores.postgres.pool import Connection, Pool
-from comfyfleet.stores.postgres.store import check_server
+from comfyfleet.stores.postgres.server import check_server
 
 _SETTINGS = ("server_version", "synchronous_commit", "fsync", "full_page_writes", "autovacuum")
 

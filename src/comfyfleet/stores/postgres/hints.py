@@ -81,6 +81,11 @@ class Hints:
         if self._is_open and (self._sender is None or self._sender.done()):
             self._sender = asyncio.create_task(self._send(), name="comfyfleet-postgres-notify")
 
+    def tell_all(self) -> None:
+        """Here too: nobody hears himself."""
+        self.tell()
+        self._wake()
+
     async def tell_worker(self, worker_id: WorkerId, command: Command) -> None:
         command = msgspec.structs.replace(command, reason=command.reason[:_MAX_REASON])
         text = msgspec.json.encode(_Told(worker_id, command, self._sender_id)).decode()

@@ -35,7 +35,7 @@ ON CONFLICT DO NOTHING RETURNING lane_id
 # guarded by the profile that was matched: the worker may have registered anew since then, with other tenants perhaps.
 GATE = """
 WITH gate AS MATERIALIZED (
-    SELECT moment.now, ARRAY(
+    SELECT moment.now, is_fair, ARRAY(
         SELECT target FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s AND blocked_until > moment.now) AS blocked
     FROM comfyfleet.state, (
         SELECT coalesce(%(test_now)s::float8, extract(epoch FROM clock_timestamp())::float8) AS now OFFSET 0
@@ -45,16 +45,23 @@ WITH gate AS MATERIALIZED (
 )
 """
 
+# A tenant that is held or at its cap is left out.
+MAY_HAVE = """
+(t.max_leased IS NULL OR t.leased < t.max_leased) AND (t.held_until IS NULL OR t.held_until <= gate.now)
+"""
+
 LOOK = (
     GATE
-    + """
-SELECT now, lane_id, class_key, tenant, priority, workflow_hash, virtual_time, head, sequence, job_id, queued_at
+    + f"""
+SELECT now, lane_id, class_key, tenant, priority, workflow_hash, virtual_time, weight, head, sequence, job_id, queued_at
 FROM gate CROSS JOIN LATERAL (
-    SELECT lane_id, l.class_key, l.tenant, priority, workflow_hash, head, coalesce(t.virtual_time, 0) AS virtual_time
+    SELECT lane_id, l.class_key, l.tenant, priority, workflow_hash, head, coalesce(t.virtual_time, 0) AS virtual_time,
+        CASE WHEN gate.is_fair THEN coalesce(t.weight, 1) ELSE 0 END AS weight
     FROM comfyfleet.profile_classes p
     JOIN comfyfleet.lanes l ON l.class_key = p.class_key
     LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
     WHERE p.profile = %(profile)s AND workflow_hash <> ALL (gate.blocked) AND workflow_hash <> ALL (%(skip)s)
+        AND {MAY_HAVE}
     ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
 ) AS top
 LEFT JOIN LATERAL (
@@ -180,6 +187,7 @@ async def _page(step: Step, look: Look, limit: int) -> _Page:
         priority,
         workflow_hash,
         virtual_time,
+        weight,
         head,
         sequence,
         job_id,
@@ -193,7 +201,7 @@ async def _page(step: Step, look: Look, limit: int) -> _Page:
         if is_first and sequence - head > MAX_LAG:
             page.lagging.append(lane_id)
         lane = LaneKey(ClassKey(class_key), TenantId(tenant), priority, WorkflowHash(workflow_hash))
-        candidate = Candidate(JobId(job_id), lane, sequence, queued_at, virtual_time)
+        candidate = Candidate(JobId(job_id), lane, sequence, queued_at, virtual_time, weight)
         page.items.append(((-priority, virtual_time, sequence), candidate))
     page.items.sort(key=lambda item: item[0])
     if len(bounds) >= limit:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from comfyfleet.model.dispatch import LeaseOffer, Written
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Peek
-from comfyfleet.stores.postgres import lanes, rows
+from comfyfleet.stores.postgres import lanes, rows, shares
 from comfyfleet.stores.postgres.lanes import Look, Seen
 from comfyfleet.stores.postgres.pool import Step
 
@@ -22,7 +22,7 @@ MAX_LOOK = 2048
 _TAKE = (
     lanes.GATE
     + """
-SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now
+SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now, gate.is_fair
 FROM gate, comfyfleet.dispatches d
 JOIN comfyfleet.lanes l ON l.lane_id = d.lane_id
 JOIN comfyfleet.profile_classes p ON p.class_key = l.class_key AND p.profile = %(profile)s
@@ -36,13 +36,13 @@ FOR UPDATE OF d SKIP LOCKED
 # row is locked: what is asked of the row is asked again then.
 _TAKE_FIRST = (
     lanes.GATE
-    + """
+    + f"""
 , top AS MATERIALIZED (
     SELECT lane_id, priority, head, coalesce(t.virtual_time, 0) AS virtual_time, workflow_hash
     FROM gate, comfyfleet.profile_classes p
     JOIN comfyfleet.lanes l ON l.class_key = p.class_key
     LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
-    WHERE p.profile = %(profile)s AND workflow_hash <> ALL (gate.blocked)
+    WHERE p.profile = %(profile)s AND workflow_hash <> ALL (gate.blocked) AND {lanes.MAY_HAVE}
     ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
 ), horizon AS MATERIALIZED (
     SELECT priority, virtual_time, head FROM top ORDER BY priority, virtual_time DESC, head DESC
@@ -60,7 +60,7 @@ _TAKE_FIRST = (
         <= (-horizon.priority, horizon.virtual_time, horizon.head)
     ORDER BY place LIMIT %(slots)s
 )
-SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now, first.sequence - first.head
+SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now, first.sequence - first.head, gate.is_fair
 FROM gate, first JOIN comfyfleet.dispatches d ON d.job_id = first.job_id AND d.lane_id = first.lane_id
 ORDER BY first.place LIMIT %(count)s FOR UPDATE OF d SKIP LOCKED
 """
@@ -68,7 +68,7 @@ ORDER BY first.place LIMIT %(count)s FOR UPDATE OF d SKIP LOCKED
 
 # Where others hold all of the first: those that are still in their lanes, however far behind.
 _TAKE_ANY = """
-SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id
+SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, (SELECT is_fair FROM comfyfleet.state)
 FROM unnest(%(jobs)s::text[]) WITH ORDINALITY AS c (job_id, place)
 JOIN comfyfleet.dispatches d ON d.job_id = c.job_id
 JOIN comfyfleet.lanes l ON l.lane_id = d.lane_id
@@ -98,8 +98,11 @@ async def peek(step: Step, query: Peek, test_now: float | None) -> Seen:
 
 
 async def lease(
-    step: Step, job_id: JobId, offer: LeaseOffer, epoch: int, test_now: float | None
+    step: Step, job_id: JobId, offer: LeaseOffer, epoch: int, test_now: float | None, is_fair: bool
 ) -> Written | None:
+    """`is_fair`: tenants have terms, as far as is known here."""
+    if is_fair:
+        step.add(shares.HOLD)
     values = {
         "job_id": job_id,
         "worker_id": offer.worker_id,
@@ -110,22 +113,36 @@ async def lease(
     row = await step.row(_TAKE, values)
     if row is None:
         return None
-    *found, now = row
-    return rows.grant(step, [(rows.held(found), offer)], epoch, now)[0]
+    *found, now, is_charged = row
+    held = rows.held(found)
+    if not await _charge(step, held, offer, now, is_fair=is_fair, is_charged=is_charged):
+        return None
+    return rows.grant(step, [(held, offer)], epoch, now)[0]
+
+
+async def _charge(
+    step: Step, held: rows.Held, offer: LeaseOffer, now: float, *, is_fair: bool, is_charged: bool
+) -> bool:
+    if is_charged and not is_fair:
+        raise shares.NowFair
+    return not is_charged or await shares.lease(step, held.dispatch, offer, now)
 
 
 async def lease_next(
-    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None
+    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None, is_fair: bool
 ) -> tuple[list[Written | None], Sequence[int]]:
     """A lease for each offer, if any, and the lanes that want tidying. All offers are of one profile."""
     taken: list[Written | None] = []
     untidy: set[int] = set()
-    for alike in await _alike(step, offers, test_now):
-        written, lagging = await _take(step, alike, epoch, test_now)
+    if is_fair:
+        step.add(shares.HOLD)
+    # Where tenants are charged, each lease changes whose turn is next.
+    for alike in [[offer] for offer in offers] if is_fair else await _alike(step, offers, test_now):
+        written, lagging = await _take(step, alike, epoch, test_now, is_fair)
         untidy.update(lagging)
         for offer in alike[len(written) :]:
             # Nothing is left, or others hold it, or empty lanes and old bounds stand in the way.
-            one, found_untidy = await _search(step, offer, epoch, test_now)
+            one, found_untidy = await _search(step, offer, epoch, test_now, is_fair)
             untidy.update(found_untidy)
             if one is None:
                 break
@@ -154,7 +171,7 @@ async def _alike(
 
 
 async def _take(
-    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None
+    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None, is_fair: bool
 ) -> tuple[list[Written | None], list[int]]:
     slots = len(offers) + SPARE
     values = {
@@ -168,13 +185,16 @@ async def _take(
     }
     found = await step.rows(_TAKE_FIRST, values)
     held = [(rows.held(row[:4]), offer) for row, offer in zip(found, offers, strict=False)]
+    for row, (each, offer) in zip(found, held, strict=True):
+        may_have = await _charge(step, each, offer, row[4], is_fair=is_fair, is_charged=row[6])
+        assert may_have, "whose tenant is out is not seen, and nobody else changes that now"
     written: list[Written | None] = []
     written += rows.grant(step, held, epoch, found[0][4] if found else 0.0)
     return written, [row[3] for row in found if row[5] > lanes.MAX_LAG]
 
 
 async def _search(
-    step: Step, offer: LeaseOffer, epoch: int, test_now: float | None
+    step: Step, offer: LeaseOffer, epoch: int, test_now: float | None, is_fair: bool
 ) -> tuple[Written | None, Sequence[int]]:
     slots = SPARE
     while True:
@@ -186,7 +206,9 @@ async def _search(
         jobs = [candidate.job_id for candidate in seen.candidates]
         row = await step.row(_TAKE_ANY, {"jobs": jobs, "profile": offer.profile})
         if row is not None:
-            return rows.grant(step, [(rows.held(row), offer)], epoch, seen.now)[0], seen.untidy
+            held = rows.held(row[:4])
+            await _charge(step, held, offer, seen.now, is_fair=is_fair, is_charged=row[4])
+            return rows.grant(step, [(held, offer)], epoch, seen.now)[0], seen.untidy
         if is_last:
             # Others hold all of those. Two who hold what the other looks for would wait for each other for ever; what
             # comes free again, if any, is found at the next look.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from comfyfleet.model.dispatch import Dispatch
-from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ids import JobId
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.postgres import codec, rows
@@ -55,13 +55,6 @@ class PostgresMoving:
             return [answers[each.job_id] for each in jobs]
 
         return await self._pool.transact(discard)
-
-    async def virtual_time(self, tenant: TenantId) -> float:
-        async def read(step: Step) -> float:
-            row = await step.row("SELECT virtual_time FROM comfyfleet.tenants WHERE tenant = %s", (tenant,))
-            return 0.0 if row is None else float(row[0])
-
-        return await self._pool.read(read)
 
     async def lessons(self) -> list[Lesson]:
         async def read(step: Step) -> list[Lesson]:

@@ -29,11 +29,13 @@ from comfyfleet.stores.postgres.pool import Step, Values
 from comfyfleet.stores.tombstones import last_to_go
 
 _LOCK_OPEN = """
-SELECT envelope, fact_count, job_phase, lane_id FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE
+SELECT envelope, fact_count, job_phase, lane_id, (SELECT is_fair FROM comfyfleet.state)
+FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE
 """
 
 _LOCK_ENDED = """
-SELECT envelope, fact_count, job_phase, NULL::bigint FROM comfyfleet.ended WHERE job_id = %s FOR UPDATE
+SELECT envelope, fact_count, job_phase, NULL::bigint, (SELECT is_fair FROM comfyfleet.state)
+FROM comfyfleet.ended WHERE job_id = %s FOR UPDATE
 """
 
 HOLD_CLASSES = """
@@ -135,6 +137,8 @@ class Opened(msgspec.Struct, frozen=True):
     now: float
     record: str
     attempt: str | None
+    is_fair: bool
+    """Tenants have terms, and leases are charged."""
 
 
 def moment(test_now: float | None) -> tuple[str, Values]:
@@ -149,7 +153,8 @@ async def open_for_write(step: Step, job_id: JobId, test_now: float | None) -> O
             (lock, (job_id,)), moment(test_now), (_RECORD, (job_id,)), (_LAST_ATTEMPT, (job_id,))
         )
         if found:
-            return Opened(held(found[0]), now, record[0][0], attempt[0][0] if attempt else None)
+            *row, is_fair = found[0]
+            return Opened(held(row), now, record[0][0], attempt[0][0] if attempt else None, is_fair)
     return None
 
 
@@ -322,7 +327,7 @@ async def discard(step: Step, job_id: JobId, revision: int) -> bool:
         row = await step.row(lock, (job_id,))
         if row is None:
             continue
-        found = held(row).dispatch
+        found = held(row[:4]).dispatch
         if found.revision != revision or found.lease is not None:
             return False
         for table in ("dispatches", "ended", "facts", "attempts", "jobs"):

@@ -26,25 +26,24 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Fact, FactDraft
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.guards import extended, holds, is_held
-from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shelf, table
+from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shares, shelf, table
 from comfyfleet.stores.postgres.cabinet import PostgresCabinet
 from comfyfleet.stores.postgres.grouping import Groups
 from comfyfleet.stores.postgres.hints import TABLE, Hints
 from comfyfleet.stores.postgres.migrate import known_migrations, migrate
 from comfyfleet.stores.postgres.moving import PostgresMoving
-from comfyfleet.stores.postgres.pool import Connection, Pool, Row, Step, Values
+from comfyfleet.stores.postgres.pool import Pool, Row, Step, Values
 from comfyfleet.stores.postgres.records import PostgresRecords
+from comfyfleet.stores.postgres.server import check_server
 
 _Answer = TypeVar("_Answer")
-
-MIN_VERSION = 130000
 
 _LOAD = """
 SELECT envelope FROM comfyfleet.dispatches WHERE job_id = %(job_id)s
@@ -100,11 +99,6 @@ _UNSETTLED = """
 SELECT envelope FROM comfyfleet.ended WHERE is_unsettled AND job_id > %s ORDER BY job_id LIMIT %s
 """
 
-_CHARGE = """
-INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time) VALUES (%s, %s)
-ON CONFLICT (tenant) DO UPDATE SET virtual_time = t.virtual_time + excluded.virtual_time
-"""
-
 _PUT_WORKER = """
 INSERT INTO comfyfleet.workers (worker_id, body) VALUES (%s, %s)
 ON CONFLICT (worker_id) DO UPDATE SET body = excluded.body
@@ -127,10 +121,13 @@ class PostgresStore:
         self._hints = Hints(self._pool)
         self._test_clock = clock_for_tests
         self._epoch = 1
+        self._is_fair = False
+        """Whether tenants have terms, as far as was heard here."""
         self._leases = Groups(self._lease_group)
         self.records = PostgresRecords(self._pool)
         self.cabinet = PostgresCabinet(self._pool)
         self.moving = PostgresMoving(self._pool, lambda: self._test_now, self._hints.tell)
+        self.shares = shares.PostgresShares(self._pool, lambda: self._test_now, self._hints)
 
     @property
     def epoch(self) -> int:
@@ -154,9 +151,10 @@ class PostgresStore:
             async with connection:
                 await check_server(connection, self._pool.address)
                 await migrate(connection, known_migrations())
-                row = await (await connection.execute("SELECT epoch FROM comfyfleet.state")).fetchone()
+                cursor = await connection.execute("SELECT epoch, is_fair FROM comfyfleet.state")
+                row = await cursor.fetchone()
                 assert row is not None, "the first migration puts it there"
-                self._epoch = row[0]
+                self._epoch, self._is_fair = row
         except psycopg.Error as error:
             raise Fault(
                 f"PostgreSQL at {self._pool.address} hung up while the store was being opened: "
@@ -191,6 +189,14 @@ class PostgresStore:
 
     async def _transact(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
         return await self._pool.transact(lambda step: work(step, *values))
+
+    async def _share(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
+        """A transaction in which a lease may begin or end."""
+        while True:
+            try:
+                return await self._transact(work, *values, self._is_fair)
+            except shares.NowFair:
+                self._is_fair = True
 
     async def _read(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
         return await self._pool.read(lambda step: work(step, *values))
@@ -260,8 +266,11 @@ class PostgresStore:
     ) -> Written | None:
         classes = sorted(set(rows.classes_of(dispatch)))
         names = {"job_id": dispatch.job_id, "tenant": job.tenant, "reference": job.reference}
-        held, known, ((now,),) = await step.ask(
-            (rows.HOLD_CLASSES, (classes,)), (_KNOWN_JOB, names), rows.moment(self._test_now)
+        held, known, ((now,),), ((is_fair,),) = await step.ask(
+            (rows.HOLD_CLASSES, (classes,)),
+            (_KNOWN_JOB, names),
+            rows.moment(self._test_now),
+            (shares.IS_FAIR, ()),
         )
         has_classes = len(held) == len(classes)
         record, payload = codec.encode_record(job), codec.encode(job.payload)
@@ -275,6 +284,8 @@ class PostgresStore:
                 return None
             inserted = await step.row(_INSERT_JOB, values)
             if inserted is not None:
+                if is_fair and dispatch.stands_in_lane:
+                    await shares.begin_to_wait(step, dispatch.tenant)
                 placed = msgspec.structs.replace(dispatch, sequence=inserted[0])
                 return await rows.insert(step, placed, job, facts, now)
             # Somebody else was faster with the same name.
@@ -300,14 +311,14 @@ class PostgresStore:
         return seen.candidates
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
-        return await self._transact(leasing.lease, job_id, offer, self._epoch, self._test_now)
+        return await self._share(leasing.lease, job_id, offer, self._epoch, self._test_now)
 
     async def lease_next(self, offer: LeaseOffer) -> Written | None:
         """Whoever asks while others of the same profile are being answered is answered together with the next."""
         return await self._leases.ask(offer.profile, offer)
 
     async def _lease_group(self, offers: Sequence[LeaseOffer]) -> list[Written | None]:
-        taken, untidy = await self._transact(leasing.lease_next, offers, self._epoch, self._test_now)
+        taken, untidy = await self._share(leasing.lease_next, offers, self._epoch, self._test_now)
         await self._tidy(untidy)
         return taken
 
@@ -320,47 +331,59 @@ class PostgresStore:
         return found[0] if found else None
 
     async def write(self, write: Write) -> Written | None:
-        written = await self._transact(self._write, write)
-        self._tell_of(written)
+        written, frees = await self._share(self._write, write)
+        self._tell_of(written, frees)
         return written
 
-    def _tell_of(self, written: Written | None) -> None:
-        if written is not None and written.dispatch.stands_in_lane:
+    def _tell_of(self, written: Written | None, frees: bool) -> None:
+        if frees:
+            self._hints.tell_all()
+        elif written is not None and written.dispatch.stands_in_lane:
             self._hints.tell()
 
-    async def _write(self, step: Step, write: Write) -> Written | None:
+    async def _write(self, step: Step, write: Write, is_fair: bool) -> tuple[Written | None, bool]:
+        """And whether the tenant comes free with it, so that more of it may be leased."""
+        if is_fair and write.attempt_end is not None:
+            step.add(shares.HOLD)
         opened = await rows.open_for_write(step, write.job_id, self._test_now)
         if opened is None or not holds(opened.held.dispatch, write):
-            return None
-        before = opened.held.dispatch
+            return None, False
+        if opened.is_fair and not is_fair:
+            raise shares.NowFair
+        before, frees = opened.held.dispatch, False
         after = write.change.apply(before)
         # The classes of an open job are in the table for as long as it is open.
         added = [key for key in rows.classes_of(after) if key not in rows.classes_of(before)]
         if added and not await rows.has_classes(step, added):
-            return None
+            return None, False
         if before.lease is not None and after.lease is None:
             assert write.attempt_end is not None, "whoever ends a lease says how its attempt ended"
             rows.end_attempt(step, opened, write.attempt_end)
+            frees = is_fair and await shares.end(step, before, write.attempt_end, opened.now)
+        elif is_fair and after.stands_in_lane and not before.stands_in_lane:
+            await shares.begin_to_wait(step, after.tenant)
         job_phase = opened.held.job_phase
         if write.job is not None:
             job_phase = rows.change_record(step, opened, write.job)
         for block in write.blocks:
             shelf.put_block(step, block)
         shelf.lift_unseen(step, write.lifted)
-        return await rows.change(step, opened.held, after, write.facts, opened.now, job_phase)
+        return await rows.change(step, opened.held, after, write.facts, opened.now, job_phase), frees
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
     ) -> tuple[Written | None, Written | None]:
-        async def both(step: Step) -> tuple[Written | None, Written | None, Sequence[int]]:
-            finished = await self._write(step, write)
-            if finished is None:
-                return None, None, ()
-            (taken,), untidy = await leasing.lease_next(step, [offer], self._epoch, self._test_now)
+        async def both(
+            step: Step, is_fair: bool
+        ) -> tuple[tuple[Written | None, bool], Written | None, Sequence[int]]:
+            finished = await self._write(step, write, is_fair)
+            if finished[0] is None:
+                return finished, None, ()
+            (taken,), untidy = await leasing.lease_next(step, [offer], self._epoch, self._test_now, is_fair)
             return finished, taken, untidy
 
-        finished, taken, untidy = await self._transact(both)
-        self._tell_of(finished)
+        (finished, frees), taken, untidy = await self._share(both)
+        self._tell_of(finished, frees)
         await self._tidy(untidy)
         return finished, taken
 
@@ -421,10 +444,6 @@ class PostgresStore:
         ((is_paused,),) = await self._fetch("SELECT is_paused FROM comfyfleet.state")
         return bool(is_paused)
 
-    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None:
-        assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
-        await self._do((_CHARGE, (tenant, seconds)))
-
     # what is kept with a job
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
@@ -471,27 +490,3 @@ class PostgresStore:
 
     async def put_lesson(self, lesson: Lesson) -> None:
         await self._transact(shelf.put_lesson, lesson)
-
-
-async def check_server(connection: Connection, address: str) -> None:
-    cursor = await connection.execute(
-        "SELECT current_setting('server_version_num')::int, current_setting('server_encoding'),"
-        " current_setting('synchronous_commit')"
-    )
-    row = await cursor.fetchone()
-    assert row is not None, "a SELECT without FROM has one row"
-    version, encoding, synchronous = row
-    if version < MIN_VERSION:
-        raise Fault(
-            f"PostgreSQL at {address} is of version {version // 10000}; "
-            f"ComfyFleet needs {MIN_VERSION // 10000} or newer"
-        )
-    if encoding != "UTF8":
-        raise Fault(
-            f"the database at {address} is encoded in {encoding}; ComfyFleet needs one made with ENCODING 'UTF8'"
-        )
-    if synchronous == "off":
-        raise Fault(
-            f"PostgreSQL at {address} answers before it has written (synchronous_commit = off), so acknowledged jobs "
-            "could be lost; set it to on for this user or database (ALTER DATABASE … SET synchronous_commit = on)"
-        )

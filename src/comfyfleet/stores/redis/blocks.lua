@@ -1,4 +1,4 @@
--- Part 4: blocks: this worker does not get this target (a workflow hash, or one job) until then.
+-- Part 5: blocks: this worker does not get this target (a workflow hash, or one job) until then.
 
 local function blocked_targets(s, worker_id)
   local text, targets = read(s, s.p .. 'blocks:' .. worker_id), {}

@@ -226,7 +226,8 @@ def _pieces(facts: Sequence[FactDraft], number_of_round: int) -> list[str]:
 
 
 def encode_offer(offer: LeaseOffer) -> tuple[str, str, str, str, str]:
-    return (offer.worker_id, offer.profile, offer.poll_id, offer.token, repr(offer.acknowledge_s))
+    seconds = f"{offer.acknowledge_s!r} {offer.charge_s!r}"
+    return (offer.worker_id, offer.profile, offer.poll_id, offer.token, seconds)
 
 
 def encode_ref(ref: LeaseRef) -> tuple[str, int, int, int, str]:

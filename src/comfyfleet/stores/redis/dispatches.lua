@@ -1,4 +1,4 @@
--- Part 5: dispatches. Values come from an engine; here they are compared, applied and kept. Leases are the next part's.
+-- Part 6: dispatches. Values come from an engine; here they are compared, applied and kept. Leases are the next part's.
 
 local NONE = {}
 
@@ -48,8 +48,9 @@ local function set_due(s, job, was_due)
   end
 end
 
--- Keeps everything that follows from a dispatch in step. `before` is its snapshot, nil for a new one.
-local function move(s, before, after)
+-- Keeps everything that follows from a dispatch in step. `before` is its snapshot, nil for a new one. `had_jobs`: its tenant
+-- had jobs that waited or ran, this one or others, when the step began.
+local function move(s, before, after, had_jobs)
   local phase = after.phase
   local was_open, is_open = before and not FINAL[before.phase], not FINAL[phase]
   if before then
@@ -81,7 +82,7 @@ local function move(s, before, after)
     stood = false
   end
   if stands and not stood then
-    enter_lane(s, lane_of(after), after.job_id, after.sequence, after.class_key, not before)
+    enter_lane(s, lane_of(after), after.job_id, after.sequence, after.class_key, not before, had_jobs)
   end
   if before and not was_open and before.phase ~= phase then
     call('ZREM', s.p .. 'jobs:' .. before.phase, after.job_id)
@@ -173,6 +174,7 @@ local function write(s, job, w)
   if ends and not w.ended then
     error({err = 'CFWRITE whoever ends a lease says how its attempt ended'})
   end
+  local had_jobs = s.meta.is_fair and is_open(share_of(s, rest(job).tenant))
   local key, log = job_key(s, job.job_id), ''
   if lease and (ends or w.facts) and not lease.is_noted then
     log = attempt_line(job.job_id, before.round, lease.number, lease.epoch, lease.worker_id, lease.leased_at,
@@ -185,6 +187,9 @@ local function write(s, job, w)
       drop(s, s.p .. 'poll:' .. lease.poll_id)
     end
     log = log .. end_line(s, lease.number, w.ended)
+    if s.meta.is_fair then
+      share_end(s, job.job_id, rest(job).tenant, w.ended)
+    end
   end
   local record = w.record
   if record and record.phase then
@@ -199,7 +204,7 @@ local function write(s, job, w)
   for _, name in ipairs(w.texts_drop or NONE) do
     drop(s, key .. ':' .. name)
   end
-  move(s, before, job)
+  move(s, before, job, had_jobs)
   for _, block in ipairs(w.blocks or NONE) do
     put_block(s, block)
   end

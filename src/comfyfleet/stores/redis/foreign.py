@@ -14,6 +14,7 @@ from comfyfleet.model.calls import (
     Applicant,
     FailureReport,
     FinishedRun,
+    Foreign,
     ForeignReport,
     RegisterWorker,
 )
@@ -21,7 +22,6 @@ from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities, LiveState
-from comfyfleet.ports import Foreign
 from comfyfleet.stores.redis.codec import UNREADABLE, as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
 

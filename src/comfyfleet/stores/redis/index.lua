@@ -1,4 +1,4 @@
--- Part 3: which waiting job comes first for a profile, at a cost that does not grow with the jobs or classes that wait.
+-- Part 4: which waiting job comes first for a profile, at a cost that does not grow with the jobs or classes that wait.
 --
 -- A profile's index has two levels, (priority, tenant) and lanes. Both keep lower bounds: a lease moves the head of a
 -- lane up and touches no index; a bound that is too low is put right once it was looked at and another was chosen. Only
@@ -13,10 +13,6 @@ local function parts_of(lane)
   local number, priority, length, rest = lane:match('^(%d+) (%-?%d+) (%d+) (.*)$')
   length = tonumber(length)
   return number, priority, rest:sub(1, length), rest:sub(length + 1)
-end
-
-local function virtual_time(s, tenant)
-  return tonumber(read(s, s.p .. 'tenant:' .. tenant) or 0)
 end
 
 -- Big-endian doubles that are not negative sort as bytes the way they sort as numbers.
@@ -70,10 +66,6 @@ local function tell(s, class, lane)
   end
 end
 
-local function tell_engines(s, what)
-  call('PUBLISH', s.p .. 'channel:hub:events', what)
-end
-
 -- Whoever looked and did not get all it could take waits for a hint: one comes with the next job of a class it may take, at
 -- the head of a lane or behind others, as the head may be one that it must not have, or that another is about to take.
 -- After a hint everybody looks again, and notes again what is still missing.
@@ -100,6 +92,9 @@ end
 
 local function leave_lane(s, name, job_ids, has_followers)
   local lane = s.p .. 'lane:' .. name
+  if s.meta.is_fair then
+    count_jobs(s, share_of(s, select(4, parts_of(name))), -#job_ids, 0)
+  end
   call('ZREM', lane, unpack(job_ids))
   if not has_followers and call('EXISTS', lane) == 0 then
     call('ZREM', s.p .. 'jobs:pending', name)
@@ -115,8 +110,16 @@ local function leave_front(s)
   end
 end
 
-local function enter_lane(s, name, job_id, sequence, class, is_new)
+-- `had_jobs`: its tenant had something waiting or running when the step began.
+local function enter_lane(s, name, job_id, sequence, class, is_new, had_jobs)
   local lane = s.p .. 'lane:' .. name
+  if s.meta.is_fair then
+    local share = share_of(s, select(4, parts_of(name)))
+    if not had_jobs and not is_open(share) then
+      begin_to_wait(s, share)
+    end
+    count_jobs(s, share, 1, 0)
+  end
   if s.front and s.front.lane == name then
     leave_front(s)
   end
@@ -312,9 +315,12 @@ local function walk(s, profile, skipped, deep, visit)
     s.pages = nil
     entries = rows_of(s, index)
   end
-  local groups, ahead, count, chosen = {}, {}, 0, nil
+  local groups, ahead, count, chosen, out = {}, {}, 0, nil, {}
   while true do
     local entry, level = row(entries)
+    if level == 'inf' then
+      entry = nil
+    end
     local item = ahead[#ahead]
     local opens = entry ~= nil
     if entry and item then
@@ -323,7 +329,11 @@ local function walk(s, profile, skipped, deep, visit)
     end
     if opens then
       entries.at = entries.at + 2
-      open_group(s, profile, groups, ahead, entry, tonumber(level))
+      if s.meta.is_fair and is_out(s, share_of(s, entry:sub(25))) then
+        out[#out + 1] = {entry, tonumber(level)}
+      else
+        open_group(s, profile, groups, ahead, entry, tonumber(level))
+      end
     elseif not item then
       break
     else
@@ -358,6 +368,9 @@ local function walk(s, profile, skipped, deep, visit)
   end
   return chosen, function(is_taken)
     put_right(s, index, groups, ahead, is_taken and chosen or nil)
+    for _, entry in ipairs(out) do
+      put_by(s, index, profile, entry[1], entry[2])
+    end
   end
 end
 
@@ -369,10 +382,13 @@ local function read_front(s, profile)
   local entries = page(index, 0, 2)
   s.pages = {[index] = entries}
   local entry, level = entries[1], entries[2]
-  if not entry or level == '-inf' then
+  if not entry or level == '-inf' or level == 'inf' then
     return nil
   end
   local tenant = entry:sub(25)
+  if s.meta.is_fair and is_out(s, share_of(s, tenant)) then
+    return nil
+  end
   local group = group_of(s, profile, whole(-level), tenant)
   local lanes = page(group, 0, 2)
   s.pages[group] = lanes

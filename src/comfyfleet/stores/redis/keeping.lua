@@ -1,4 +1,4 @@
--- Part 7: the table profile × class, workers, lessons, and every question that changes nothing.
+-- Part 8: the table profile × class, workers, lessons, and every question that changes nothing.
 
 local function is_at(s, version)
   if tonumber(version) ~= s.meta.version then
@@ -80,7 +80,9 @@ define('drop_profiles', function(s, args)
       end
       local entries = call('ZRANGEBYSCORE', index, '(-inf', '+inf', 'WITHSCORES')
       for place = 1, #entries, 2 do
-        call('DEL', group_of(s, profile, whole(-tonumber(entries[place + 1])), entries[place]:sub(25)))
+        -- The level stands in the entry too: the score of one that is out is another.
+        local _, _, level = struct.unpack('>ddd', entries[place])
+        call('DEL', group_of(s, profile, whole(-level), entries[place]:sub(25)))
       end
       call('DEL', classes, index)
       end_search(s, {profile})
@@ -183,7 +185,52 @@ define('charge_tenant', function(s, args)
   if seconds < 0 then
     error({err = 'CFCHARGE virtual time never falls; an overcharge is deducted from the next charge'})
   end
-  put(s, s.p .. 'tenant:' .. args[4], exact(virtual_time(s, args[4]) + seconds))
+  local time = virtual_time(s, args[4]) + seconds
+  if s.meta.is_fair then
+    advance(s, share_of(s, args[4]), time)
+  else
+    put(s, s.p .. 'tenant:' .. args[4], exact(time))
+    s.meta.top = math.max(s.meta.top, time)
+  end
+  return 1
+end)
+
+-- From the first terms on everybody's jobs are counted.
+local function begin_to_share(s)
+  s.meta.is_fair = true
+  for _, lane in ipairs(call('ZRANGE', s.p .. 'jobs:pending', 0, -1)) do
+    local _, _, _, tenant = parts_of(lane)
+    count_jobs(s, share_of(s, tenant), call('ZCARD', s.p .. 'lane:' .. lane), 0)
+  end
+  for _, job_id in ipairs(call('ZRANGE', s.p .. 'jobs:due', 0, -1)) do
+    local job = job_of(job_id, call('GET', job_key(s, job_id)))
+    if job.lease then
+      count_jobs(s, share_of(s, rest(job).tenant), 0, 1)
+    end
+  end
+end
+
+-- tenant, its terms (JSON), weight, cap or "-", hold or "-"; the tenant alone: it has none any more
+define('put_terms', function(s, args)
+  if not s.meta.is_fair and args[5] then
+    begin_to_share(s)
+  end
+  if not s.meta.is_fair then
+    return 1
+  end
+  end_holds(s)
+  local share = share_of(s, args[4])
+  local was_out = is_out(s, share) or call('EXISTS', s.p .. 'out:' .. args[4]) == 1
+  share.weight, share.cap, share.held = tonumber(args[6]) or 1, tonumber(args[7]), tonumber(args[8])
+  share.is_changed = true
+  if args[5] then
+    call('HSET', s.p .. 'terms', args[4], args[5])
+  else
+    call('HDEL', s.p .. 'terms', args[4])
+  end
+  call(share.held and 'SADD' or 'SREM', s.p .. 'tenants:held', args[4])
+  judge(s, share, was_out)
+  find_hold_end(s)
   return 1
 end)
 

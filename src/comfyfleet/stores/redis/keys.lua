@@ -4,7 +4,8 @@
 -- one shard. Each call declares one key, `<prefix>meta`, and builds the others from it. A name that begins with `!` follows
 -- the hash tag itself (`{cf}!cabinet`): users of workers may touch `{cf}:*` and no more.
 --
---   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, the run, \0, bytes of open payloads
+--   meta                      string   head of the fleet: sixteen little-endian doubles as in META below, the run, where anybody was charged "1" if
+--                                      tenants have terms (else "0"), the greatest virtual time and the next end of a hold, \0, bytes of open payloads
 --   request:<client>:<slot>   string   "<number> <answer>": the last answer given to this slot, for a call that is repeated
 --   clients                   zset     client -> when it was last seen (its slots are dropped a day later)
 --
@@ -24,7 +25,13 @@
 --   jobs:due                  zset     job -> the time at which something must happen to it
 --   poll:<id>                 string   the job leased under this poll
 --   references                hash     "<tenant>\0<reference>" -> job
---   tenant:<tenant>           string   its virtual time
+--   tenant:<tenant>           string   its virtual time; once tenants have terms also its credit, jobs waiting and leased, whether it was kept
+--                                      out ("1"), weight, cap and hold ("-": none)
+--   job:<id>:charge           string   the virtual time its lease was charged with
+--   terms                     hash     tenant -> its terms (JSON)
+--   tenants:open              set      tenants with jobs that wait or run, once tenants have terms
+--   tenants:held              set      tenants whose terms hold them, or held them once
+--   out:<tenant>              set      "<-priority> <profile>": where its entries stand behind all others, as it may have nothing now
 --
 --   classes                   hash     class -> requirement class (JSON)
 --   classes:numbers           hash     class -> number (a class that was dropped comes back under a new one)
@@ -34,7 +41,7 @@
 --   profiles                  set      the profiles that are known
 --   profiles:sought           set      those somebody has looked for in vain since a hint was given
 --   profile:<profile>:classes set      classes it may take
---   index:<profile>           zset     level 1: <virtual time><sequence><-priority><tenant> -> -priority; news: <lane> -> -inf
+--   index:<profile>           zset     level 1: <virtual time><sequence><-priority><tenant> -> -priority, of one that is out inf; news: <lane> -> -inf
 --   group:<profile>:<priority>:<tenant>   zset   level 2: lane -> lower bound of its head
 --
 --   workers:active            zset     worker -> serial: in the order they came
@@ -107,19 +114,22 @@ local function meta_of(s, text)
   local epoch, version, sequence, serial, classes, is_paused, winds, queued, leased, completed, failed, cancelled,
     in_lane, delayed, paused, sought, at = struct.unpack(META, text)
   -- Before revision 6 the head ended with the run.
-  local run, payload_bytes = text:match('^(%Z*)%z?(%d*)$', at)
+  local run, is_fair, top, hold_end, payload_bytes = text:match('^([^%z ]*) ?(%d?) ?([^%z ]*) ?([^%z ]*)%z?(%d*)$', at)
   return {
     epoch = epoch, version = version, sequence = sequence, serial = serial, classes = classes,
     is_paused = is_paused == 1, winds = winds == 1, queued = queued, leased = leased, completed = completed,
     failed = failed, cancelled = cancelled, in_lane = in_lane, delayed = delayed, paused = paused, sought = sought, run = run,
-    payload_bytes = tonumber(payload_bytes) or 0, text = text,
+    payload_bytes = tonumber(payload_bytes) or 0, is_fair = is_fair == '1', top = tonumber(top) or 0,
+    hold_end = tonumber(hold_end) or math.huge, text = text,
   }
 end
 
 local function meta_text(m)
   return struct.pack(META, m.epoch, m.version, m.sequence, m.serial, m.classes, m.is_paused and 1 or 0,
     m.winds and 1 or 0, m.queued, m.leased, m.completed, m.failed, m.cancelled, m.in_lane, m.delayed, m.paused,
-    m.sought) .. m.run .. '\0' .. whole(m.payload_bytes)
+    m.sought) .. m.run .. ((m.is_fair or m.top > 0)
+    and (m.is_fair and ' 1 ' or ' 0 ') .. exact(m.top) .. ' ' .. exact(m.hold_end) or '')
+    .. '\0' .. whole(m.payload_bytes)
 end
 
 -- String keys are read once and written together at the end, one MSET and one DEL, and so are the scores that nothing reads
@@ -310,6 +320,9 @@ local function close(s, answer)
   if s.pins then
     write_pins(s)
   end
+  if s.shares then
+    s.write_shares(s)
+  end
   write_scores(s)
   local meta, sets, count = s.meta, s.sets, #s.sets
   local text = meta_text(meta)
@@ -434,7 +447,7 @@ redis.register_function('cf1_open', function(keys, args)
     s.meta = {
       epoch = 1, run = run_id, winds = winds, version = 0, sequence = 0, serial = 0, classes = 0, is_paused = false,
       queued = 0, leased = 0, completed = 0, failed = 0, cancelled = 0, in_lane = 0, delayed = 0, paused = 0, sought = 0,
-      payload_bytes = 0, text = '',
+      payload_bytes = 0, is_fair = false, top = 0, hold_end = math.huge, text = '',
     }
   elseif winds and not s.meta.winds then
     error({err = 'CFTIME this fleet runs on the clock of its server; open another prefix for tests'})

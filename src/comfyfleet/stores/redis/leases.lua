@@ -1,4 +1,4 @@
--- Part 6: leases: how one is given to a worker, kept alive, and ends together with its job.
+-- Part 7: leases: how one is given to a worker, kept alive, and ends together with its job.
 
 local LONGEST = 65535
 
@@ -18,19 +18,22 @@ end
 local function offer_at(args, place)
   return {
     worker_id = args[place], profile = args[place + 1], poll_id = args[place + 2], token = args[place + 3],
-    acknowledge_s = tonumber(args[place + 4]),
+    acknowledge_s = tonumber(args[place + 4]:match('^%S+')), charge_s = tonumber(args[place + 4]:match(' (%S+)$')),
   }
 end
 
--- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. Without a lane, it leaves its own
+-- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. Without `leaves`, it leaves its lane
 -- with others. → the dispatch
-local function grant(s, job_id, text, offer, lane, has_followers)
+local function grant(s, job_id, text, offer, lane, leaves, has_followers)
   local sequence, class_number, facts, _, standing, _, _, _, _, round, revision, number, attempts, _, reported, wake_at,
     cancel_requested_at, _, _, _, class_key, relaxed_class, _, _, _, record, packed_rest = struct.unpack(HEAD, text)
   local leased_at, meta, worker_id, poll_id = now(s), s.meta, offer.worker_id, offer.poll_id
   local expires_at = leased_at + offer.acknowledge_s
   meta.queued, meta.in_lane, meta.leased = meta.queued - 1, meta.in_lane - 1, meta.leased + 1
-  if lane then
+  if meta.is_fair then
+    share_lease(s, job_id, select(4, parts_of(lane)), offer.charge_s)
+  end
+  if leaves then
     leave_lane(s, lane, {job_id}, has_followers)
   end
   score(s, s.p .. 'jobs:due', job_id, wake_at >= 0 and wake_at < expires_at and wake_at or expires_at)
@@ -66,9 +69,15 @@ local function lease_next(s, offer)
   if s.meta.is_paused or not is_as_matched(s, offer) then
     return false
   end
+  if s.meta.is_fair then
+    end_holds(s)
+  end
   local blocked = blocked_targets(s, offer.worker_id)
   local job_id, lane, has_followers = first(s, offer.profile, blocked), nil, nil
-  if not job_id then
+  local leaves = not job_id
+  if job_id then
+    lane = s.front.lane
+  else
     local chosen, put_bounds_right = walk(s, offer.profile, blocked, 1, function()
       return true
     end)
@@ -79,7 +88,13 @@ local function lease_next(s, offer)
     end
     job_id, lane, has_followers = chosen.job_id, chosen.lane, chosen.has_followers
   end
-  return grant(s, job_id, read(s, s.p .. 'job:' .. job_id), offer, lane, has_followers), job_id
+  local leased = grant(s, job_id, read(s, s.p .. 'job:' .. job_id), offer, lane, leaves, has_followers)
+  if s.meta.is_fair then
+    -- Whose turn is next is another matter now.
+    leave_front(s)
+    forget_pages(s)
+  end
+  return leased, job_id
 end
 
 -- A lease that ends its job, the commonest of all writes, on the text alone: as `write` would. `at` is where its arguments
@@ -108,6 +123,9 @@ local function finish(s, args, at, last)
   let_go(s, worker_id, sequence)
   if poll_moved == 0 then
     drop(s, s.p .. 'poll:' .. poll_id)
+  end
+  if meta.is_fair then
+    share_end(s, job_id, unpacked(packed_rest).tenant, args[at + 6])
   end
   meta.leased, meta[phase] = meta.leased - 1, meta[phase] + 1
   local values = unpacked(packed_rest)
@@ -156,7 +174,7 @@ local function extend(s, job, till)
   return job.cancel_requested_at and 2 or 1
 end
 
--- job, worker, profile, poll, token, seconds until the first heartbeat
+-- job, then as `lease_next`
 define('lease', function(s, args)
   local job, offer = load(s, args[4]), s.offer
   check_names(offer)
@@ -170,7 +188,13 @@ define('lease', function(s, args)
   if blocked[rest(job).workflow_hash] or blocked[job.job_id] then
     return false
   end
-  return grant(s, job.job_id, read(s, job_key(s, job.job_id)), offer, lane_of(job))
+  if s.meta.is_fair then
+    end_holds(s)
+    if is_out(s, share_of(s, rest(job).tenant)) then
+      return false
+    end
+  end
+  return grant(s, job.job_id, read(s, job_key(s, job.job_id)), offer, lane_of(job), true)
 end, function(s, args, names)
   s.offer = offer_at(args, 5)
   names[#names + 1] = job_key(s, args[4])
@@ -185,7 +209,7 @@ local function wants_offer(s, args, names, at)
   names[count + 4] = s.p .. 'worker_profile:' .. args[at]
 end
 
--- worker, profile, poll, token, seconds until the first heartbeat
+-- worker, profile, poll, token, "<seconds until the first heartbeat> <seconds its tenant is charged with>"
 define_joined('lease_next', function(s, args, at)
   return (lease_next(s, offer_at(args, at)))
 end, wants_offer)
@@ -223,6 +247,9 @@ define('peek', function(s, args)
   if s.meta.is_paused then
     return {}
   end
+  if s.meta.is_fair then
+    end_holds(s)
+  end
   local skipped = blocked_targets(s, args[5])
   for i = 9, #args do
     skipped[args[i]] = true
@@ -254,7 +281,8 @@ define('peek', function(s, args)
   end
   local answer = {}
   for place, item in ipairs(found) do
-    answer[place] = {read(s, job_key(s, item.job_id)), exact(item.time)}
+    local weight = s.meta.is_fair and share_of(s, item.group.tenant).weight or 0
+    answer[place] = {read(s, job_key(s, item.job_id)), exact(item.time), exact(weight)}
   end
   return answer
 end)

@@ -15,7 +15,7 @@ from comfyfleet.stores.redis.client import ServerError
 
 LIBRARY = "comfyfleet1"
 PARTS = (
-    *("keys.lua", "jobs.lua", "index.lua", "blocks.lua"),
+    *("keys.lua", "jobs.lua", "shares.lua", "index.lua", "blocks.lua"),
     *("dispatches.lua", "leases.lua", "keeping.lua", "workers.lua", "moving.lua", "cabinet.lua"),
 )
 

@@ -1,4 +1,4 @@
--- Part 9: jobs that come from, or go to, another store.
+-- Part 10: jobs that come from, or go to, another store.
 
 local function reference_of(job)
   local values = rest(job)
@@ -45,7 +45,8 @@ define('adopt', function(s, args)
           put(s, key .. name, args[at + offset])
         end
       end
-      move(s, nil, job)
+      -- It waited before, elsewhere: what its tenant was served moves along.
+      move(s, nil, job, true)
       answer[place] = save(s, job)
     end
   end

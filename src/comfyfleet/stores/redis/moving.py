@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from comfyfleet.model.dispatch import Attempt, AttemptEnd, AttemptOutcome, Dispatch
-from comfyfleet.model.ids import TenantId
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.redis import codec
@@ -41,10 +40,6 @@ class RedisMoving:
             return []
         names = [part for each in jobs for part in (each.job_id, each.revision)]
         return [state == 1 for state in as_list(await self._store._do("discard", *names))]
-
-    async def virtual_time(self, tenant: TenantId) -> float:
-        found = await self._store._get(f"tenant:{tenant}")
-        return 0.0 if found is None else float(as_bytes(found))
 
     async def lessons(self) -> list[Lesson]:
         store, lessons = self._store, []

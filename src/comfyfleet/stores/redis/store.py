@@ -42,6 +42,7 @@ from comfyfleet.stores.redis.listening import Listener
 from comfyfleet.stores.redis.moving import RedisMoving
 from comfyfleet.stores.redis.relay import RedisRelay
 from comfyfleet.stores.redis.server import Durability, check_server
+from comfyfleet.stores.redis.shares import RedisShares
 from comfyfleet.stores.shelf import MAX_LESSONS
 
 _workers = msgspec.json.Decoder(WorkerRecord)
@@ -68,6 +69,7 @@ class RedisStore:
         self.records = RedisRecords(self)
         self.moving = RedisMoving(self)
         self.cabinet = RedisCabinet(self)
+        self.shares = RedisShares(self._do, self._client.call, self.prefix, self.now)
         self.foreign = RedisForeign(self._do, self._ask)
         self.relay = RedisRelay(self._client.call, self.prefix, self._client.client_id)
 
@@ -328,9 +330,6 @@ class RedisStore:
     async def is_queue_paused(self) -> bool:
         return (await self._head()).is_paused
 
-    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None:
-        await self._do("charge_tenant", tenant, repr(seconds))
-
     # what is kept with a job
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
@@ -449,6 +448,7 @@ def _said_of(worker: WorkerRecord) -> tuple[str | bytes, ...]:
 
 def _candidate(row: list[object]) -> Candidate:
     dispatch = decode_dispatch(row[0])
+    virtual_time, weight = float(as_bytes(row[1])), float(as_bytes(row[2]))
     return Candidate(
-        dispatch.job_id, dispatch.lane, dispatch.sequence, dispatch.queued_at, float(as_bytes(row[1]))
+        dispatch.job_id, dispatch.lane, dispatch.sequence, dispatch.queued_at, virtual_time, weight
     )

@@ -1,4 +1,4 @@
--- Part 8: the functions of a worker that has a Redis client and nothing else, and what engines do for it.
+-- Part 9: the functions of a worker that has a Redis client and nothing else, and what engines do for it.
 --
 -- Plain arguments, plain answers. A lease is shown as five arguments: job, round, number, epoch, token. Answers to a
 -- report: 0 the lease is lost and nothing was changed, 1 done, 2 done, and the job is to be stopped.
@@ -76,9 +76,11 @@ local function ended_as(s, ref, outcome)
 end
 
 local function settle(s, ref, outcome, set, drop_names, record, texts, texts_drop, facts)
-  write(s, load(s, ref.job_id), {
-    ref = ref, set = set, drop = drop_names, ended = '{"outcome":"' .. outcome .. '"}', record = record, texts = texts,
-    texts_drop = texts_drop, facts = facts,
+  local job = load(s, ref.job_id)
+  local used = job.lease.is_acknowledged and now(s) - job.lease.leased_at or 0
+  write(s, job, {
+    ref = ref, set = set, drop = drop_names, ended = string.format('{"outcome":"%s","used_s":%.17g}', outcome, used),
+    record = record, texts = texts, texts_drop = texts_drop, facts = facts,
   })
   return 1
 end

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import msgspec
 
-from comfyfleet.model.calls import Applicant, FinishedRun, ForeignReport
+from comfyfleet.model.calls import Applicant, FinishedRun, Foreign, ForeignReport
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseOffer, Phase, Write, Written
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.ports import Foreign, ForeignWorkers, Records, Store
+from comfyfleet.ports import ForeignWorkers, Records, Store
 from comfyfleet.stores.sealed.keyring import Keyring
 from comfyfleet.stores.sealed.sealer import Sealer
 

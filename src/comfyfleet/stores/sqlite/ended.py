@@ -63,6 +63,16 @@ class Ended:
         if entry is not None and entry.dispatch.phase.is_final and not store._writer.is_pending(job_id):
             store._kept.let_go(entry)
 
+    def restore(self, job_id: JobId) -> None:
+        """A job as the file knows it, whether it has ended or not."""
+        kept = self._store._kept
+        if (entry := kept.entries.get(job_id)) is not None:
+            kept.forget(entry)
+        if (entry := self._store._disk.entry(job_id)) is not None:
+            kept.take_in(entry)
+            if entry.dispatch.phase.is_final:
+                kept.let_go(entry)
+
     def committed(self, batch: Batch) -> None:
         for job_id in batch.ended():
             self.let_go(job_id)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from comfyfleet.model.dispatch import Dispatch
-from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ids import JobId
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.adopting import is_as_read, place
@@ -94,9 +94,6 @@ class SqliteMoving:
             rows.keep_place(batch, store._kept.sequence)
             await store._writer.written(batch)
         return answers
-
-    async def virtual_time(self, tenant: TenantId) -> float:
-        return self._store._kept.index.virtual_time(tenant)
 
     async def lessons(self) -> list[Lesson]:
         await self._store._wait(Area.LESSONS)

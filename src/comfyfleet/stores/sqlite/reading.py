@@ -18,7 +18,7 @@ from comfyfleet.model.job import Job
 from comfyfleet.ports import Clock, Document
 from comfyfleet.stores.kept import Kept
 from comfyfleet.stores.shelf import BlockShelf, LessonShelf
-from comfyfleet.stores.sqlite import codec
+from comfyfleet.stores.sqlite import codec, shares
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 
 _PAGE = 2000
@@ -163,6 +163,17 @@ class Disk:
     def drawers(self) -> list[str]:
         return [name for (name,) in self._all("SELECT DISTINCT drawer FROM documents ORDER BY drawer")]
 
+    # tenants
+
+    def shares(self) -> list[tuple[str, float, float, int]]:
+        return self._all("SELECT tenant, virtual_time, credit, is_behind FROM tenants")
+
+    def terms(self) -> list[bytes]:
+        return [terms for (terms,) in self._all("SELECT terms FROM terms")]
+
+    def charges(self) -> dict[JobId, float]:
+        return dict(self._all("SELECT job_id, charge FROM charges"))
+
     # everything that is open
 
     def load(self, clock: Clock, epoch: int) -> Kept[SqliteEntry]:
@@ -182,8 +193,7 @@ class Disk:
         kept.endings = ending
         ((kept.highest_id,),) = self._all("SELECT coalesce(max(job_id), '') FROM jobs")
         self.load_small(kept, meta)
-        for tenant, virtual_time in self._all("SELECT tenant, virtual_time FROM tenants"):
-            kept.index.charge(TenantId(tenant), virtual_time)
+        shares.load(kept.shares, self, bool(meta["is_fair"]))
         entries = list(self._open_entries())
         pinned = self._load_table(kept, entries)
         # Leases last, in the order in which they were given.
@@ -194,6 +204,7 @@ class Disk:
             kept.index.unpin(class_key)
         for phase, count in self._all("SELECT phase, count(*) FROM ended_jobs GROUP BY phase"):
             kept.by_phase[Phase(phase)] = count
+        kept.shares.resume(clock.now())
         return kept
 
     def load_small(self, kept: Kept[SqliteEntry], meta: dict[str, int] | None = None) -> None:

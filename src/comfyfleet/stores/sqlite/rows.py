@@ -7,7 +7,7 @@ from typing import Any
 
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.fact import Fact
-from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
@@ -127,10 +127,6 @@ def put_lesson(
     batch.touch(Area.LESSONS, "INSERT OR REPLACE INTO lessons VALUES (?, ?)", workflow_hash, lesson)
     if forgotten is not None:
         batch.touch(Area.LESSONS, "DELETE FROM lessons WHERE workflow_hash = ?", forgotten)
-
-
-def charge(batch: Batch, tenant: TenantId, virtual_time: float) -> None:
-    batch.touch(Area.TENANTS, "INSERT OR REPLACE INTO tenants VALUES (?, ?)", tenant, virtual_time)
 
 
 def pause(batch: Batch, is_paused: bool) -> None:

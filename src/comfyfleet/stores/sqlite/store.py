@@ -49,6 +49,7 @@ from comfyfleet.stores.sqlite.owner import Ownership
 from comfyfleet.stores.sqlite.reading import Disk
 from comfyfleet.stores.sqlite.recent import Recent
 from comfyfleet.stores.sqlite.records import SqliteRecords
+from comfyfleet.stores.sqlite.shares import SqliteShares
 from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
 
 _LEASED: dict[str, Any] = {"phase": Phase.LEASED}
@@ -65,6 +66,7 @@ class SqliteStore:
         self._recent = Recent()
         self.records = SqliteRecords(self._disk, self._find, self._wait, self._at_hand)
         self.moving = SqliteMoving(self)
+        self.shares = SqliteShares(self)
         self._ended = Ended(self)
         self._writer = Writer(committed=self._ended.committed, restore=self._restore)
         self.cabinet = SqliteCabinet(self._disk, self._writer)
@@ -88,11 +90,15 @@ class SqliteStore:
         try:
             migrate(database, self.path)
             self._disk.open(connect(self.path))
-            self._kept = self._disk.load(self._clock, self.epoch)
+            self._load()
         except BaseException:
             database.close()
             raise
         return database
+
+    def _load(self) -> None:
+        self._kept = self._disk.load(self._clock, self.epoch)
+        self._kept.shares.came_free = self._wake
 
     def listen(
         self,
@@ -100,8 +106,8 @@ class SqliteStore:
         hear: Callable[[WorkerId, Command], None] | None = None,  # noqa: ARG002
         relearn: Callable[[], None] | None = None,  # noqa: ARG002
     ) -> None:
-        """Nobody else writes here, but a job may wait again because its lease could not be written."""
-        self._wake = wake
+        """Nobody else writes here, but a lease may not be written, and a tenant may fall below its cap again."""
+        self._wake = self._kept.shares.came_free = wake
 
     async def tell(self, worker_id: WorkerId, command: Command) -> None:
         """Nobody else serves a worker."""
@@ -212,6 +218,7 @@ class SqliteStore:
         batch = self._writer.batch()
         rows.insert(batch, entry, record, written.facts)
         self._recent.keep(dispatch.job_id, record)
+        self.shares.note(batch)
         await self._writer.written(batch)
         return written
 
@@ -329,13 +336,6 @@ class SqliteStore:
         await self._wait(Area.PAUSE)
         return self._kept.is_paused
 
-    async def charge_tenant(self, tenant: TenantId, seconds: float) -> None:
-        self._check(tenant)
-        self._kept.index.charge(tenant, seconds)
-        batch = self._writer.batch()
-        rows.charge(batch, tenant, self._kept.index.virtual_time(tenant))
-        await self._writer.written(batch)
-
     # what is kept with a job
 
     async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
@@ -427,11 +427,13 @@ class SqliteStore:
             rows.put_blocks(batch, write.blocks, self._kept.forgotten)
         if write.lifted:
             rows.lift(batch, write.lifted)
+        self.shares.note(batch, write.job_id)
 
     def _granted(self, batch: Batch, written: Written) -> None:
         entry = self._kept.entries[written.dispatch.job_id]
         rows.change_record(batch, entry, _LEASED)
         rows.update(batch, entry, written.facts)
+        self.shares.note(batch, written.dispatch.job_id)
 
     async def _lifted(self, blocks: list[Block]) -> list[Block]:
         if blocks:
@@ -481,20 +483,10 @@ class SqliteStore:
         touched = list(keys)
         self.cabinet.forget()
         if Area.TABLE in touched or Area.TENANTS in touched:
-            self._kept = self._disk.load(self._clock, self.epoch)
+            self._load()
         else:
             for key in touched:
                 if not isinstance(key, Area):
-                    self._restore_job(key)
+                    self._ended.restore(key)
             self._disk.load_small(self._kept)
         self._wake()
-
-    def _restore_job(self, job_id: JobId) -> None:
-        entry = self._kept.entries.get(job_id)
-        if entry is not None:
-            self._kept.forget(entry)
-        entry = self._disk.entry(job_id)
-        if entry is not None:
-            self._kept.take_in(entry)
-            if entry.dispatch.phase.is_final:
-                self._kept.let_go(entry)

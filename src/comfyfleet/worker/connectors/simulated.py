@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from comfyfleet.model.calls import LeasedJob, Report
+from comfyfleet.model.calls import LeasedJob, Report, RunningAttempt
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, LiveState, Service
-from comfyfleet.ports import Inventory, RunningAttempt
+from comfyfleet.ports import Inventory
 
 Reporter = Callable[[Report], None]
 Behaviour = Callable[[LeasedJob, Reporter], Awaitable[JobResult]]

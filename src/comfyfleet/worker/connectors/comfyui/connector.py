@@ -13,13 +13,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from comfyfleet.model.calls import LeasedJob, Report
+from comfyfleet.model.calls import LeasedJob, Report, RunningAttempt
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.model.workflow import InvalidWorkflow, Workflow, parse_workflow, with_filename_prefix
-from comfyfleet.ports import Inventory, RunningAttempt
+from comfyfleet.ports import Inventory
 from comfyfleet.worker.connectors.comfyui import failures, inventory
 from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
 from comfyfleet.worker.connectors.comfyui.attachments import place
