@@ -14,6 +14,8 @@ from comfyfleet.model.job import Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy
+from comfyfleet.policy.fairness import charge_s
+from comfyfleet.policy.learning import expected_s
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Bus, Chance, Clock, Store
 
@@ -98,8 +100,9 @@ class Context:
         if block.blocked_until is not None:
             self.tell("unblocked", block.worker_id, target=block.target, reason=block.reason.value, why=why)
 
-    def offer(self, worker: WorkerRecord, poll_id: PollId) -> LeaseOffer:
+    def offer(self, worker: WorkerRecord, poll_id: PollId, workflow_hash: WorkflowHash) -> LeaseOffer:
         rules = self.rules
+        expected = expected_s(self.known_lesson(workflow_hash), worker.capabilities.worker_class)
         return LeaseOffer(
             worker.worker_id,
             worker.profile,
@@ -107,6 +110,7 @@ class Context:
             LeaseToken(self.chance.token()),
             rules.lease_ttl_s,
             rules.acknowledge_s,
+            charge_s(expected, rules),
         )
 
     # lessons

@@ -8,6 +8,7 @@ from comfyfleet.model.block import Pair
 from comfyfleet.model.calls import Explanation, MissingFor
 from comfyfleet.model.dispatch import Dispatch, Phase, Standing
 from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.feasibility import Miss, misses, nearest_miss
 from comfyfleet.policy.learning import expected_s
@@ -110,6 +111,11 @@ async def _summary(
         return await _waits_for(context, dispatch)
     if dispatch.standing is Standing.DELAYED:
         return f"the job waits another {max(0.0, (dispatch.not_before or now) - now):.1f} s before its next attempt"
+    share = await context.store.shares.of(dispatch.tenant)
+    if share.terms is not None and share.terms.is_held(now):
+        return f"the tenant {dispatch.tenant} is held{_until(share.terms, now)}: none of its jobs is given to a worker"
+    if share.is_at_cap:
+        return f"the tenant {dispatch.tenant} has as many jobs running as it may: {share.leased}"
     if not context.fleet.workers:
         return "no worker is connected"
     if not able:
@@ -117,6 +123,11 @@ async def _summary(
         return f"no worker can take it now; the nearest, {nearest.worker_id}, {nearest.reason}"
     held = "" if dispatch.relax_at is None else "; a preferred worker is waited for"
     return f"{len(able)} worker(s) can take it, {position or 0} job(s) stand before it{held}"
+
+
+def _until(terms: TenantTerms, now: float) -> str:
+    assert terms.held_until is not None
+    return "" if terms.held_until == float("inf") else f" for another {terms.held_until - now:.0f} s"
 
 
 async def _waits_for(context: Context, dispatch: Dispatch) -> str:

@@ -16,9 +16,10 @@ from typing import Any
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.overtaking import Overtaking
 from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, Written
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.policy.failover import SmartFailover
+from comfyfleet.policy.fairness import charge_s, due_now, turns
 from comfyfleet.policy.learning import expected_s
 from comfyfleet.policy.matching import RankKey, WaitingJob, assign, rank_key
 from comfyfleet.policy.scoring import score, warmth
@@ -217,21 +218,29 @@ class Rounds:
             if not jobs:
                 return
             chosen = assign(jobs)
-            self._note_overtaken(jobs, chosen, waiting, now)
+            self._note_overtaken(jobs, lanes, chosen, waiting, now)
+            due = self._due(chosen, lanes)
             # Oldest first: of one lane, the head is always the one that leaves. At once: a store writes them as one.
             leasing = [
-                self._lease(waiting[PollId(poll_id)], job_id)
-                for poll_id, job_id in sorted(chosen.items(), key=lambda pair: lanes[pair[1]].sequence)
+                self._lease(waiting[PollId(poll_id)], lanes[job_id])
+                for poll_id, job_id in sorted(due.items(), key=lambda pair: lanes[pair[1]].sequence)
             ]
-            if all(await _all_of(leasing)):
+            if all(await _all_of(leasing)) and len(due) == len(chosen):
                 return
 
-    async def _lease(self, slot: Slot, job_id: JobId) -> bool:
+    def _due(self, chosen: dict[str, JobId], seen: dict[JobId, Candidate]) -> dict[str, JobId]:
+        """What may be leased at once. One slot is, and so is everything where nobody is charged."""
+        if len(chosen) == 1 or not any(each.weight for each in seen.values()):
+            return chosen
+        return due_now(chosen, seen, turns(seen.values(), self._seconds_of), self._context.rules.quantum_s)
+
+    async def _lease(self, slot: Slot, candidate: Candidate) -> bool:
         context = self._context
         worker = context.fleet.workers.get(slot.worker_id)
         if slot.answer.done() or worker is None:
             return True
-        written = await self._leased(slot, job_id, context.offer(worker, slot.poll_id))
+        offer = context.offer(worker, slot.poll_id, candidate.lane.workflow_hash)
+        written = await self._leased(slot, candidate.job_id, offer)
         if written is None:
             # If a block was the reason that this engine had not heard of, the next look must see it.
             now = context.clock.now()
@@ -306,6 +315,7 @@ class Rounds:
         """Jobs of one lane differ in age alone, so a lane's slots are ranked once."""
         ranked: dict[tuple[LaneKey, tuple[int, ...]], tuple[RankKey, tuple[str, ...]]] = {}
         wait_s = self._context.rules.affinity_wait_s
+        turn = turns(seen.values(), self._seconds_of)
         jobs = []
         for job_id, candidate in seen.items():
             lane, by = candidate.lane, takers[job_id]
@@ -321,11 +331,13 @@ class Rounds:
                     continue
                 best = WaitingJob.ranked(job_id, lane.priority, ranks)
                 known = ranked[lane, by] = (best.rank, best.slots)
-            rank = (True, *known[0][1:5], candidate.sequence)
+            at = turn[job_id].start
+            rank = (True, *known[0][1:5], at, candidate.sequence)
             profiles = {self._context.fleet.workers[groups[number][0].worker_id].profile for number in by}
-            if self._overtaking.is_overdue(profiles, lane.priority, candidate.sequence, now - wait_s):
+            share, limit = _share(candidate), now - wait_s
+            if self._overtaking.is_overdue(profiles, lane.priority, share, candidate.sequence, limit):
                 # Among those that waited long enough age alone counts, or the cold would go on losing to the warm.
-                rank = (False, False, 0, 0, 0.0, candidate.sequence)
+                rank = (False, False, 0, 0, 0.0, at, candidate.sequence)
             jobs.append(WaitingJob(job_id, lane.priority, rank, known[1]))
         return jobs
 
@@ -346,8 +358,17 @@ class Rounds:
             sequence=candidate.sequence,
         )
 
+    def _seconds_of(self, candidate: Candidate) -> float:
+        lesson = self._context.known_lesson(candidate.lane.workflow_hash)
+        return charge_s(expected_s(lesson, ""), self._context.rules)
+
     def _note_overtaken(
-        self, jobs: list[WaitingJob], chosen: dict[str, JobId], slots: dict[PollId, Slot], now: float
+        self,
+        jobs: list[WaitingJob],
+        lanes: dict[JobId, Candidate],
+        chosen: dict[str, JobId],
+        slots: dict[PollId, Slot],
+        now: float,
     ) -> None:
         """Preference, warmth and score may let a younger job pass, but not for longer than the affinity wait.
 
@@ -361,15 +382,27 @@ class Rounds:
         for poll_id, job_id in chosen.items():
             job = by_id[job_id]
             is_favoured = job.rank[1:3] < (True, 0)
-            if any(
-                other.priority == job.priority
-                and other.rank[-1] < job.rank[-1]
-                and (is_favoured or other.rank[3] == job.rank[3])
-                and poll_id in other.slots
-                for other in left
-            ):
-                worker = self._context.fleet.workers[slots[PollId(poll_id)].worker_id]
-                self._overtaking.note(worker.profile, job.priority, job.rank[-1], now)
+            share = _share(lanes[job_id])
+            overtaken: dict[TenantId | None, int] = {}
+            for other in left:
+                if (
+                    other.priority == job.priority
+                    and other.rank[-2:] < job.rank[-2:]
+                    and (is_favoured or other.rank[3] == job.rank[3])
+                    and poll_id in other.slots
+                ):
+                    # All that are older and of the same share were passed; of another share, those that were seen.
+                    its = _share(lanes[other.job_id])
+                    passed = job.rank[-1] if its == share else other.rank[-1] + 1
+                    overtaken[its] = max(passed, overtaken.get(its, 0))
+            worker = self._context.fleet.workers[slots[PollId(poll_id)].worker_id]
+            for its, passed in overtaken.items():
+                self._overtaking.note(worker.profile, job.priority, its, passed, now)
+
+
+def _share(candidate: Candidate) -> TenantId | None:
+    """Among whom it is a matter of age who comes first."""
+    return candidate.lane.tenant if candidate.weight else None
 
 
 async def _all_of(work: list[Coroutine[Any, Any, bool]]) -> list[bool]:

@@ -51,6 +51,7 @@ class Sweeper:
         self._running: asyncio.Task[None] | None = None
         self._is_due_again = False
         self._purged_at = 0.0
+        self._hold_end: float | None = None
         self._is_closed = False
         context.wake_by = self.wake_by
 
@@ -89,6 +90,7 @@ class Sweeper:
         await self._end_blocks()
         await self._end_quarantines()
         await self._find_lost_workers()
+        await self._end_holds()
         before: list[Dispatch] = []
         has_failed = False
         while True:
@@ -197,6 +199,15 @@ class Sweeper:
                 continue
             self._context.tell("released", worker.worker_id)
             self._rounds.worker_freed(worker.worker_id)
+
+    async def _end_holds(self) -> None:
+        """The store sees by itself that a tenant is held no more; whoever waits for work must be told to look."""
+        ended_at, self._hold_end = self._hold_end, await self._context.store.shares.next_hold_end()
+        if ended_at is not None and ended_at != self._hold_end:
+            self._rounds.everything_changed()
+        # Holds that are said to have no end are lifted by hand.
+        if self._hold_end != float("inf"):
+            self.wake_by(self._hold_end)
 
     async def _find_lost_workers(self) -> None:
         now, limit_s = self._context.store_time(), self._context.rules.worker_lost_s

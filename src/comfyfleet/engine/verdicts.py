@@ -24,6 +24,7 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.failover import is_quarantined
+from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.learning import after_out_of_memory, no_lesson, with_memory
 from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
 from comfyfleet.policy.retry import Choice, Verdict, after_failure
@@ -103,7 +104,7 @@ class Verdicts:
                 dispatch.job_id,
                 guard,
                 change,
-                attempt_end=AttemptEnd(AttemptOutcome.RELEASED),
+                attempt_end=AttemptEnd(AttemptOutcome.RELEASED, used_s=used_s(dispatch.lease, now)),
                 facts=(FactDraft(FactKind.RELEASED, {"reason": reason}),),
                 blocks=blocks,
                 job={"phase": Phase.QUEUED},
@@ -127,14 +128,15 @@ class Verdicts:
     async def cancelled(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
         """The holder confirmed, gave the lease back, or had its time to."""
         context = self._context
+        now = await context.store.now()
         written = await context.store.write(
             Write(
                 dispatch.job_id,
                 guard,
                 cancelled(dispatch),
-                attempt_end=AttemptEnd(AttemptOutcome.CANCELLED),
+                attempt_end=AttemptEnd(AttemptOutcome.CANCELLED, used_s=used_s(dispatch.lease, now)),
                 facts=(FactDraft(FactKind.CANCELLED, {"reason": reason} if reason else None),),
-                job={"phase": Phase.CANCELLED, "completed_at": await context.store.now()},
+                job={"phase": Phase.CANCELLED, "completed_at": now},
             )
         )
         if written is None:
@@ -149,7 +151,7 @@ class Verdicts:
         now = await self._context.store.now()
         end = None
         if dispatch.lease is not None:
-            end = AttemptEnd(AttemptOutcome.EXPIRED, failure=failure)
+            end = AttemptEnd(AttemptOutcome.EXPIRED, failure=failure, used_s=used_s(dispatch.lease, now))
         written = await self._context.store.write(
             Write(
                 dispatch.job_id,
@@ -189,7 +191,7 @@ class Verdicts:
             dispatch.job_id,
             guard,
             change,
-            attempt_end=_end(failure, verdict),
+            attempt_end=_end(dispatch, failure, verdict, now),
             facts=(FactDraft(FactKind.RETRYING, told),),
             blocks=blocks,
             job={"phase": Phase.QUEUED, "failure": failure, "worker_id": _holder(dispatch)},
@@ -216,7 +218,7 @@ class Verdicts:
             dispatch.job_id,
             guard,
             change,
-            attempt_end=_end(failure, verdict),
+            attempt_end=_end(dispatch, failure, verdict, now),
             facts=(FactDraft(FactKind.FAILED, _told(failure, verdict.why, dispatch)),),
             blocks=blocks,
             job={
@@ -307,10 +309,10 @@ class Verdicts:
             context.wake_by(until)
 
 
-def _end(failure: Failure, verdict: Verdict) -> AttemptEnd:
+def _end(dispatch: Dispatch, failure: Failure, verdict: Verdict, now: float) -> AttemptEnd:
     is_expiry = failure.kind is FailureKind.LEASE_EXPIRED
     outcome = AttemptOutcome.EXPIRED if is_expiry else AttemptOutcome.FAILED
-    return AttemptEnd(outcome, verdict.charge.value, failure)
+    return AttemptEnd(outcome, verdict.charge.value, failure, used_s(dispatch.lease, now))
 
 
 def _holder(dispatch: Dispatch) -> WorkerId | None:

@@ -310,7 +310,7 @@ class WorkerDesk:
             ref.job_id,
             HeldBy(ref),
             completed(dispatch.phase),
-            attempt_end=AttemptEnd(AttemptOutcome.COMPLETED),
+            attempt_end=AttemptEnd(AttemptOutcome.COMPLETED, used_s=seconds),
             facts=(FactDraft(FactKind.COMPLETED, {"worker_id": worker_id, "seconds": seconds}),),
             lifted=tuple(block.pair for block in known),
             job=job,

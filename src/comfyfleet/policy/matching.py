@@ -13,18 +13,26 @@ import msgspec
 
 from comfyfleet.model.ids import JobId
 
-RankKey = tuple[bool, bool, int, int, float, int]
+RankKey = tuple[bool, bool, int, int, float, float, int]
 
 
 def rank_key(
-    *, is_overdue: bool, is_preferred: bool, warmth: int, selectivity: int, score: float, sequence: int
+    *,
+    is_overdue: bool,
+    is_preferred: bool,
+    warmth: int,
+    selectivity: int,
+    score: float,
+    virtual_time: float = 0.0,
+    sequence: int,
 ) -> RankKey:
     """The order of pairs of equal priority; smaller is earlier.
 
     A job that was overtaken for too long comes first, so that nothing below can starve it. Then soft preference, a
-    warm worker, the class with the fewest live compatible workers, the score, and last the place in line.
+    warm worker, the class with the fewest live compatible workers, the score, and last the store's own order: the
+    tenant that was served least, then the place in line.
     """
-    return (not is_overdue, not is_preferred, -warmth, selectivity, -score, sequence)
+    return (not is_overdue, not is_preferred, -warmth, selectivity, -score, virtual_time, sequence)
 
 
 class WaitingJob(msgspec.Struct, frozen=True):

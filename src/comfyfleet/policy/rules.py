@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from comfyfleet.model.terms import DEFAULT_CHARGE_S
+
 MIN_PRIORITY = -1000
 MAX_PRIORITY = 1000
 
@@ -55,6 +57,8 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # matching
     window_lanes: int = 32
     quantum_s: float = 30.0
+    """Tenants whose virtual times differ by less count as equal, so that warmth and the like may choose."""
+    charge_s: float = DEFAULT_CHARGE_S
     affinity_wait_s: float = 3.0
     bigger_card_wait_s: float = 60.0
     """After out of memory a job asks for a bigger card; so often it is looked whether there still is one."""

@@ -183,7 +183,7 @@ class ApartStore:
                 dispatch.job_id,
                 HeldBy(dispatch.lease_ref()),
                 change,
-                attempt_end=AttemptEnd(AttemptOutcome.RELEASED),
+                attempt_end=AttemptEnd(AttemptOutcome.RELEASED, used_s=0.0),
                 facts=(FactDraft(FactKind.RELEASED, {"reason": "the tenant's database is away"}),),
                 job={"phase": Phase.QUEUED},
             )
