@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from comfyfleet.policy import accounting
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Clock, Store
 from comfyfleet.sim.time import ManualClock, SeededChance
+from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.databases import open_tenant_database
 from comfyfleet.tenancy.estate import Estate
 from comfyfleet.tenancy.outbox import OutboxRelay
 
@@ -32,11 +34,21 @@ PRICE = FlatPrice(10)
 class Fleet:
     """One process: its engine and its estate. The relay looks when it is told to."""
 
-    def __init__(self, store: Store, clock: Clock, pools: dict[str, str], **rules: Any) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        pools: dict[str, str],
+        *,
+        open_database: Callable[[str], TenantDatabase] = open_tenant_database,
+        seed: int = 0,
+        **rules: Any,
+    ) -> None:
+        """Two of them on one store are given different seeds, or they make the same ids."""
         self.clock = clock
         self.central = store
-        self.estate = Estate(store, clock, pools)
-        self.engine = Engine(self.estate.store, rules=Rules(**rules), clock=clock, chance=SeededChance())
+        self.estate = Estate(store, clock, pools, open_database)
+        self.engine = Engine(self.estate.store, rules=Rules(**rules), clock=clock, chance=SeededChance(seed))
         self.relay = OutboxRelay(self.estate.apart, self.engine.admit)
         self._polls = itertools.count(1)
 

@@ -100,7 +100,7 @@ class SubmitDesk:
                 written = await self._write(dispatch, job, place)
         if written.dispatch.job_id != dispatch.job_id:
             # Somebody else submitted under the same reference in between.
-            known = await context.store.records.get(written.dispatch.job_id)
+            known = await self._known(submission)
             assert known is not None, "the store answered with it"
             return _same(known, submission)
         await self._tell(written)

@@ -19,6 +19,7 @@ from comfyfleet.model.dispatch import (
     AtRevision,
     AttemptEnd,
     AttemptOutcome,
+    Candidate,
     Change,
     Dispatch,
     HeldBy,
@@ -31,15 +32,15 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
-from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ids import JobId, PollId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy import accounting
 from comfyfleet.policy.settling import hold_of
-from comfyfleet.ports import Store
+from comfyfleet.ports import Clock, Peek, Store
 from comfyfleet.tenancy.apart_records import ApartRecords, stub_of
-from comfyfleet.tenancy.database import Entered, Opening
+from comfyfleet.tenancy.database import BookClosed, Entered, Opening
 from comfyfleet.tenancy.homes import Home, Homes
 from comfyfleet.tenancy.settling import Settler
 
@@ -47,22 +48,29 @@ _LOG = logging.getLogger(__name__)
 
 _PATIENCE_S = 5.0
 """So long a report waits for its tenant's database to settle; then the relay does."""
+_LOOK_S = 2.0
+"""So long a lease waits for its tenant's database, and with it others' leases of the same round."""
+_HOLD_S = 2.0
+"""So long nothing is leased of a tenant of whom something had to be given back."""
 _MAX_JOINED = 100_000
 _TRIES = 10
 
 
 class ApartStore:
     def __init__(
-        self, central: Store, homes: Homes, *, left_behind: Callable[[], None] = lambda: None
+        self, central: Store, homes: Homes, clock: Clock, *, left_behind: Callable[[], None] = lambda: None
     ) -> None:
         """`left_behind` is called when something is left for the relay."""
         self.central = central
         self.homes = homes
+        self._clock = clock
         self.settler = Settler(central, homes)
         self.records = ApartRecords(central, homes)
         self.left_behind = left_behind
         self._joined: dict[JobId, None] = {}
         """Jobs that were seen to have nothing of theirs apart."""
+        self._held: dict[TenantId, float] = {}
+        """Tenants of whom nothing can be leased, and until when that is taken for granted."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.central, name)
@@ -97,9 +105,14 @@ class ApartStore:
         amount = 0 if price is None else accounting.ceiling(price, job.payload.requirements.service)
         now = await self.central.now()
         hold = accounting.reserve(HoldId(job.job_id, job.round), job.tenant, amount, now)
-        opened = await home.database.open_round(
-            Opening(job, hold, accounting.posting_of(hold), dispatch, price)
-        )
+        try:
+            opened = await home.database.open_round(
+                Opening(job, hold, accounting.posting_of(hold), dispatch, price)
+            )
+        except BookClosed:
+            raise
+        except Fault as fault:
+            raise unanswered(job.tenant, fault) from fault
         if opened.outcome is Entered.SHORT:
             raise accounting.credits_short(job.tenant, amount, opened.account)
         if opened.outcome is Entered.REFUSED or opened.job is None:
@@ -144,6 +157,22 @@ class ApartStore:
 
     # L1, L2
 
+    async def peek(self, query: Peek) -> list[Candidate]:
+        """Without tenants of whom nothing can be leased just now: a round would look at the same job for ever."""
+        for _ in range(_TRIES):
+            found = await self.central.peek(query)
+            if not self._held or not found:
+                return found
+            now = self._clock.now()
+            self._held = {tenant: until for tenant, until in self._held.items() if now < until}
+            others = [each for each in found if each.lane.tenant not in self._held]
+            if others:
+                return others
+            # What is behind them is not seen as long as they are in front.
+            in_front = {each.lane.workflow_hash for each in found}
+            query = msgspec.structs.replace(query, skip=query.skip | in_front)
+        return []
+
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
         return await self._looked_at(await self.central.lease(job_id, offer))
 
@@ -155,14 +184,22 @@ class ApartStore:
                 return looked_at
         return None
 
+    async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
+        dispatch = await self.central.leased_by_poll(poll_id)
+        if dispatch is None or dispatch.lease is None or dispatch.lease.is_acknowledged:
+            return dispatch
+        # Its hub may have died before it looked.
+        looked_at = await self._looked_at(Written(dispatch, ()))
+        return None if looked_at is None else dispatch
+
     async def _looked_at(self, written: Written | None) -> Written | None:
         if written is None or not written.dispatch.is_apart:
             return written
         dispatch = written.dispatch
         try:
-            home = await self.homes.of(dispatch.tenant)
+            home = await self._reached(dispatch.tenant)
             if home is None or home.tenant.state is TenantState.ACTIVE:
-                job = None if home is None else await home.database.leasable(hold_of(dispatch))
+                job = None if home is None else await self._leasable(home, dispatch)
                 if job is not None:
                     self.records.remember(job)
                     return written
@@ -175,8 +212,25 @@ class ApartStore:
         await self._give_back(dispatch)
         return None
 
+    async def _reached(self, tenant_id: TenantId) -> Home | None:
+        tenant = await self.homes.tenants.get(tenant_id)
+        if tenant is not None and self.homes.pools.is_away(tenant.pool):
+            # Whether it is back is found out by the relay: others' leases do not wait for that.
+            raise Fault(f"the pool {tenant.pool!r} was away a moment ago")
+        return await self.homes.of(tenant_id)
+
+    async def _leasable(self, home: Home, dispatch: Dispatch) -> Job | None:
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                return await home.database.leasable(hold_of(dispatch))
+        except TimeoutError as slow:
+            fault = Fault(f"the pool {home.tenant.pool!r} did not answer within {_LOOK_S:g} s")
+            self.homes.pools.note_away(home.tenant.pool, fault)
+            raise fault from slow
+
     async def _give_back(self, dispatch: Dispatch) -> None:
         """Uncharged and uncounted: no worker has heard of it."""
+        self._held[dispatch.tenant] = self._clock.now() + _HOLD_S
         change = Change(phase=Phase.QUEUED, standing=Standing.IN_LANE, lease=None)
         await self.central.write(
             Write(
@@ -243,6 +297,9 @@ class ApartStore:
             home = await self.homes.of(dispatch.tenant)
             if home is not None:
                 await home.database.put_payload(hold_of(dispatch), write.job["payload"])
+                if home.tenant.allows_direct:
+                    # A worker on the store itself finds it there and nowhere else.
+                    return await self.central.write(write)
         return await self.central.write(_without_private(write))
 
     async def finish_and_lease_next(
@@ -276,6 +333,9 @@ class ApartStore:
 
     async def _reopen(self, dispatch: Dispatch, write: Write) -> Written | None:
         """A retry by hand: the next round begins in the tenant's database."""
+        if write.guard != AtRevision(dispatch.revision):
+            # Somebody was quicker. What was decided is out of date, and nothing is held for it.
+            return None
         home = await self.homes.of(dispatch.tenant)
         if home is None:
             return await self.central.write(write)
@@ -330,6 +390,14 @@ def away(tenant: str, fault: Fault) -> Refusal:
         RefusalCode.UNAVAILABLE,
         f"the database of tenant {tenant!r} cannot be reached, so nothing is taken for it; nothing was charged. "
         f"Try again later; whoever runs this hub finds more in its log ({type(fault).__name__})",
+    )
+
+
+def unanswered(tenant: str, fault: Fault) -> Refusal:
+    return Refusal(
+        RefusalCode.UNAVAILABLE,
+        f"the database of tenant {tenant!r} did not answer, and whether it took the job is not known. Submit it again "
+        f"under the same reference or Idempotency-Key, then it is taken once ({type(fault).__name__})",
     )
 
 

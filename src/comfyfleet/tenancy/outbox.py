@@ -81,12 +81,15 @@ class OutboxRelay:
         before, self._seen = self._seen, set()
         if at_once:
             await self._store.homes.open()
-        for name, database in await self._store.homes.pools.opened():
-            try:
-                await self._send(name, database, before, at_once)
-            except Fault as fault:
-                _LOG.info("the pool %s is asked again later: %s", name, fault)
-        await self._settle(before, at_once)
+        # Beside each other: a database that does not answer keeps nobody else's jobs waiting.
+        pools = [self._send_of(each, before, at_once) for each in self._store.homes.pools.asked]
+        await asyncio.gather(*pools, self._settle(before, at_once))
+
+    async def _send_of(self, pool: str, before: set[HoldId], at_once: bool) -> None:
+        try:
+            await self._send(pool, await self._store.homes.pools.get(pool), before, at_once)
+        except Fault as fault:
+            _LOG.info("the pool %s is asked again later: %s", pool, fault)
 
     # S2, S3
 
@@ -119,23 +122,36 @@ class OutboxRelay:
             )
         except Refusal as refusal:
             _LOG.warning("job %s does not get into the queue: %s", entry.hold_id, refusal)
+        except Fault:
+            raise
+        except Exception:
+            # One that cannot be brought must not keep the others waiting.
+            _LOG.exception("job %s does not get into the queue", entry.hold_id)
 
     # T1, T2
 
     async def _settle(self, before: set[HoldId], at_once: bool) -> None:
         after: JobId | None = None
-        away: set[TenantId] = set()
         while True:
             page = await self._store.central.unsettled(_PAGE, after)
             for dispatch in page:
                 hold_id = hold_of(dispatch)
                 self._seen.add(hold_id)
-                if (at_once or hold_id in before) and dispatch.tenant not in away:
-                    try:
-                        await self._store.settler.settle(dispatch)
-                    except Fault as fault:
-                        _LOG.info("%s is settled later: %s", hold_id, fault)
-                        away.add(dispatch.tenant)
+                if (at_once or hold_id in before) and not await self._is_away(dispatch.tenant):
+                    await self._settle_one(dispatch)
                 after = dispatch.job_id
             if len(page) < _PAGE:
                 return
+
+    async def _settle_one(self, dispatch: Dispatch) -> None:
+        try:
+            await self._store.settler.settle(dispatch)
+        except Fault as fault:
+            _LOG.info("%s is settled later: %s", hold_of(dispatch), fault)
+        except Exception:
+            # One that cannot be settled must not keep the others waiting.
+            _LOG.exception("%s could not be settled", hold_of(dispatch))
+
+    async def _is_away(self, tenant_id: TenantId) -> bool:
+        tenant = await self._store.homes.tenants.get(tenant_id)
+        return tenant is not None and self._store.homes.pools.is_away(tenant.pool)

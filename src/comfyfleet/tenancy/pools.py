@@ -1,13 +1,13 @@
 """The databases that tenants are assigned to, by the names an operator gave them.
 
-Each is opened when it is first asked for. One that is away answers so at once for a while, and is then asked again: a
-database that nobody can reach costs those who do not need it nothing.
+Each is opened when it is first asked for. One that is away answers so at once, and one caller a second asks again: a
+database that nobody can reach, or that does not answer, costs those who do not need it nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from functools import wraps
 from typing import Any, cast
 
@@ -16,6 +16,8 @@ from comfyfleet.ports import Clock
 from comfyfleet.tenancy.database import BookClosed, TenantDatabase
 
 DEFAULT_POOL = "default"
+ANSWER_S = 10.0
+"""A database that takes longer is away, whatever it is doing."""
 _AGAIN_S = 1.0
 
 
@@ -36,6 +38,11 @@ class Pools:
     def names(self) -> tuple[str, ...]:
         return tuple(self._urls)
 
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Those that somebody needed."""
+        return tuple(self._asked)
+
     def check(self, name: str) -> str:
         if name not in self._urls:
             known = ", ".join(sorted(self._urls)) or "none"
@@ -54,9 +61,9 @@ class Pools:
                 f"the pool {name!r} is not in this hub's settings: add it to [pools], as at the other hubs"
             )
         self._asked[name] = None
-        self._check_there(name)
         opening = self._opening.get(name)
         if opening is None:
+            self._check_there(name)
             opening = self._opening[name] = asyncio.create_task(self._open(name), name=f"pool {name}")
         return await asyncio.shield(opening)
 
@@ -90,7 +97,7 @@ class Pools:
         except BaseException as error:
             self._opening.pop(name, None)
             if isinstance(error, ComfyFleetError):
-                self._note_away(name, error)
+                self.note_away(name, error)
             await database.close()
             raise
         self._away.pop(name, None)
@@ -98,21 +105,26 @@ class Pools:
 
     def _check_there(self, name: str) -> None:
         fault, again_at = self._away.get(name, (None, 0.0))
-        if fault is not None and self._clock.now() < again_at:
+        if fault is None:
+            return
+        if self._clock.now() < again_at:
             raise Fault(str(fault)) from fault
+        # Whoever comes now finds out; nobody else waits for it.
+        self.note_away(name, fault)
 
-    def _note_away(self, name: str, error: ComfyFleetError) -> None:
+    def note_away(self, name: str, error: ComfyFleetError) -> None:
         self._away[name] = (error, self._clock.now() + _AGAIN_S)
 
-    async def watched(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
+    async def watched(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         self._check_there(name)
         try:
-            answer = await work()
+            answer = await _answered(name, work())
         except BookClosed:
             # One tenant's; the database is there.
+            self._away.pop(name, None)
             raise
         except Fault as fault:
-            self._note_away(name, fault)
+            self.note_away(name, fault)
             raise
         self._away.pop(name, None)
         return answer
@@ -138,6 +150,29 @@ class _Watched:
         # Found by Python itself from now on.
         self.__dict__[name] = watched
         return watched
+
+
+async def _answered(name: str, work: Coroutine[Any, Any, Any]) -> Any:
+    """In a task of its own: a driver that is told to give up may go on waiting for its server."""
+    asking = asyncio.create_task(work)
+    try:
+        await asyncio.wait((asking,), timeout=ANSWER_S)
+    except BaseException:
+        _give_up(asking)
+        raise
+    if not asking.done():
+        _give_up(asking)
+        raise Fault(
+            f"the database of pool {name!r} did not answer within {ANSWER_S:g} s, and whether it did what it was asked "
+            "is not known; see whether it is stopped, or has more to do than it can"
+        )
+    return asking.result()
+
+
+def _give_up(asking: asyncio.Task[Any]) -> None:
+    asking.cancel()
+    # Nobody else will hear what becomes of it.
+    asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 async def _settled(openings: Iterable[asyncio.Task[TenantDatabase]]) -> list[TenantDatabase]:

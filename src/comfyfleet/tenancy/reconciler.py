@@ -178,8 +178,11 @@ class Reconciler:
             if dispatch.phase.is_final:
                 await store.settler.settle(dispatch)
             elif finding.kind in (FindingKind.OUTLIVED, FindingKind.UNKNOWN):
-                phase = (await home.database.phases([hold_id])).get(hold_id)
-                await store.close_as(dispatch, AtRevision(dispatch.revision), phase)
+                phases = await home.database.phases([hold_id])
+                if phases.get(hold_id, Phase.FAILED) is None:
+                    # Open there by now, as after a move: it goes on.
+                    return
+                await store.close_as(dispatch, AtRevision(dispatch.revision), phases.get(hold_id))
         except Fault as fault:
             _LOG.warning("%s is mended later: %s", hold_id, fault)
 

@@ -1,0 +1,58 @@
+"""Two hubs do the same thing, and one is held up between any two of its calls while the other does it whole."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.tenancy._town import WORKERS, SharedMemory, Town
+
+from comfyfleet.model.failure import FailureKind
+from comfyfleet.model.ids import TenantId
+from comfyfleet.tenancy import reconciler
+
+MOMENTS = range(1, 16)
+WHOLE = 100
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconciler, "LOOK_AGAIN_S", 0.0)
+
+
+@pytest.fixture
+async def town(tmp_path: Path) -> AsyncIterator[Town]:
+    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    town = Town(SharedMemory().opened, pools, 1)
+    await town.begin()
+    await town.grant(paying(town), 100)
+    yield town
+    await town.check()
+    await town.come_to_rest()
+    await town.check_at_rest()
+    await town.end()
+
+
+def paying(town: Town) -> TenantId:
+    """Its jobs cost ten."""
+    return town.tenants[0]
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_job_that_two_hubs_retry_gets_one_more_round(town: Town, moment: int) -> None:
+    await town.submit(town.hubs[0], paying(town))
+    await town.take(town.hubs[0], WORKERS[0])
+    await town.fail(town.hubs[0], 0, FailureKind.INVALID_WORKFLOW)
+    await town.do_at_once([town.retry(hub, 0) for hub in town.hubs], [(0, moment), (1, WHOLE)])
+    account = await town.book_of(paying(town)).account(paying(town))
+    assert (account.balance, account.held) == (100, 10)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+async def test_a_job_that_two_hubs_submit_under_one_reference_is_one_job(town: Town, moment: int) -> None:
+    both = [town.submit(hub, paying(town), "order 7") for hub in town.hubs]
+    await town.do_at_once(both, [(0, moment), (1, WHOLE)])
+    assert len(town.taken) == 2 and len(set(town.taken)) == 1
+    account = await town.book_of(paying(town)).account(paying(town))
+    assert (account.balance, account.held) == (100, 10)
