@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.tenancy._databases import tenant_schema
+from tests.servers.postgres_database import empty_database
+from tests.servers.redis_fixtures import some_server, with_prefix
+from tests.tenancy._databases import address, tenant_schema
+from tests.tenancy._spending import spend_at_once
 
 from comfyfleet.contract.teller import Teller
 from comfyfleet.model.ids import TenantId
@@ -105,3 +108,22 @@ async def test_a_process_that_is_killed_while_it_spends_leaves_a_book_that_is_ri
         assert len(sent) >= min(accepted, 1000)
     assert accepted < 6000, "nobody was killed before the end"
     await database.close()
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with some_server() as url:
+        yield url
+
+
+@pytest.mark.parametrize("pair", ["redis+postgresql", "postgresql+sqlite"])
+async def test_two_submits_of_80_against_100_from_two_hubs_one_is_accepted(
+    pair: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    central, apart = pair.split("+")
+    pool = f"sqlite:///{tmp_path / 'pool.db'}" if apart == "sqlite" else tenant_schema(request.config)
+    if central == "redis":
+        store = with_prefix(request.getfixturevalue("redis_url"))
+    else:
+        store = address(empty_database(request.config))
+    assert await spend_at_once(store, pool, TIMES) == []
