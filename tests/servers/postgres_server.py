@@ -15,7 +15,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -126,6 +127,19 @@ class PostgresServer:
             self._process = None
             self._await_children()
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It is there and does not answer: every one of its processes stands still."""
+        assert self._process is not None
+        processes = [self._process.pid, *_in_folder(self._folder / "data")]
+        for each in processes:
+            os.kill(each, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for each in reversed(processes):
+                os.kill(each, signal.SIGCONT)
+
     def _await_children(self) -> None:
         """A new server refuses to start while children of the old one still hold its shared memory."""
         deadline = time.monotonic() + 10
@@ -145,13 +159,19 @@ class PostgresServer:
 
 
 def _is_used(data: Path) -> bool:
+    return bool(_in_folder(data))
+
+
+def _in_folder(data: Path) -> list[int]:
+    """The processes that work there."""
+    found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if (process / "cwd").readlink() == data:
-                return True
+                found.append(int(process.name))
         except OSError:
             continue
-    return False
+    return found
 
 
 def _die_with_parent() -> Callable[[], None]:

@@ -19,7 +19,6 @@ from comfyfleet.model.dispatch import (
     AtRevision,
     AttemptEnd,
     AttemptOutcome,
-    Candidate,
     Change,
     Dispatch,
     HeldBy,
@@ -37,8 +36,9 @@ from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy import accounting
+from comfyfleet.policy.fairness import terms_of, used_s
 from comfyfleet.policy.settling import hold_of
-from comfyfleet.ports import Clock, Peek, Store
+from comfyfleet.ports import Store
 from comfyfleet.tenancy.apart_records import ApartRecords, stub_of
 from comfyfleet.tenancy.database import BookClosed, Entered, Opening
 from comfyfleet.tenancy.homes import Home, Homes
@@ -50,7 +50,7 @@ _PATIENCE_S = 5.0
 """So long a report waits for its tenant's database to settle; then the relay does."""
 _LOOK_S = 2.0
 """So long a lease waits for its tenant's database, and with it others' leases of the same round."""
-_HOLD_S = 2.0
+_HOLD_S = 3.0
 """So long nothing is leased of a tenant of whom something had to be given back."""
 _MAX_JOINED = 100_000
 _TRIES = 10
@@ -58,19 +58,16 @@ _TRIES = 10
 
 class ApartStore:
     def __init__(
-        self, central: Store, homes: Homes, clock: Clock, *, left_behind: Callable[[], None] = lambda: None
+        self, central: Store, homes: Homes, *, left_behind: Callable[[], None] = lambda: None
     ) -> None:
         """`left_behind` is called when something is left for the relay."""
         self.central = central
         self.homes = homes
-        self._clock = clock
         self.settler = Settler(central, homes)
         self.records = ApartRecords(central, homes)
         self.left_behind = left_behind
         self._joined: dict[JobId, None] = {}
         """Jobs that were seen to have nothing of theirs apart."""
-        self._held: dict[TenantId, float] = {}
-        """Tenants of whom nothing can be leased, and until when that is taken for granted."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.central, name)
@@ -157,22 +154,6 @@ class ApartStore:
 
     # L1, L2
 
-    async def peek(self, query: Peek) -> list[Candidate]:
-        """Without tenants of whom nothing can be leased just now: a round would look at the same job for ever."""
-        for _ in range(_TRIES):
-            found = await self.central.peek(query)
-            if not self._held or not found:
-                return found
-            now = self._clock.now()
-            self._held = {tenant: until for tenant, until in self._held.items() if now < until}
-            others = [each for each in found if each.lane.tenant not in self._held]
-            if others:
-                return others
-            # What is behind them is not seen as long as they are in front.
-            in_front = {each.lane.workflow_hash for each in found}
-            query = msgspec.structs.replace(query, skip=query.skip | in_front)
-        return []
-
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
         return await self._looked_at(await self.central.lease(job_id, offer))
 
@@ -230,7 +211,11 @@ class ApartStore:
 
     async def _give_back(self, dispatch: Dispatch) -> None:
         """Uncharged and uncounted: no worker has heard of it."""
-        self._held[dispatch.tenant] = self._clock.now() + _HOLD_S
+        # Before it is back in its lane: whoever leases next, here or at another hub, would only find it again.
+        tenant = await self.homes.tenants.get(dispatch.tenant)
+        if tenant is not None:
+            held_until = await self.central.now() + _HOLD_S
+            await self.central.shares.put_terms(terms_of(tenant, held_until))
         change = Change(phase=Phase.QUEUED, standing=Standing.IN_LANE, lease=None)
         await self.central.write(
             Write(
@@ -266,7 +251,9 @@ class ApartStore:
                 dispatch.job_id,
                 guard,
                 Change(phase=phase or Phase.FAILED, lease=None, wake_at=None, settled_at=now),
-                attempt_end=None if dispatch.lease is None else AttemptEnd(AttemptOutcome.RELEASED),
+                attempt_end=None
+                if dispatch.lease is None
+                else AttemptEnd(AttemptOutcome.RELEASED, used_s=used_s(dispatch.lease, now)),
                 facts=(fact,),
                 job=job,
             )

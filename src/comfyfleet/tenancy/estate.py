@@ -34,7 +34,7 @@ class Estate:
         self.tenants = Tenants(central.cabinet, clock, is_shared=central.is_shared)
         self.pools = Pools(pools, clock, open_database)
         self.homes = Homes(self.tenants, self.pools)
-        self.apart = ApartStore(central, self.homes, clock)
+        self.apart = ApartStore(central, self.homes)
         self.reconciler = Reconciler(self.apart)
 
     @property
