@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -154,6 +156,43 @@ def statement(tenant_id: str, after: int, limit: int, as_json: bool, **flags: An
     ]
     heads = ["number", "at", "kind", "balance", "held", "for", "note"]
     print_table(heads, rows, empty="there are no entries")
+
+
+@command.command("export")
+@click.argument("tenant_id")
+@click.option(
+    "--of",
+    type=click.Choice(["postings", "runs"]),
+    default="postings",
+    show_default=True,
+    help="The entries of the book, or what each ended round took.",
+)
+@click.option("--format", "form", type=click.Choice(["csv", "jsonl"]), default="csv", show_default=True)
+@click.option(
+    "--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="What follows this number."
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="Into this file, which must not be there yet; standard output unless given.",
+)
+@settings(*TO_REACH)
+def export(tenant_id: str, of: Any, form: Any, after: int, out: Path | None, **flags: Any) -> None:
+    """A tenant's book line by line for accounting. Two exports join: the second goes on --after the first's last."""
+    from comfyfleet.cli.exporting import save, show
+    from comfyfleet.cli.reach import ask
+
+    last = ask(
+        flags,
+        lambda client: (show if out is None else partial(save, out))(
+            client.export(tenant_id, of=of, format=form, after=after), form
+        ),
+    )
+    if last is None:
+        click.echo(f"there is nothing behind number {after}", err=True)
+    else:
+        click.echo(f"up to number {last}; go on with --after {last}", err=True)
 
 
 def when(at: float) -> str:

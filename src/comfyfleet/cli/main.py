@@ -38,6 +38,7 @@ _COMMANDS = {
     "tenant": "comfyfleet.cli.tenant",
     "top": "comfyfleet.cli.top",
     "up": "comfyfleet.cli.up",
+    "usage": "comfyfleet.cli.usage",
     "webhook": "comfyfleet.cli.webhook",
     "worker": "comfyfleet.cli.worker",
     "workers": "comfyfleet.cli.workers",

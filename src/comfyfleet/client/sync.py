@@ -103,6 +103,9 @@ class SyncFleetClient:
     def every_job(self, **wanted: Any) -> Iterator[answers.JobBody]:
         yield from self._each(self.client.every_job(**wanted))
 
+    def export(self, tenant_id: str, **wanted: Any) -> Iterator[bytes]:
+        yield from self._each(self.client.export(tenant_id, **wanted))
+
     def _each(self, source: AsyncIterator[T]) -> Iterator[T]:
         async def following() -> T:
             return await anext(source)
@@ -178,5 +181,6 @@ class SyncFleetClient:
     confirm_grant = _blocking(FleetClient.confirm_grant)
     void_grant = _blocking(FleetClient.void_grant)
     adjust_credits = _blocking(FleetClient.adjust_credits)
+    usage = _blocking(FleetClient.usage)
     receipt = _blocking(FleetClient.receipt)
     health = _blocking(FleetClient.health)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlencode
 
+import aiohttp
 import msgspec
 
-from comfyfleet.client.link import Link
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.client.link import Link, filled
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire import credits as money
 from comfyfleet.wire import tenants as wire
+from comfyfleet.wire import usage as used
 from comfyfleet.wire.reconciling import FindingList
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -100,6 +104,36 @@ class TenantCalls:
     ) -> money.BalanceView:
         body = money.AdjustBody(amount, note, adjustment_id or uuid.uuid4().hex)
         return await self._link.ask("adjust_credits", money.BalanceView, body=body, tenant_id=tenant_id)
+
+    async def usage(
+        self,
+        *,
+        tenant: str | None = None,
+        since: float | None = None,
+        until: float | None = None,
+        by: Sequence[str] = ("tenant",),
+    ) -> used.UsageList:
+        """What ended rounds took, for each tenant, workflow, worker, day: as many of these as `by` names."""
+        query = {"tenant": tenant, "since": since, "until": until, "by": ",".join(by)}
+        return await self._link.ask("usage", used.UsageList, query=query)
+
+    async def export(
+        self,
+        tenant_id: str,
+        *,
+        of: Literal["postings", "runs"] = "postings",
+        format: used.Format = "csv",  # noqa: A002
+        after: int = 0,
+    ) -> AsyncGenerator[bytes, None]:
+        """The file piece by piece. What was exported up to a number is gone on with `after` it."""
+        query = urlencode({"of": of, "format": format, "after": after})
+        path = filled("/api/tenants/{tenant_id}/export", {"tenant_id": tenant_id})
+        async with self._link.stream(f"{path}?{query}", {}) as response:
+            try:
+                async for piece in response.content.iter_any():
+                    yield piece
+            except aiohttp.ClientError as error:
+                raise Fault(f"the export broke off: {error}; begin it anew") from error
 
     async def receipt(self, job_id: str) -> money.ReceiptView:
         """What a job was held for and what it cost."""

@@ -17,7 +17,7 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, Submission
-from comfyfleet.model.ledger import Account, FlatPrice, HoldId, Outcome, Receipt, RunEntry
+from comfyfleet.model.ledger import Account, FlatPrice, HoldId, Outcome, Receipt, RunEntry, UsageBy, UsageLine
 from comfyfleet.policy import accounting
 from comfyfleet.tenancy.database import Ended, Opened, Opening, OpenRound, TenantDatabase
 
@@ -253,6 +253,45 @@ class TenantDatabaseContract(TenantDocumentsContract):
         assert await teller.database.grants(ACME, after="a", limit=9) == listed[1:]
         assert await teller.database.grant_of(ACME, "b") == listed[1]
         assert await teller.database.grant_of(ACME, "c") is None
+
+    async def test_what_rounds_took_is_added_up_by_what_is_asked_for(self, teller: Teller) -> None:
+        took = [
+            # tenant, workflow, worker, when, phase, GPU milliseconds, cost
+            (ACME, "a", "gpu-1", 86_399.9, Phase.COMPLETED, 1_000, 5),
+            (ACME, "a", "gpu-2", 86_400.0, Phase.COMPLETED, 2_000, None),
+            (ACME, "b", "gpu-1", 90_000.0, Phase.FAILED, 4_000, 7),
+            (BORG, "a", "gpu-1", 90_000.0, Phase.COMPLETED, 8_000, None),
+        ]
+        for tenant, workflow, worker, at, phase, milliseconds, cost in took:
+            hold = await teller.submit(0, tenant)
+            run = RunEntry(
+                hold.hold_id, tenant, WorkflowHash(workflow), "x", phase.value, at, WorkerId(worker), 1,
+                milliseconds, 3, cost,
+            )  # fmt: skip
+            await teller.database.end_round(msgspec.structs.replace(teller.ending(hold, phase), run=run))
+
+        async def asked(
+            tenant: TenantId | None, *by: UsageBy, since: float = 0.0, until: float = 1e9
+        ) -> list[UsageLine]:
+            return await teller.database.usage(tenant, since=since, until=until, by=by, limit=100)
+
+        line = UsageLine
+        assert await asked(None, "tenant") == [
+            line(ACME, None, None, None, 3, 2, 3, 7_000, 9, 12),
+            line(BORG, None, None, None, 1, 1, 1, 8_000, 3, None),
+        ]
+        assert await asked(None) == [line(None, None, None, None, 4, 3, 4, 15_000, 12, 12)]
+        assert await asked(ACME, "worker", "day") == [
+            line(None, None, WorkerId("gpu-1"), 0, 1, 1, 1, 1_000, 3, 5),
+            line(None, None, WorkerId("gpu-1"), 1, 1, 0, 1, 4_000, 3, 7),
+            line(None, None, WorkerId("gpu-2"), 1, 1, 1, 1, 2_000, 3, None),
+        ]
+        assert [(each.workflow_hash, each.rounds) for each in await asked(ACME, "workflow")] == [
+            ("a", 2),
+            ("b", 1),
+        ]
+        assert await asked(None, since=1e9) == []
+        assert (await asked(ACME, since=86_400.0, until=90_000.0))[0].gpu_milliseconds == 2_000
 
     async def test_a_completed_round_takes_what_it_cost_and_returns_the_rest(self, teller: Teller) -> None:
         await teller.grant(100)

@@ -38,6 +38,7 @@ from comfyfleet.hub.streams import StreamHandlers
 from comfyfleet.hub.tenant_duties import TenantDuties
 from comfyfleet.hub.tenants import TenantHandlers
 from comfyfleet.hub.terms import TermsGate
+from comfyfleet.hub.usage import UsageHandlers
 from comfyfleet.hub.webhooks import WebhookHandlers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.ids import TenantId
@@ -113,6 +114,7 @@ class Hub:
             **workers.bound(),
             **TenantHandlers(tenants, pools, clock, self._tenant_duties.wake).bound(),
             **CreditHandlers(engine, tenants, pools).bound(),
+            **UsageHandlers(estate.homes, clock).bound(),
             **ReconcileHandlers(estate.reconciler).bound(),
             **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
             **PageHandlers(engine, version_here()).bound(),

@@ -140,10 +140,7 @@ class CreditHandlers:
     # parts
 
     async def _seen(self, call: Call[Any]) -> Tenant:
-        tenant_id = TenantId(call.parameters["tenant_id"])
-        if not call.caller.sees(tenant_id):
-            raise not_found(tenant_id)
-        return await known(self._tenants, tenant_id)
+        return await seen(self._tenants, call)
 
     async def _open(self, call: Call[Any]) -> tuple[Tenant, TenantDatabase]:
         tenant = await self._seen(call)
@@ -159,6 +156,14 @@ class CreditHandlers:
         if found is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"tenant {tenant!r} has no grant {grant_id!r}")
         return found
+
+
+async def seen(tenants: Tenants, call: Call[Any]) -> Tenant:
+    """The tenant that is asked about. Another's is not there at all."""
+    tenant_id = TenantId(call.parameters["tenant_id"])
+    if not call.caller.sees(tenant_id):
+        raise not_found(tenant_id)
+    return await known(tenants, tenant_id)
 
 
 def _named(grant: CreditGrant) -> str:

@@ -7,7 +7,7 @@ themselves lie in the tenants' databases (`tenancy/database.py`).
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -152,6 +152,26 @@ class RunEntry(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Who looked at the outputs: `hub`, or the `worker` itself. Empty: there was nothing to look at."""
     number: int = 0
     """Its place in the list, given by the database."""
+
+
+UsageBy = Literal["tenant", "workflow", "worker", "day"]
+
+
+class UsageLine(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    """What ended rounds took together; of what was not asked for, nothing is said."""
+
+    tenant: TenantId | None = None
+    workflow_hash: WorkflowHash | None = None
+    worker_id: WorkerId | None = None
+    day: int | None = None
+    """Of the end of a round, counted from 1970, by UTC."""
+    rounds: int = 0
+    completed: int = 0
+    outputs: int = 0
+    gpu_milliseconds: int = 0
+    consumed: int = 0
+    cost_micros: int | None = None
+    """Of those rounds whose worker has a rate."""
 
 
 class Receipt(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

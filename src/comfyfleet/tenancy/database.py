@@ -7,7 +7,7 @@ again. The steps S1 … T2 are those of `docs/ledger.md`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -28,6 +28,8 @@ from comfyfleet.model.ledger import (
     Receipt,
     RunEntry,
     Settlement,
+    UsageBy,
+    UsageLine,
 )
 from comfyfleet.ports import Cabinet, Records
 
@@ -200,6 +202,11 @@ class TenantDatabase(Records, Protocol):
 
     async def runs(self, tenant: TenantId, *, after: int, limit: int) -> list[RunEntry]:
         """What ended rounds took, in their order, behind that number."""
+
+    async def usage(
+        self, tenant: TenantId | None, *, since: float, until: float, by: Collection[UsageBy], limit: int
+    ) -> list[UsageLine]:
+        """What rounds that ended in that time took, added up; of everybody unless a tenant is named."""
 
     async def book(self, tenant: TenantId) -> Book:
         """Everything, as of one moment, for whoever checks it. Refused if there is too much of it."""

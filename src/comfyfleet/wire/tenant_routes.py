@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import RefusalCode
-from comfyfleet.wire import bodies, tenants
+from comfyfleet.wire import bodies, tenants, usage
 from comfyfleet.wire import credits as money
 from comfyfleet.wire.route import ADMIN, OPERATORS, Route, get_route, of_noun, post_route
 
@@ -141,6 +141,23 @@ CREDITS = of_noun(
         body=money.AdjustBody,
         answers={201: money.BalanceView, 200: money.BalanceView},
         refuses=(RefusalCode.DUPLICATE_DIFFERS, RefusalCode.CREDITS_SHORT, *_PHASE),
+    ),
+    get_route(
+        "usage",
+        "/api/usage",
+        "What ended rounds took: GPU-seconds, credits and, for operators, cost, by tenant, workflow, worker and day",
+        PAYERS,
+        usage.UsageList,
+        query=usage.UsageQuery,
+        refuses=(RefusalCode.TOO_LARGE,),
+    ),
+    get_route(
+        "export_credits",
+        "/api/tenants/{tenant_id}/export",
+        "A tenant's book, or what each of its rounds took, line by line for accounting",
+        PAYERS,
+        bytes,
+        query=usage.ExportQuery,
     ),
     get_route(
         "job_receipt",

@@ -1,11 +1,22 @@
-"""What is asked of the book by people: grants, and what each round of a job cost."""
+"""What is asked of the book by people: grants, what each round of a job cost, what was used by whom."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 import msgspec
 
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
-from comfyfleet.model.ledger import CreditGrant, GrantState, HoldId, Outcome, Price, Receipt
+from comfyfleet.model.ledger import (
+    CreditGrant,
+    GrantState,
+    HoldId,
+    Outcome,
+    Price,
+    Receipt,
+    UsageBy,
+    UsageLine,
+)
 from comfyfleet.tenancy.databases.work import Row, Work, row, rows
 
 _prices: msgspec.json.Decoder[Price] = msgspec.json.Decoder(Price)
@@ -18,6 +29,19 @@ FROM @rounds r JOIN @holds h ON h.job_id = r.job_id AND h.round = r.round
 LEFT JOIN @settlements s ON s.job_id = r.job_id AND s.round = r.round
 LEFT JOIN @runs u ON u.job_id = r.job_id AND u.round = r.round
 WHERE r.job_id = :job_id AND r.tenant = :tenant ORDER BY r.round DESC LIMIT :limit
+"""
+
+
+_COLUMNS: dict[UsageBy, str] = {
+    "tenant": "tenant",
+    "workflow": "workflow_hash",
+    "worker": "worker_id",
+    # To the millisecond, in whole numbers: the databases divide those alike.
+    "day": "CAST(at * 1000 AS BIGINT) / 86400000",
+}
+_SUMS = """
+count(*), sum(CASE WHEN phase = 'completed' THEN 1 ELSE 0 END), sum(outputs), sum(gpu_milliseconds), sum(consumed),
+    sum(cost_micros)
 """
 
 
@@ -39,6 +63,41 @@ def grants(tenant: TenantId, after: str, limit: int) -> Work[list[CreditGrant]]:
 def receipts(tenant: TenantId, job_id: JobId, limit: int) -> Work[list[Receipt]]:
     found = yield from rows(_RECEIPTS, tenant=tenant, job_id=job_id, limit=limit)
     return [_receipt(each) for each in reversed(found)]
+
+
+def usage(
+    tenant: TenantId | None, since: float, until: float, by: Collection[UsageBy], limit: int
+) -> Work[list[UsageLine]]:
+    whose, values = "", dict[str, object](since=since, until=until, limit=limit)
+    if tenant is not None:
+        whose, values["tenant"] = " AND tenant = :tenant", tenant
+    columns = [column if name in by else "NULL" for name, column in _COLUMNS.items()]
+    places = [str(place) for place, name in enumerate(_COLUMNS, 1) if name in by]
+    grouped = (
+        f"GROUP BY {', '.join(places)} ORDER BY {', '.join(places)}" if places else "HAVING count(*) > 0"
+    )
+    found = yield from rows(
+        f"SELECT {', '.join(columns)}, {_SUMS} FROM @runs WHERE at >= :since AND at < :until{whose} "
+        f"{grouped} LIMIT :limit",
+        **values,
+    )
+    return [_usage(each) for each in found]
+
+
+def _usage(found: Row) -> UsageLine:
+    tenant, workflow, worker, day, count, completed, outputs, milliseconds, consumed, micros = found
+    return UsageLine(
+        tenant,
+        workflow,
+        worker,
+        day,
+        count,
+        int(completed),
+        int(outputs),
+        int(milliseconds),
+        int(consumed),
+        None if micros is None else int(micros),
+    )
 
 
 def _grant(found: Row) -> CreditGrant:

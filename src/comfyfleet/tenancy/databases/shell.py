@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
@@ -17,6 +17,8 @@ from comfyfleet.model.ledger import (
     Receipt,
     RunEntry,
     Settlement,
+    UsageBy,
+    UsageLine,
 )
 from comfyfleet.ports import Cabinet
 from comfyfleet.tenancy.database import (
@@ -158,6 +160,11 @@ class SqlTenantDatabase:
 
     async def runs(self, tenant: TenantId, *, after: int, limit: int) -> list[RunEntry]:
         return await self._carrier.read(lambda: rounds.runs(tenant, after, _page(limit)))
+
+    async def usage(
+        self, tenant: TenantId | None, *, since: float, until: float, by: Collection[UsageBy], limit: int
+    ) -> list[UsageLine]:
+        return await self._carrier.read(lambda: reports.usage(tenant, since, until, by, limit))
 
     async def book(self, tenant: TenantId) -> Book:
         return await self._carrier.snapshot(lambda: ledger.book(tenant))
