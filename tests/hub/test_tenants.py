@@ -21,6 +21,7 @@ from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.ledger import FlatPrice
 from comfyfleet.model.worker import Capabilities, Service
+from comfyfleet.policy import tenants as policy
 
 ACME = "/api/tenants/acme"
 
@@ -283,3 +284,33 @@ async def test_a_deleted_tenant_takes_its_jobs_keys_and_credits_along(tmp_path: 
         assert await balance(rig) == (0, 0, 0, 0)
         await rig.post(f"{ACME}/grants", {"amount": 1})
         await rig.hub.finish()
+
+
+async def test_what_a_hub_left_undone_is_taken_up_by_the_next_one(rig: HubRig) -> None:
+    """It died after it had said what it was going to do."""
+    await made(rig)
+    await rig.post("/api/tenants", {"id": "leaver"})
+    await rig.post(f"{ACME}/grants", {"amount": 7})
+    now = rig.engine.now()
+    await rig.estate.tenants.change(TENANT, lambda tenant: policy.moving(tenant, "other", now))
+    leaver = TenantId("leaver")
+    await rig.estate.tenants.change(leaver, lambda tenant: policy.leaving(tenant, "leaver"))
+    rig.hub.start()
+    moved = await until(rig, lambda answer: answer.body["state"] == "active")
+    assert moved.body["pool"] == "other" and (await balance(rig))[0] == 7
+    async with asyncio.timeout(20):
+        while await rig.estate.tenants.newest(leaver) is not None:
+            await asyncio.sleep(0.05)
+    await rig.hub.finish()
+
+
+async def test_a_tenant_that_is_called_back_goes_on_where_it_was(rig: HubRig) -> None:
+    await made(rig)
+    await rig.post(f"{ACME}/grants", {"amount": 7})
+    assert (await rig.post(f"{ACME}/move", {"pool": "other"})).body["moving_to"] == "other"
+    assert (await rig.post(f"{ACME}/move", {"pool": "default"})).body["moving_to"] == "default"
+    rig.hub.start()
+    back = await until(rig, lambda answer: answer.body["state"] == "active")
+    assert back.body["pool"] == "default" and (await balance(rig))[0] == 7
+    await rig.submit(role=Role.TENANT)
+    await rig.hub.finish()

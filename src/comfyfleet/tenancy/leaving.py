@@ -19,6 +19,7 @@ from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.homes import Homes
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.tenancy.moving import erase_all
+from comfyfleet.tenancy.tenants import REMEMBER_S
 from comfyfleet.tenancy.webhooks import Webhooks
 
 _PAGE = 200
@@ -69,6 +70,8 @@ class Leaver:
         """Raises `Fault` where it has to be gone on with later."""
         tenant_id = tenant.tenant_id
         await self._revoke(tenant_id, claim)
+        # Until every hub knows that nothing is taken for it any more.
+        await self._sleep(REMEMBER_S)
         await self._end_jobs(tenant, claim)
         if self._its.erase_files is not None:
             await self._its.erase_files(tenant_id)
@@ -82,6 +85,8 @@ class Leaver:
                 if not await database.close_book(tenant_id, claim.fence):
                     raise claims.lost(tenant_id)
                 await erase_all(database, tenant_id, claim)
+        # Once more: one may have been made meanwhile.
+        await self._revoke(tenant_id, claim)
         await self._central.cabinet.remove(claims.DRAWER, tenant_id)
         await self._homes.tenants.remove(tenant_id)
 
