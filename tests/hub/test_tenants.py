@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 from tests.hub._hub import TENANT, Answer, HubRig, hub_in_process, submission
 from tests.tenancy.test_moving import everything
 
 from comfyfleet.contract.teller import Teller
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import Completion, Poll, RegisterWorker
+from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.ledger import FlatPrice
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.policy import tenants as policy
 
@@ -104,6 +107,56 @@ async def test_a_tenant_is_suspended_and_resumed(rig: HubRig) -> None:
     await made(rig)
     for verb, state in (("suspend", "suspended"), ("suspend", "suspended"), ("resume", "active")):
         assert (await rig.post(f"{ACME}/{verb}")).body["state"] == state
+
+
+async def idle_worker(rig: HubRig, slots: int = 3) -> Callable[[], Awaitable[LeasedJob | None]]:
+    gpu, polls = WorkerId("gpu"), itertools.count()
+    await rig.engine.register(RegisterWorker(gpu, Capabilities((Service("comfyui"),), has_hub=True), slots))
+    return lambda: rig.engine.poll(Poll(gpu, PollId(str(next(polls))), 0))
+
+
+async def test_nothing_of_a_suspended_tenant_is_taken_or_leased_and_what_runs_may_end(rig: HubRig) -> None:
+    await made(rig)
+    poll = await idle_worker(rig)
+    running, waiting = [await rig.submit(role=Role.TENANT) for _ in range(2)]
+    leased = await poll()
+    assert leased is not None and leased.job_id == running
+    await rig.post(f"{ACME}/suspend")
+    refused = await rig.post("/api/jobs", submission(), role=Role.TENANT)
+    assert refused.code == "not_allowed" and "suspended" in refused.body["detail"]
+    assert await poll() is None
+    assert "held" in (await rig.get(f"/api/jobs/{waiting}/explain")).body["summary"]
+    await rig.engine.complete(Completion(leased.ref, JobResult(), 1.0))
+    assert (await rig.get(f"/api/jobs/{running}")).body["status"] == "completed"
+    await rig.post(f"{ACME}/resume")
+    leased = await poll()
+    assert leased is not None and leased.job_id == waiting
+
+
+async def test_a_tenant_runs_as_many_jobs_as_it_may(rig: HubRig) -> None:
+    await made(rig, caps={"max_running": 1})
+    poll = await idle_worker(rig)
+    for _ in range(2):
+        await rig.submit(role=Role.TENANT)
+    assert await poll() is not None
+    assert await poll() is None
+    await rig.ask("PATCH", ACME, {"caps": {}})
+    assert await poll() is not None
+    assert await rig.engine.store.shares.terms() == []
+
+
+async def test_what_the_store_missed_of_tenants_it_is_told_later(rig: HubRig) -> None:
+    """A hub died between the tenant and its terms."""
+    await made(rig)
+    await rig.estate.tenants.change(TENANT, lambda tenant: replace(tenant, weight=3.0))
+    shares = rig.engine.store.shares
+    gone = TenantTerms(TenantId("gone"), 2.0)
+    await shares.put_terms(gone)
+    rig.hub.start()
+    async with asyncio.timeout(10):
+        while await shares.terms() != [TenantTerms(TENANT, 3.0)]:
+            await asyncio.sleep(0.02)
+    await rig.hub.finish()
 
 
 # credits
@@ -277,6 +330,9 @@ async def test_a_deleted_tenant_takes_its_jobs_keys_and_credits_along(tmp_path: 
         database = await rig.estate.pools.get("default")
         assert not any((await everything(database)).values())
         assert shredded == [TENANT]
+        async with asyncio.timeout(10):
+            while await rig.engine.store.shares.terms():
+                await asyncio.sleep(0.02)
         actions = [each["action"] for each in (await rig.get("/api/audit")).body["entries"]]
         assert "delete_tenant" in actions and "tenant_deleted" in actions
         # The name is free again, and its book is empty.

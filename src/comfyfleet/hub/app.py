@@ -49,6 +49,7 @@ from comfyfleet.tenancy.estate import Estate
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.tenancy.leaving import Belongings, Leaver
 from comfyfleet.tenancy.moving import Mover
+from comfyfleet.tenancy.shares import ShareKeeper
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.routes import ROUTES
 
@@ -102,7 +103,8 @@ class Hub:
         )
         mover = Mover(tenants, pools, asyncio.sleep)
         leaver = Leaver(engine.store, estate.homes, self.keys, webhooks, book, belongings, asyncio.sleep)
-        self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, self.audit)
+        shares = ShareKeeper(engine.store.shares)
+        self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, shares, self.audit)
         inputs = InputDesk(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
         handlers: dict[str, Handler] = {
@@ -112,7 +114,7 @@ class Hub:
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
             **workers.bound(),
-            **TenantHandlers(tenants, pools, clock, self._tenant_duties.wake).bound(),
+            **TenantHandlers(tenants, pools, shares, clock, self._tenant_duties.wake).bound(),
             **CreditHandlers(engine, tenants, pools).bound(),
             **UsageHandlers(estate.homes, clock).bound(),
             **ReconcileHandlers(estate.reconciler).bound(),

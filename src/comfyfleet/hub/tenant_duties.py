@@ -1,4 +1,5 @@
-"""Sees to tenants that are on their way: to another pool, or for good. What one hub leaves undone another takes up."""
+"""Sees to tenants that are on their way: to another pool, or for good. What one hub leaves undone another takes up, and
+the store knows the terms of all of them."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from comfyfleet.ports import Cabinet, Clock
 from comfyfleet.tenancy.claims import Claim, claim
 from comfyfleet.tenancy.leaving import Leaver
 from comfyfleet.tenancy.moving import Mover
+from comfyfleet.tenancy.shares import ShareKeeper
 from comfyfleet.tenancy.tenants import Tenants
 
 _LOG = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class TenantDuties:
         tenants: Tenants,
         mover: Mover,
         leaver: Leaver,
+        shares: ShareKeeper,
         audit: Audit,
         look_s: float = _LOOK_S,
     ) -> None:
@@ -40,6 +43,7 @@ class TenantDuties:
         self._tenants = tenants
         self._mover = mover
         self._leaver = leaver
+        self._shares = shares
         self._audit = audit
         self._look_s = look_s
         self._woken = asyncio.Event()
@@ -65,7 +69,9 @@ class TenantDuties:
         while True:
             self._woken.clear()
             try:
-                for tenant in await self._tenants.everybody():
+                everybody = await self._tenants.everybody()
+                await self._shares.compare(everybody)
+                for tenant in everybody:
                     if is_due(tenant) and tenant.tenant_id not in self._under_way:
                         self._begin(tenant.tenant_id)
             except ComfyFleetError as error:
@@ -109,6 +115,7 @@ class TenantDuties:
                 return True
             if tenant.state is TenantState.MOVING:
                 tenant = await self._mover.move(tenant, mine)
+                await self._shares.keep(tenant)
                 _LOG.info("tenant %s lies in the pool %s now", tenant_id, tenant.pool)
             else:
                 tenant = await self._mover.tidy(tenant, mine)
@@ -117,6 +124,7 @@ class TenantDuties:
     async def _delete(self, tenant: Tenant, mine: Claim) -> None:
         entry = AuditEntry(0.0, "hub", None, "tenant_deleted", tenant.tenant_id, tenant.tenant_id)
         await self._audit.operation(entry, lambda: self._leaver.leave(tenant, mine), lambda _: None)
+        await self._shares.forget(tenant.tenant_id)
 
 
 def is_due(tenant: Tenant) -> bool:

@@ -11,6 +11,7 @@ from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import tenants as policy
 from comfyfleet.ports import Clock
 from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.shares import ShareKeeper
 from comfyfleet.tenancy.tenants import Tenants, not_found
 from comfyfleet.wire import bodies
 from comfyfleet.wire import tenants as wire
@@ -19,8 +20,11 @@ from comfyfleet.wire import tenants as wire
 class TenantHandlers:
     """`wake` is called when a tenant is to be seen to at once."""
 
-    def __init__(self, tenants: Tenants, pools: Pools, clock: Clock, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, tenants: Tenants, pools: Pools, shares: ShareKeeper, clock: Clock, wake: Callable[[], None]
+    ) -> None:
         self._tenants = tenants
+        self._shares = shares
         self._pools = pools
         self._clock = clock
         self._wake = wake
@@ -51,6 +55,7 @@ class TenantHandlers:
             # Before the name is taken: one of the same name may have been here once, and its book is closed.
             await database.begin_book(tenant.tenant_id)
         made = await self._tenants.create(tenant)
+        await self._shares.keep(made)
         return Reply(201, wire.view(made), made=made.tenant_id)
 
     async def get(self, call: Call[None]) -> Reply:
@@ -82,7 +87,9 @@ class TenantHandlers:
 
     async def _changed(self, call: Call[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
         tenant = await known(self._tenants, call.parameters["tenant_id"])
-        return Reply(200, wire.view(await self._tenants.change(tenant.tenant_id, decide)))
+        changed = await self._tenants.change(tenant.tenant_id, decide)
+        await self._shares.keep(changed)
+        return Reply(200, wire.view(changed))
 
 
 async def known(tenants: Tenants, tenant_id: str) -> Tenant:

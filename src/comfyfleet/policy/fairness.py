@@ -12,19 +12,12 @@ from typing import NamedTuple
 
 from comfyfleet.model.dispatch import Candidate, Lease
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.tenant import Tenant
-from comfyfleet.model.terms import TenantTerms
 from comfyfleet.policy.rules import Rules
 
 
 def charge_s(expected_s: float | None, rules: Rules) -> float:
     """The estimate a lease is charged with."""
     return rules.charge_s if expected_s is None else expected_s
-
-
-def terms_of(tenant: Tenant, held_until: float | None) -> TenantTerms:
-    """As stores are to keep to them. `held_until`: none of its jobs can run before that time."""
-    return TenantTerms(tenant.tenant_id, tenant.weight, tenant.caps.max_running, held_until)
 
 
 def used_s(lease: Lease | None, now: float) -> float | None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ledger import FlatPrice, Price, ServicePrice
 from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.model.terms import TenantTerms
 from comfyfleet.policy import accounting
 
 _AGAIN_S = 5.0
@@ -55,6 +56,17 @@ def resumed(tenant: Tenant) -> Tenant:
     if tenant.state is TenantState.MOVING:
         return replace(tenant, returns_to=TenantState.ACTIVE)
     return replace(tenant, state=TenantState.ACTIVE)
+
+
+def terms_of(tenant: Tenant) -> TenantTerms:
+    """How the fleet is shared out to it. Of one that is suspended or on its way nothing is leased."""
+    held_until = None if tenant.state is TenantState.ACTIVE else float("inf")
+    return TenantTerms(tenant.tenant_id, tenant.weight, tenant.caps.max_running, held_until)
+
+
+def is_plain(terms: TenantTerms) -> bool:
+    """Those of everybody of whom nothing was said."""
+    return terms == TenantTerms(terms.tenant)
 
 
 def moving(tenant: Tenant, pool: str, now: float) -> Tenant:

@@ -36,8 +36,9 @@ from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy import accounting
-from comfyfleet.policy.fairness import terms_of, used_s
+from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.settling import hold_of
+from comfyfleet.policy.tenants import terms_of
 from comfyfleet.ports import Store
 from comfyfleet.tenancy.apart_records import ApartRecords, stub_of
 from comfyfleet.tenancy.database import BookClosed, Entered, Opening
@@ -190,6 +191,7 @@ class ApartStore:
             _LOG.warning(
                 "job %s is not leased: the database of its tenant is away: %s", dispatch.job_id, fault
             )
+        await self._hold(dispatch.tenant)
         await self._give_back(dispatch)
         return None
 
@@ -209,13 +211,17 @@ class ApartStore:
             self.homes.pools.note_away(home.tenant.pool, fault)
             raise fault from slow
 
+    async def _hold(self, tenant_id: TenantId) -> None:
+        """For a moment, before one is back in its lane: whoever leases next, here or at another hub, would only find it
+        again."""
+        tenant = await self.homes.tenants.get(tenant_id)
+        if tenant is not None and (terms := terms_of(tenant)).held_until is None:
+            until = await self.central.now() + _HOLD_S
+            terms = msgspec.structs.replace(terms, held_until=until)
+            await self.central.shares.put_terms(terms)
+
     async def _give_back(self, dispatch: Dispatch) -> None:
         """Uncharged and uncounted: no worker has heard of it."""
-        # Before it is back in its lane: whoever leases next, here or at another hub, would only find it again.
-        tenant = await self.homes.tenants.get(dispatch.tenant)
-        if tenant is not None:
-            held_until = await self.central.now() + _HOLD_S
-            await self.central.shares.put_terms(terms_of(tenant, held_until))
         change = Change(phase=Phase.QUEUED, standing=Standing.IN_LANE, lease=None)
         await self.central.write(
             Write(
