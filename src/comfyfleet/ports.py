@@ -428,6 +428,7 @@ class Assets(Protocol):
     async def derived(self, record: FileRecord, after: str = "", limit: int = 100) -> FilePage:
         """What was made from it, the oldest first."""
 
+    async def tidy(self) -> None: ...
     def is_old(self, record: FileRecord) -> bool:
         """Its time is over: no other job may bring it, and it stays for those that do."""
 

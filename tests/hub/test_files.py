@@ -235,7 +235,7 @@ async def test_files_that_no_record_tells_of_go_once_they_are_old(tmp_path: Path
         await clock.advance(seconds)
         for _ in range(16):
             # A part of the folders each time.
-            await assets._tidy()
+            await assets.tidy()
         assert set(left_in(tmp_path)) == left
 
 

@@ -75,8 +75,8 @@ class LocalAssets(FileRecords):
     async def _remove(self, record: FileRecord) -> None:
         await asyncio.to_thread(self.path(record).unlink, missing_ok=True)
 
-    async def _tidy(self) -> None:
-        await self._prune()
+    async def _tidy(self, pages: int) -> None:
+        await self._prune(pages)
         for _ in range(_FOLDERS_AT_A_TIME):
             await self._remove_orphans(self._folder / f"{self._swept_to:02x}")
             self._swept_to = (self._swept_to + 1) % 256

@@ -30,6 +30,7 @@ _LONGER = 1.01
 """Swept a little after its time is over, so that none goes between being named in time and being noted as in use."""
 MAX_FILE_BYTES = 64 * 2**30
 PAGE = 200
+PAGES = 20
 _PRUNE_EVERY_S = 60.0
 _ID = re.compile(r"f_([0-9a-f]{12})[0-9a-f]{20}")
 
@@ -66,7 +67,7 @@ class FileRecords:
         now = self._clock.now()
         if now - self._pruned_at >= _PRUNE_EVERY_S:
             self._pruned_at = now
-            await self._tidy()
+            await self._tidy(1)
         await self._room.take(tenant, said.get("size") or 0)
         # Ids grow with time, so that old files stand first in a list.
         file_id = f"f_{int(now * 1000):012x}{secrets.token_hex(10)}"
@@ -115,15 +116,25 @@ class FileRecords:
 
     # the end of files
 
-    async def _tidy(self) -> None:
-        """Asked for once in a while."""
-        await self._prune()
+    async def tidy(self) -> None:
+        """Forgets those whose time is over, a good many at once. Asked for once in a while."""
+        self._pruned_at = self._clock.now()
+        await self._tidy(PAGES)
+
+    async def _tidy(self, pages: int) -> None:
+        await self._prune(pages)
 
     async def _remove(self, record: FileRecord) -> None:
         """The bytes, if they are there."""
         raise NotImplementedError
 
-    async def _prune(self) -> None:
+    async def _prune(self, pages: int) -> None:
+        for _ in range(pages):
+            await self._prune_page()
+            if not self._pruned_to:
+                return
+
+    async def _prune_page(self) -> None:
         """The oldest stand first in the drawer. The bytes go before the record: what is left over is found again.
 
         Old files in use stay; where they fill a page, the next look goes on behind them.

@@ -246,19 +246,19 @@ class S3Assets(FileRecords):
 
     # the end of files
 
-    async def _tidy(self) -> None:
+    async def _tidy(self, pages: int) -> None:
         """Beside whoever happened to bring a file: a storage answers slowly, or not at all."""
         if self._sweeping is None or self._sweeping.done():
-            self._sweeping = asyncio.create_task(self._sweep(), name="sweep of files")
+            self._sweeping = asyncio.create_task(self._sweep(pages), name="sweep of files")
 
     async def swept(self) -> None:
         """Until the sweep that is under way is over."""
         if self._sweeping is not None:
             await asyncio.wait({self._sweeping})
 
-    async def _sweep(self) -> None:
+    async def _sweep(self, pages: int) -> None:
         try:
-            await self._prune()
+            await self._prune(pages)
             await self._remove_orphans()
         except Exception as error:
             # The next one finds what this one left.

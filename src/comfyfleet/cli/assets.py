@@ -15,6 +15,7 @@ from comfyfleet.assets.storage import StorageRefused
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.settings import Resolved
 from comfyfleet.model.errors import Fault
+from comfyfleet.policy.retention import DAY_S
 from comfyfleet.ports import Assets, Cabinet, Clock
 
 _LOG = logging.getLogger(__name__)
@@ -25,10 +26,13 @@ async def open_assets(
     resolved: Resolved, cabinet: Cabinet, clock: Clock, cabinet_of: CabinetOf | None = None
 ) -> AsyncIterator[Assets]:
     """`cabinet_of`: where the records of each tenant's files lie; unless said, all in `cabinet`."""
+    keep_s = resolved.retention().files_days * DAY_S
     tenant_bytes = resolved.limits().max_tenant_file_bytes
     if resolved.values.assets is None:
         folder = resolved.data / "files"
-        yield LocalAssets(folder, cabinet, clock, cabinet_of=cabinet_of, tenant_bytes=tenant_bytes)
+        yield LocalAssets(
+            folder, cabinet, clock, keep_s=keep_s, cabinet_of=cabinet_of, tenant_bytes=tenant_bytes
+        )
         return
     bucket, prefix, credentials = storage(resolved)
     async with S3Assets(
@@ -37,6 +41,7 @@ async def open_assets(
         cabinet,
         clock,
         prefix=prefix,
+        keep_s=keep_s,
         cabinet_of=cabinet_of,
         tenant_bytes=tenant_bytes,
     ) as assets:

@@ -81,7 +81,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     plain = open_store(settings.store or embedded_store(resolved.data), clock)
     keyring = keyring_of(resolved, plain.cabinet, clock)
     store = sealed_by(keyring, plain)
-    estate = Estate(store, clock, pool_urls(resolved), opener_by(keyring))
+    estate = Estate(store, clock, pool_urls(resolved), opener_by(keyring), resolved.retention())
     async with AsyncExitStack() as stack:
         stack.push_async_callback(estate.close)
         engine = Engine(estate.store, rules=resolved.rules(), clock=clock)
@@ -101,6 +101,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             guard=Guard(resolved.allowed()),
             estate=estate,
             shred=None if keyring is None else keyring.shred,
+            retention=resolved.retention(),
         )
         # Behind the hub, which has told the engine of tenants' terms: what a relay brings in is placed by them.
         await stack.enter_async_context(estate.kept(engine.admit))

@@ -22,6 +22,7 @@ from msgspec import Meta
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.hub.limits import Limits
 from comfyfleet.model.requirement import CostTier, Isolation
+from comfyfleet.policy.retention import DAY_S, RULES, Retention
 from comfyfleet.policy.rules import Rules
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ _PASSWORD = re.compile(r"([?&][^=&]*password=)[^&]*", re.IGNORECASE)
 """The same as a parameter, which PostgreSQL takes."""
 CAPS = frozenset({"max_waiting", "max_open_bytes"})
 """Rules of the engine that bound what it takes in: whoever looks for them looks among the limits."""
+KEPT = frozenset(RULES.values())
+"""Rules of the engine that say how long something is kept: they are said in days, with all others of the kind."""
 ELSEWHERE = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}DEBUG", f"{PREFIX}COMPLETE"})
 """Variables of ours that are no settings."""
 
@@ -101,6 +104,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "rules": Rules,
     "s3": S3Settings,
     "encryption": EncryptionSettings,
+    "retention": Retention,
 }
 POOLS = "pools"
 """A table too, whose names are the operator's own."""
@@ -161,6 +165,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pools: dict[str, str] = {}
     """The databases that tenants are assigned to, by name. Unless said, one beside an embedded store."""
     encryption: dict[str, Any] = {}
+    retention: dict[str, Any] = {}
 
 
 class Origin(msgspec.Struct, frozen=True, order=True):
@@ -191,7 +196,8 @@ class Resolved(msgspec.Struct, frozen=True):
         # As in a pool: a run that neither starts nor moves for so long is stuck.
         usual = {"start_timeout_s": 600.0, "stall_timeout_s": 600.0}
         caps = {name: value for name, value in self.values.limits.items() if name in CAPS}
-        return msgspec.convert(usual | self.values.rules | caps, Rules)
+        kept = {RULES[name]: days * DAY_S for name, days in self.values.retention.items() if name in RULES}
+        return msgspec.convert(usual | self.values.rules | caps | kept, Rules)
 
     def allowed(self) -> Allowed:
         from comfyfleet.outbound.guard import Allowed
@@ -203,6 +209,9 @@ class Resolved(msgspec.Struct, frozen=True):
 
     def s3(self) -> S3Settings:
         return msgspec.convert(self.values.s3, S3Settings)
+
+    def retention(self) -> Retention:
+        return msgspec.convert(self.values.retention, Retention)
 
     def encryption(self) -> EncryptionSettings:
         return msgspec.convert(self.values.encryption, EncryptionSettings)
@@ -419,7 +428,7 @@ def _fields(table: str) -> dict[str, Any]:
     """What may stand in a table, with its type; in none, the settings themselves."""
     fields = {each.name: each.type for each in msgspec.structs.fields(TABLES.get(table, Settings))}
     if table == "rules":
-        return {name: kind for name, kind in fields.items() if name not in CAPS}
+        return {name: kind for name, kind in fields.items() if name not in CAPS | KEPT}
     if table == "limits":
         fields |= {each.name: each.type for each in msgspec.structs.fields(Rules) if each.name in CAPS}
     return fields

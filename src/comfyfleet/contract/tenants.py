@@ -391,6 +391,50 @@ class TenantDatabaseContract(TenantDocumentsContract):
         await teller.end(hold, Phase.COMPLETED)
         assert (await teller.retry(hold)).outcome is REFUSED
 
+    # forgetting
+
+    async def test_old_jobs_are_forgotten_with_their_references_and_the_book_stays(
+        self, teller: Teller
+    ) -> None:
+        database = teller.database
+        await teller.grant(100)
+        opening = teller.opening(10, reference="mine")
+        await database.open_round(opening)
+        job_id, hold_id = opening.job.job_id, opening.hold.hold_id
+        await teller.end(opening.hold, Phase.COMPLETED, 4)
+        failed, still_open = await teller.submit(10), await teller.submit(10)
+        await teller.end(failed, Phase.FAILED)
+        # Rounds of a teller end at 3.
+        assert await database.ended_jobs(Phase.COMPLETED, 3.0, 9) == []
+        assert await database.ended_jobs(Phase.COMPLETED, 3.1, 9) == [job_id]
+        assert await database.ended_jobs(Phase.FAILED, 3.1, 9) == [failed.hold_id.job_id]
+        assert await database.ended_jobs(Phase.CANCELLED, 3.1, 9) == []
+        both = [job_id, still_open.hold_id.job_id]
+        assert await database.forget_jobs(both, 3.0) == 0
+        assert await database.forget_jobs(both, 3.1) == 1
+        assert await database.get(job_id) is None and await database.by_reference(ACME, "mine") is None
+        assert await database.leasable(still_open.hold_id) is not None
+        assert await database.account(ACME) == Account(ACME, 96, 10)
+        assert (await database.phases([hold_id]))[hold_id] is Phase.COMPLETED
+        late = await teller.end(opening.hold, Phase.COMPLETED, 4, "a copy that comes late")
+        assert late.outcome is KNOWN and late.settlement is not None and late.settlement.consumed == 4
+        assert (await database.open_round(teller.opening(10, reference="mine"))).outcome is DONE
+
+    async def test_a_job_that_goes_on_again_is_not_old(self, teller: Teller) -> None:
+        hold = await teller.submit(0)
+        await teller.end(hold, Phase.FAILED)
+        assert (await teller.retry(hold)).outcome is DONE
+        assert await teller.database.ended_jobs(Phase.FAILED, 9.0, 9) == []
+        assert await teller.database.forget_jobs([hold.hold_id.job_id], 9.0) == 0
+
+    async def test_forgetting_goes_page_by_page_the_oldest_first(self, teller: Teller) -> None:
+        for _ in range(3):
+            await teller.end(await teller.submit(0), Phase.CANCELLED)
+        first = await teller.database.ended_jobs(Phase.CANCELLED, 9.0, 2)
+        assert len(first) == 2 and await teller.database.forget_jobs(first, 9.0) == 2
+        (last,) = await teller.database.ended_jobs(Phase.CANCELLED, 9.0, 2)
+        assert last not in first
+
     # the book
 
     async def test_a_correction_never_takes_what_is_held(self, teller: Teller) -> None:

@@ -225,7 +225,7 @@ class Sweeper:
         for phase, keep_s in (
             (Phase.COMPLETED, rules.keep_completed_s),
             (Phase.FAILED, rules.keep_failed_s),
-            (Phase.CANCELLED, rules.keep_completed_s),
+            (Phase.CANCELLED, rules.keep_cancelled_s),
         ):
             is_done &= await context.store.purge(phase, now - keep_s, _PURGE_BATCH) < _PURGE_BATCH
         is_done &= await self._forget_workers(now - rules.keep_offline_workers_s) < _FORGET_BATCH

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance
-from comfyfleet.hub.audit import Audit
+from comfyfleet.hub.audit import Audit, Kind
 from comfyfleet.hub.credentials import Credentials, KeyWatch
 from comfyfleet.hub.credits import CreditHandlers
 from comfyfleet.hub.delivering import Delivering
@@ -38,11 +38,13 @@ from comfyfleet.hub.streams import StreamHandlers
 from comfyfleet.hub.tenant_duties import TenantDuties
 from comfyfleet.hub.tenants import TenantHandlers
 from comfyfleet.hub.terms import TermsGate
+from comfyfleet.hub.upkeep import Upkeep
 from comfyfleet.hub.usage import UsageHandlers
 from comfyfleet.hub.webhooks import WebhookHandlers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.ids import TenantId
 from comfyfleet.outbound.guard import Guard
+from comfyfleet.policy.retention import DAY_S, Retention
 from comfyfleet.ports import Assets, Cabinet, Clock
 from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.estate import Estate
@@ -73,11 +75,17 @@ class Hub:
         guard: Guard | None = None,
         estate: Estate | None = None,
         shred: Callable[[TenantId], Awaitable[object]] | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self.engine = engine
         self.is_open = is_open
         self.keys = Keys(cabinet, clock)
-        self.audit = Audit(cabinet, clock, SystemChance())
+        kept = retention or Retention()
+        keep_s: dict[Kind, float] = {
+            "operations": kept.audit_days * DAY_S,
+            "jobs": kept.audit_jobs_days * DAY_S,
+        }
+        self.audit = Audit(cabinet, clock, SystemChance(), keep_s)
         self.limits = limits or Limits()
         self._is_stopping = False
         self._rooms, self._fleet = Rooms(engine), FleetFeed(engine)
@@ -94,6 +102,10 @@ class Hub:
         self._key_watch = KeyWatch(self.keys, places, self.limits.beat_s)
         estate = estate or Estate(engine.store, clock, {})
         tenants, pools = estate.tenants, estate.pools
+        duties = {"entries of the audit log": self.audit.tidy, "records of tenants": estate.forgetting.tidy}
+        if assets is not None:
+            duties["files"] = assets.tidy
+        self.upkeep = Upkeep(duties)
         engine.judged_by(TermsGate(tenants, pools, cabinet, engine.now, is_shared=engine.store.is_shared))
         belongings = Belongings(
             cancel=engine.cancel,
@@ -163,12 +175,14 @@ class Hub:
         self._delivering.start()
         self._key_watch.start()
         self._tenant_duties.start()
+        self.upkeep.start()
 
     async def finish(self) -> None:
         """After `stop`: nothing of the hub runs any more. Can be called twice."""
         await self._delivering.close()
         await self._key_watch.close()
         await self._tenant_duties.close()
+        await self.upkeep.close()
         await self.audit.close()
 
     def stop(self) -> None:

@@ -258,14 +258,14 @@ class Delivering:
             _LOG.exception("a delivery failed in a way nobody foresaw; it is tried again")
 
     async def _prune(self) -> None:
-        """Kept as long as jobs are. Only those of old jobs are gone through: a page in each look, and after the last of
+        """Only those of old jobs are gone through: a page in each look, and after the last of
         them, later, from the first."""
         now, rules = self._engine.now(), self._engine.rules
         if not self._prune_after and now - self._pruned_at < _PRUNE_EVERY_S:
             return
         self._pruned_at = now
         page = await self._book.page(self._prune_after, _PRUNE)
-        kept_s = min(rules.keep_completed_s, rules.keep_failed_s)
+        kept_s = min(rules.keep_delivered_s, rules.keep_undelivered_s)
         old = [each for each in page if submitted_at(each[0]) <= now - kept_s]
         self._prune_after = old[-1][0] if len(old) == _PRUNE else ""
         over = [(name, delivery.owner) for name, delivery in old if _ended_before(delivery, now, rules)]
@@ -277,7 +277,7 @@ class Delivering:
 
 def _ended_before(delivery: Delivery, now: float, rules: Rules) -> bool:
     is_delivered = delivery.status is DeliveryStatus.DELIVERED
-    keep_s = rules.keep_completed_s if is_delivered else rules.keep_failed_s
+    keep_s = rules.keep_delivered_s if is_delivered else rules.keep_undelivered_s
     return delivery.ended_at is not None and delivery.ended_at < now - keep_s
 
 

@@ -101,6 +101,9 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the payloads of all open jobs, waiting or leased, may take together."""
     max_metadata_bytes: int = 64 * 1024
     keep_completed_s: float = 24 * 3600.0
+    keep_cancelled_s: float = 24 * 3600.0
     keep_failed_s: float = 7 * 24 * 3600.0
+    keep_delivered_s: float = 24 * 3600.0
+    keep_undelivered_s: float = 7 * 24 * 3600.0
     keep_offline_workers_s: float = 7 * 24 * 3600.0
     """A worker that has been offline for so long is forgotten, with its totals and blocks."""

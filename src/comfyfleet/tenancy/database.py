@@ -169,6 +169,13 @@ class TenantDatabase(Records, Protocol):
     async def forget_events(self, before: float, limit: int) -> int:
         """Of the inbox; the settlements stay, so a copy that comes later still than that changes nothing either."""
 
+    async def ended_jobs(self, phase: Phase, before: float, limit: int) -> list[JobId]:
+        """Those that ended so, and before then, the oldest first."""
+
+    async def forget_jobs(self, job_ids: Sequence[JobId], before: float) -> int:
+        """With payload, result and reference, those of them that ended before then and whose tenant's book is open.
+        Rounds, holds, settlements and postings stay."""
+
     # records
     async def get_many(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Job]:
         """Those that are there."""

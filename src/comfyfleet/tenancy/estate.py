@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from comfyfleet.model.ids import TenantId
+from comfyfleet.policy.retention import Retention
 from comfyfleet.ports import Cabinet, Clock, Store
 from comfyfleet.tenancy.apart import ApartStore
 from comfyfleet.tenancy.database import TenantDatabase
 from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.forgetting import Forgetting
 from comfyfleet.tenancy.homes import Homes
 from comfyfleet.tenancy.outbox import Admit, OutboxRelay
 from comfyfleet.tenancy.pools import Pools
@@ -29,6 +31,7 @@ class Estate:
         clock: Clock,
         pools: Mapping[str, str],
         open_database: Callable[[str], TenantDatabase] = open_tenant_database,
+        retention: Retention | None = None,
     ) -> None:
         self._central = central
         self.tenants = Tenants(central.cabinet, clock, is_shared=central.is_shared)
@@ -36,6 +39,7 @@ class Estate:
         self.homes = Homes(self.tenants, self.pools)
         self.apart = ApartStore(central, self.homes)
         self.reconciler = Reconciler(self.apart)
+        self.forgetting = Forgetting(central, self.homes, retention or Retention())
 
     @property
     def store(self) -> Store:

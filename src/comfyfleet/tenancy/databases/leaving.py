@@ -27,7 +27,8 @@ class _Part(NamedTuple):
 _ROUND = ("job_id", "round")
 PARTS: dict[str, _Part] = {
     "jobs": _Part(
-        ("job_id",), ("job_id", "tenant", "reference", "round", "phase", "record", "payload", "result")
+        ("job_id",),
+        ("job_id", "tenant", "reference", "round", "phase", "record", "payload", "result", "ended_at"),
     ),
     "rounds": _Part(
         _ROUND,

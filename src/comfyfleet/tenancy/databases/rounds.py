@@ -11,7 +11,16 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId, Price, RunEntry
 from comfyfleet.stores.packing import pack
-from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OpenRound, OutboxEntry
+from comfyfleet.tenancy.database import (
+    BookClosed,
+    Ended,
+    Ending,
+    Entered,
+    Opened,
+    Opening,
+    OpenRound,
+    OutboxEntry,
+)
 from comfyfleet.tenancy.databases import leaving, ledger
 from comfyfleet.tenancy.databases.work import Row, Work, row, rows
 
@@ -29,7 +38,7 @@ ON CONFLICT DO NOTHING RETURNING job_id
 """
 # Only a round that has ended without success is followed by another.
 _REOPEN_JOB = """
-UPDATE @jobs SET round = :round, phase = :phase, record = :record, result = NULL
+UPDATE @jobs SET round = :round, phase = :phase, record = :record, result = NULL, ended_at = NULL
 WHERE job_id = :job_id AND tenant = :tenant AND round = :round - 1 AND phase IN ('failed', 'cancelled') RETURNING job_id
 """
 _INSERT_ROUND = """
@@ -42,7 +51,8 @@ UPDATE @rounds SET phase = :phase, outbox = 'closed', envelope = NULL, ended_at 
 WHERE job_id = :job_id AND round = :round
 """
 _END_JOB = """
-UPDATE @jobs SET phase = :phase, record = :record, result = :result WHERE job_id = :job_id AND round = :round
+UPDATE @jobs SET phase = :phase, record = :record, result = :result, ended_at = :ended_at
+WHERE job_id = :job_id AND round = :round
 """
 _OUTBOX = """
 SELECT job_id, round, tenant, opened_at, envelope FROM @rounds
@@ -91,6 +101,14 @@ SELECT job_id, round, tenant, workflow_hash, service, phase, at, worker_id, outp
 _FORGET = """
 DELETE FROM @inbox WHERE event_id IN (SELECT event_id FROM @inbox WHERE at < :before ORDER BY at LIMIT :limit)
 RETURNING event_id
+"""
+_ENDED = """
+SELECT job_id FROM @jobs WHERE phase = :phase AND ended_at IS NOT NULL AND ended_at < :before
+ORDER BY ended_at LIMIT :limit
+"""
+# Asked again: a job that goes on by now is not old any more.
+_FORGET_JOB = """
+DELETE FROM @jobs WHERE job_id = :job_id AND ended_at IS NOT NULL AND ended_at < :before RETURNING job_id
 """
 
 
@@ -165,7 +183,9 @@ def end_round(ending: Ending) -> Work[Ended]:
     if job is not None and job.round == hold_id.round:
         changed = msgspec.structs.replace(job, **{**ending.changes, "phase": ending.phase})
         result = None if changed.result is None else pack(changed.result)
-        yield from rows(_END_JOB, **named, record=pack(_record(changed)), result=result)
+        yield from rows(
+            _END_JOB, **named, record=pack(_record(changed)), result=result, ended_at=settlement.at
+        )
         if "payload" in ending.changes:
             yield from rows(
                 "UPDATE @jobs SET payload = :payload WHERE job_id = :job_id",
@@ -265,6 +285,30 @@ def phases(hold_ids: Sequence[HoldId]) -> Work[dict[HoldId, Phase | None]]:
 
 def forget_events(before: float, limit: int) -> Work[int]:
     return len((yield from rows(_FORGET, before=before, limit=limit)))
+
+
+def ended_jobs(phase: Phase, before: float, limit: int) -> Work[list[JobId]]:
+    found = yield from rows(_ENDED, phase=phase.value, before=before, limit=limit)
+    return [JobId(job_id) for (job_id,) in found]
+
+
+def forget_jobs(job_ids: Sequence[JobId], before: float) -> Work[int]:
+    forgotten, are_closed = 0, dict[str, bool]()
+    for job_id in job_ids:
+        found = yield from row("SELECT tenant FROM @jobs WHERE job_id = :job_id", job_id=job_id)
+        if found is None:
+            continue
+        (tenant,) = found
+        if tenant not in are_closed:
+            try:
+                yield from leaving.check_open(tenant)
+                are_closed[tenant] = False
+            except BookClosed:
+                # Its rows are on their way and must stay as they are; later, wherever they are then.
+                are_closed[tenant] = True
+        if not are_closed[tenant]:
+            forgotten += len((yield from rows(_FORGET_JOB, job_id=job_id, before=before)))
+    return forgotten
 
 
 # records

@@ -95,6 +95,13 @@ class SqlTenantDatabase:
     async def forget_events(self, before: float, limit: int) -> int:
         return await self._carrier.transact(lambda: rounds.forget_events(before, _page(limit)))
 
+    async def ended_jobs(self, phase: Phase, before: float, limit: int) -> list[JobId]:
+        return await self._carrier.read(lambda: rounds.ended_jobs(phase, before, _page(limit)))
+
+    async def forget_jobs(self, job_ids: Sequence[JobId], before: float) -> int:
+        assert len(job_ids) <= MAX_PAGE, "a page at a time"
+        return await self._carrier.transact(lambda: rounds.forget_jobs(job_ids, before))
+
     # records
 
     async def get(self, job_id: JobId) -> Job | None:

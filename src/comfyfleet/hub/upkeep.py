@@ -1,0 +1,49 @@
+"""What a hub does once a minute, whether anybody asks it something or not: old records of every kind are forgotten.
+
+Each duty takes a bounded step and may be done by several hubs at once. Those of the queue are the engine's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from comfyfleet.model.errors import ComfyFleetError
+
+_LOG = logging.getLogger(__name__)
+
+EVERY_S = 60.0
+
+
+class Upkeep:
+    def __init__(self, duties: Mapping[str, Callable[[], Awaitable[None]]], every_s: float = EVERY_S) -> None:
+        """`duties` by what they see to."""
+        self._duties = dict(duties)
+        self._every_s = every_s
+        self._running: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._run(), name="upkeep")
+
+    async def close(self) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def tidy(self) -> None:
+        """Every duty once. Whatever is wrong with one, the others are done."""
+        for what, duty in self._duties.items():
+            try:
+                await duty()
+            except ComfyFleetError as error:
+                _LOG.warning("old %s could not be forgotten; it is tried again: %s", what, error)
+            except Exception:
+                _LOG.exception("old %s could not be forgotten; it is tried again", what)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            await self.tidy()
