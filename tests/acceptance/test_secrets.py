@@ -88,7 +88,7 @@ def test_a_hub_with_every_kind_of_secret_at_the_most_talkative_level_tells_none(
     said: list[str] = []
 
     def run(*arguments: str | Path, **more: str) -> str:
-        ended = run_cli(*arguments, env={**env, **more})
+        ended = run_cli(*arguments, cwd=tmp_path, env={**env, **more})
         said.append(ended.stderr)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.strip()
