@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from tests.engine._rig import graph, offers
 from tests.servers.redis_fixtures import some_server, with_prefix
@@ -105,16 +106,20 @@ async def test_a_shared_queue_takes_as_many_as_it_may_and_is_not_asked_for_each(
         await engine.submit(Submission(graph()))
 
 
-async def test_the_record_of_a_job_is_asked_for_together_with_its_lease(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_apart", [False, True])
+async def test_the_record_of_a_job_is_asked_for_together_with_its_lease_unless_it_lies_apart(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, is_apart: bool
 ) -> None:
+    """Of a tenant with a database of its own the lease reads the record itself, which is then the one to take."""
     worker, sent, steps = WorkerId("a"), graph(seed=5), list[str]()
     lease, get = engine.store.lease, engine.store.records.get
 
     async def leasing(*arguments: Any) -> Any:
         written = await lease(*arguments)
         steps.append("leased")
-        return written
+        assert written is not None
+        dispatch = msgspec.structs.replace(written.dispatch, is_apart=is_apart)
+        return msgspec.structs.replace(written, dispatch=dispatch)
 
     async def getting(*arguments: Any) -> Any:
         steps.append("asked")
@@ -126,4 +131,4 @@ async def test_the_record_of_a_job_is_asked_for_together_with_its_lease(
     monkeypatch.setattr(engine.store.records, "get", getting)
     leased = await engine.poll(Poll(worker, PollId("p"), 0))
     assert leased is not None and leased.workflow == sent
-    assert steps == ["asked", "leased"]
+    assert steps == ["asked", "leased", "asked"][: 3 if is_apart else 2]

@@ -263,7 +263,9 @@ class Rounds:
         if not store.is_shared:
             return await store.lease(job_id, offer)
         # At once, as each is a way to another process and back: whoever gets the lease needs the record next.
-        written, slot.record = await asyncio.gather(store.lease(job_id, offer), store.records.get(job_id))
+        written, record = await asyncio.gather(store.lease(job_id, offer), store.records.get(job_id))
+        # What lies apart is looked at with the lease, and read after it.
+        slot.record = None if written is None or written.dispatch.is_apart else record
         return written
 
     async def _candidates(
