@@ -41,6 +41,8 @@ class Context:
         self.rules = rules
         self.strategy = strategy
         self.fleet = Fleet(store)
+        self.reaches_tenants: bool = getattr(store, "reaches_tenants", False)
+        """Whether the store takes a write to the databases of tenants that have one (`tenancy/apart.py`)."""
         self.wake_by: Callable[[float | None], None] = lambda _: None
         """Set by the sweeper: something falls due at this time."""
         self.give_back: Callable[[Dispatch], Awaitable[None]] = _nobody

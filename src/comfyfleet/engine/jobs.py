@@ -107,6 +107,12 @@ class JobDesk:
                 phase=view.dispatch.phase.value,
             )
         is_legal = (view.dispatch.phase, Move.RETRY) in MOVES
+        if is_legal and view.dispatch.is_apart and not self._context.reaches_tenants:
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED,
+                f"tenant {view.dispatch.tenant!r} has a database of its own, where the next round would be paid for: "
+                "retry the job at a hub that reaches it",
+            )
         tenant = await self._context.gate.terms(submission.tenant) if is_legal else None
         placed = submission if tenant is None else under_terms(submission, tenant)
         ceiling = None if tenant is None else tenant.caps.max_priority
