@@ -241,12 +241,15 @@ class SharingContract:
     async def test_one_that_was_at_its_cap_starts_anew_with_its_next_lease(self, bench: Bench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
         ref = await self._lease(bench, ANN, charge_s=1.0)
+        waiting = await bench.enqueue(tenant=ANN)
         await self._lease(bench, BOB, charge_s=70.0)
         # While there is anybody else, nobody is measured by one that is kept out.
         await bench.enqueue(tenant=EVE)
         assert await self._times(bench, EVE) == (71.0, 0.0)
         await bench.store.write(completion(ref))
-        await self._lease(bench, ANN, charge_s=2.0)
+        assert await self._times(bench, ANN) == (1.0, 0.0)
+        offer = msgspec.structs.replace(bench.offer(), charge_s=2.0)
+        assert await bench.store.lease(waiting.job_id, offer) is not None
         assert await self._times(bench, ANN) == (73.0, 0.0)
 
     # holds
