@@ -19,7 +19,7 @@ from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, 
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.policy.failover import SmartFailover
-from comfyfleet.policy.fairness import charge_s, due_now, turns
+from comfyfleet.policy.fairness import Turn, charge_s, due_now, turns
 from comfyfleet.policy.learning import expected_s
 from comfyfleet.policy.matching import RankKey, WaitingJob, assign, rank_key
 from comfyfleet.policy.scoring import score, warmth
@@ -230,9 +230,9 @@ class Rounds:
 
     def _due(self, chosen: dict[str, JobId], seen: dict[JobId, Candidate]) -> dict[str, JobId]:
         """What may be leased at once. One slot is, and so is everything where nobody is charged."""
-        if len(chosen) == 1 or not any(each.weight for each in seen.values()):
+        if len(chosen) == 1 or not (turn := self._turns(seen)):
             return chosen
-        return due_now(chosen, seen, turns(seen.values(), self._seconds_of), self._context.rules.quantum_s)
+        return due_now(chosen, seen, turn, self._context.rules.quantum_s)
 
     async def _lease(self, slot: Slot, candidate: Candidate) -> bool:
         context = self._context
@@ -317,7 +317,7 @@ class Rounds:
         """Jobs of one lane differ in age alone, so a lane's slots are ranked once."""
         ranked: dict[tuple[LaneKey, tuple[int, ...]], tuple[RankKey, tuple[str, ...]]] = {}
         wait_s = self._context.rules.affinity_wait_s
-        turn = turns(seen.values(), self._seconds_of)
+        turn = self._turns(seen)
         jobs = []
         for job_id, candidate in seen.items():
             lane, by = candidate.lane, takers[job_id]
@@ -333,7 +333,7 @@ class Rounds:
                     continue
                 best = WaitingJob.ranked(job_id, lane.priority, ranks)
                 known = ranked[lane, by] = (best.rank, best.slots)
-            at = turn[job_id].start
+            at = turn[job_id].start if turn else 0.0
             rank = (True, *known[0][1:5], at, candidate.sequence)
             profiles = {self._context.fleet.workers[groups[number][0].worker_id].profile for number in by}
             share, limit = _share(candidate), now - wait_s
@@ -359,6 +359,12 @@ class Rounds:
             score=score(cls, worker, load, context.rules.weights, seconds),
             sequence=candidate.sequence,
         )
+
+    def _turns(self, seen: dict[JobId, Candidate]) -> dict[JobId, Turn]:
+        """None where nobody is charged, as most often."""
+        if not any(each.weight for each in seen.values()):
+            return {}
+        return turns(seen.values(), self._seconds_of)
 
     def _seconds_of(self, candidate: Candidate) -> float:
         lesson = self._context.known_lesson(candidate.lane.workflow_hash)

@@ -16,9 +16,13 @@ local function is_as_matched(s, offer)
 end
 
 local function offer_at(args, place)
+  local acknowledge_s, charge_s = tonumber(args[place + 4]), nil
+  if not acknowledge_s then
+    acknowledge_s, charge_s = args[place + 4]:match('^(%S+) (%S+)$')
+  end
   return {
     worker_id = args[place], profile = args[place + 1], poll_id = args[place + 2], token = args[place + 3],
-    acknowledge_s = tonumber(args[place + 4]:match('^%S+')), charge_s = tonumber(args[place + 4]:match(' (%S+)$')),
+    acknowledge_s = tonumber(acknowledge_s), charge_s = tonumber(charge_s),
   }
 end
 
