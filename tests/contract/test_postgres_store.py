@@ -35,6 +35,8 @@ def make_store(request: pytest.FixtureRequest) -> MakeStore:
     return lambda clock: PostgresStore(empty_database(request.config), clock_for_tests=clock)
 
 
+# The days of the differential test are thousands of transactions, and others may want the machine too.
+@pytest.mark.timeout(180)
 class TestPostgresStore(StoreContract, MovingContract):
     pass
 
