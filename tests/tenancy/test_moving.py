@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +30,7 @@ from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database import PARTS, BookClosed, Row, TenantDatabase
 from comfyfleet.tenancy.databases import leaving, open_tenant_database
+from comfyfleet.tenancy.databases.work import for_postgres
 from comfyfleet.tenancy.moving import Mover
 from comfyfleet.tenancy.pools import Pools
 from comfyfleet.tenancy.tenants import Tenants
@@ -203,6 +206,67 @@ async def killed_again_and_again(here: Site, is_before: bool, stride: int) -> in
         await Teller(await here.database(target)).check()
         target, source = source, target
     raise AssertionError("a move has fewer steps")
+
+
+async def test_once_a_book_is_closed_nothing_is_written_whoever_was_on_his_way(urls: Urls) -> None:
+    """Others write as fast as they can while it is closed; each write is there by then, or is refused."""
+    others = [open_tenant_database(urls["first"]) for _ in range(3)]
+    for each in others:
+        await each.open()
+    database = others.pop()
+    await database.begin_book(ACME)
+    running = await Teller(database, "running").submit(0)
+    refused = []
+
+    async def write(other: TenantDatabase, name: str) -> None:
+        teller, number = Teller(other, name), itertools.count()
+        steps: list[Callable[[], Awaitable[object]]] = [
+            lambda: teller.submit(0),
+            lambda: teller.grant(1),
+            lambda: other.cabinet(ACME).put("files", f"{name} {next(number)}", b"", version=0),
+            lambda: other.stage(running.hold_id, f"{name} {next(number)}", JobResult(), 1.0),
+            lambda: other.grant(
+                accounting.grant(f"{name} {next(number)}", ACME, 1, 1.0, is_pending=True), None
+            ),
+        ]
+        for step in itertools.cycle(steps):
+            try:
+                await step()
+            except BookClosed:
+                refused.append(name)
+                return
+
+    async with asyncio.TaskGroup() as group:
+        for number, each in enumerate(others):
+            group.create_task(write(each, f"writer {number}"))
+        while len(await database.statement(ACME, after=0, limit=50)) < 20:
+            await asyncio.sleep(0)
+        assert await database.close_book(ACME, 1)
+        closed = await everything(database)
+    assert len(refused) == len(others)
+    assert await everything(database) == closed
+    assert await database.open_book(ACME, 1)
+    await Teller(database).check()
+    for each in (*others, database):
+        await each.close()
+
+
+async def test_a_book_is_closed_once_all_who_found_it_open_have_written(
+    request: pytest.FixtureRequest,
+) -> None:
+    url = tenant_schema(request.config)
+    database = open_tenant_database(url)
+    await database.open()
+    await database.begin_book(ACME)
+    async with await psycopg.AsyncConnection.connect(url) as other:
+        await other.execute(for_postgres(leaving.LOOK).encode(), {"tenant": ACME})
+        await Teller(database).grant(5)
+        closing = asyncio.ensure_future(database.close_book(ACME, 1))
+        await asyncio.wait({closing}, timeout=0.5)
+        assert not closing.done(), "whoever looked has not written yet"
+        await other.rollback()
+        assert await closing
+    await database.close()
 
 
 async def test_what_is_not_the_same_on_the_other_side_is_not_switched_to(tmp_path: Path) -> None:

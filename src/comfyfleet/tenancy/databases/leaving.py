@@ -71,6 +71,8 @@ is known by the settlements too."""
 _ERASED = ("staged", "settlements", "postings", "runs", "grants", "documents", "holds", "rounds", "jobs")
 """In this order: whose a settlement is, is known by its hold."""
 
+LOOK = "SELECT fence FROM @accounts WHERE tenant = :tenant FOR KEY SHARE"
+"""Posting locks the row in another way: those who look and those who post do not wait for each other."""
 _CLOSE = """
 INSERT INTO @accounts (tenant, balance, held, fence) VALUES (:tenant, 0, 0, :fence)
 ON CONFLICT (tenant) DO UPDATE SET fence = :fence WHERE accounts.fence IS NULL OR accounts.fence <= :fence
@@ -89,7 +91,7 @@ INSERT INTO @accounts (tenant, balance, held) VALUES (:tenant, 0, 0) ON CONFLICT
 
 def check_open(tenant: TenantId) -> Work[None]:
     """For what is written without a posting: those see the fence in the account, which they lock."""
-    found = yield from row("SELECT fence FROM @accounts WHERE tenant = :tenant FOR KEY SHARE", tenant=tenant)
+    found = yield from row(LOOK, tenant=tenant)
     if found is not None and found[0] is not None:
         raise BookClosed(tenant)
 
