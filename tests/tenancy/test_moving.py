@@ -26,10 +26,14 @@ from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy import accounting
 from comfyfleet.policy import tenants as policy
 from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.stores.sealed.keyring import Keyring
+from comfyfleet.stores.sealed.masters import MasterKeys
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database import PARTS, BookClosed, Row, TenantDatabase
 from comfyfleet.tenancy.databases import leaving, open_tenant_database
+from comfyfleet.tenancy.databases.sealed import sealed_database
 from comfyfleet.tenancy.databases.work import for_postgres
 from comfyfleet.tenancy.moving import Mover
 from comfyfleet.tenancy.pools import Pools
@@ -39,14 +43,16 @@ from comfyfleet.tenancy.tenants import Tenants
 class Site:
     """Two pools, and a hub that moves tenants between them."""
 
-    def __init__(self, urls: dict[str, str]) -> None:
+    def __init__(
+        self, urls: dict[str, str], open_database: Callable[[str], TenantDatabase] = open_tenant_database
+    ) -> None:
         self.clock = ManualClock()
         self.deadline = Deadline()
         self.cabinet = MemoryStore(self.clock).cabinet
         self.pools = Pools(
             urls,
             self.clock,
-            lambda url: cast(TenantDatabase, Mortal(open_tenant_database(url), self.deadline)),
+            lambda url: cast(TenantDatabase, Mortal(open_database(url), self.deadline)),
         )
         mortal = cast(Any, Mortal(self.cabinet, self.deadline))
         self.tenants = Tenants(mortal, self.clock, is_shared=True)
@@ -78,8 +84,10 @@ class Site:
 
 
 @asynccontextmanager
-async def site(urls: dict[str, str]) -> AsyncIterator[Site]:
-    made = Site(urls)
+async def site(
+    urls: dict[str, str], open_database: Callable[[str], TenantDatabase] = open_tenant_database
+) -> AsyncIterator[Site]:
+    made = Site(urls, open_database)
     await made.tenants.create(Tenant(ACME, "first", 1.0))
     await made.tenants.create(Tenant(BORG, "first", 1.0))
     try:
@@ -206,6 +214,21 @@ async def killed_again_and_again(here: Site, is_before: bool, stride: int) -> in
         await Teller(await here.database(target)).check()
         target, source = source, target
     raise AssertionError("a move has fewer steps")
+
+
+async def test_what_is_sealed_moves_as_it_is_and_opens_there(urls: Urls) -> None:
+    keyring = Keyring(MemoryCabinet(), ManualClock(), lambda: MasterKeys({"k1": b"1" * 32}, "k1"))
+    async with site(urls, lambda url: sealed_database(open_tenant_database(url), keyring)) as here:
+        await fill(await here.database("first"))
+        source, target = await here.database("first"), await here.database("second")
+        jobs = await source.listing(tenant=ACME, phase=None, limit=9, after=None)
+        before = await everything(source)
+        assert b"class_type" not in b"".join(each[6] for each in before["jobs"]), "payloads are sealed"
+        await here.begin()
+        await here.go_on()
+        assert await everything(target) == before
+        assert await target.listing(tenant=ACME, phase=None, limit=9, after=None) == jobs
+        assert jobs[0].result is not None and "1" in jobs[0].payload.workflow
 
 
 async def test_once_a_book_is_closed_nothing_is_written_whoever_was_on_his_way(urls: Urls) -> None:
