@@ -64,11 +64,6 @@ def terms_of(tenant: Tenant) -> TenantTerms:
     return TenantTerms(tenant.tenant_id, tenant.weight, tenant.caps.max_running, held_until)
 
 
-def is_plain(terms: TenantTerms) -> bool:
-    """Those of everybody of whom nothing was said."""
-    return terms == TenantTerms(terms.tenant)
-
-
 def moving(tenant: Tenant, pool: str, now: float) -> Tenant:
     """On its way to another pool; on its way back, if it is not there yet and its own is named."""
     _check_stays(tenant)

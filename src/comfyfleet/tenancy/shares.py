@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.model.terms import TenantTerms
-from comfyfleet.policy.tenants import is_plain, terms_of
+from comfyfleet.policy.tenants import terms_of
 from comfyfleet.ports import Shares
 
 
@@ -20,11 +20,7 @@ class ShareKeeper:
         self._shares = shares
 
     async def keep(self, tenant: Tenant) -> None:
-        terms = terms_of(tenant)
-        if is_plain(terms):
-            await self._shares.remove_terms(tenant.tenant_id)
-        else:
-            await self._shares.put_terms(terms)
+        await self._shares.put_terms(terms_of(tenant))
 
     async def forget(self, tenant_id: TenantId) -> None:
         await self._shares.remove_terms(tenant_id)
@@ -33,8 +29,8 @@ class ShareKeeper:
         """All there are."""
         known = {terms.tenant: terms for terms in await self._shares.terms()}
         for tenant in tenants:
-            there = known.pop(tenant.tenant_id, TenantTerms(tenant.tenant_id))
-            if _lasting(there) != terms_of(tenant):
+            there = known.pop(tenant.tenant_id, None)
+            if there is None or _lasting(there) != terms_of(tenant):
                 await self.keep(tenant)
         for tenant_id in known:
             await self.forget(tenant_id)
