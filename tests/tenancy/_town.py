@@ -318,6 +318,17 @@ class Town:
             for hold_id, dispatch in zip(holds, there, strict=True):
                 self._check_sides(hold_id, book.endings.get(hold_id), dispatch)
         assert known.issuperset(self.taken), "what was taken is nowhere"
+        await self._check_sent()
+
+    async def _check_sent(self) -> None:
+        """What is open and was sent is in the store: nothing was purged before its end was settled."""
+        for book in self._books.values():
+            entries = await book.outbox(is_sent=True, after=None, limit=_MANY)
+            mine = [each.hold_id for each in entries if each.tenant in self.tenants]
+            for hold_id, dispatch in zip(
+                mine, await self.central.load_many([each.job_id for each in mine]), strict=True
+            ):
+                assert dispatch is not None, f"{hold_id} is open and gone from the store"
 
     def _check_sides(self, hold_id: HoldId, ended: str | None, dispatch: Dispatch | None) -> None:
         if ended is not None and hold_id in self.ends:

@@ -284,6 +284,27 @@ async def test_an_end_that_a_crash_left_unsettled_is_settled_with_its_result(
     await fleet.check()
 
 
+async def test_nobody_sees_a_job_that_has_completed_without_its_result(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.tenant(granted=100)
+    await fleet.worker()
+    job_id = await fleet.submit()
+    leased = await fleet.take()
+
+    async def crash(*_: object) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.estate.apart.settler, "settle", crash)
+        with pytest.raises(Crash):
+            await fleet.complete(leased)
+    view = await fleet.engine.get(job_id)
+    assert view.dispatch.phase is Phase.COMPLETED
+    assert view.job.result is not None and view.job.result.files
+    await fleet.check()
+
+
 async def test_what_is_on_its_way_is_left_alone_at_the_first_look(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,7 +67,7 @@ class ApartStore:
         self.central = central
         self.homes = homes
         self.settler = Settler(central, homes)
-        self.records = ApartRecords(central, homes)
+        self.records = ApartRecords(central, homes, self.settler)
         self.left_behind = left_behind
         self._joined: dict[JobId, None] = {}
         """Jobs that were seen to have nothing of theirs apart."""

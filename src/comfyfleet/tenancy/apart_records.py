@@ -9,7 +9,8 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.ports import Store
-from comfyfleet.tenancy.homes import Homes
+from comfyfleet.tenancy.homes import Home, Homes
+from comfyfleet.tenancy.settling import Settler
 
 _MAX_REMEMBERED = 1_000
 
@@ -24,9 +25,10 @@ def stub_of(job: Job, *, keeps_payload: bool) -> Job:
 
 
 class ApartRecords:
-    def __init__(self, central: Store, homes: Homes) -> None:
+    def __init__(self, central: Store, homes: Homes, settler: Settler) -> None:
         self._central = central
         self._homes = homes
+        self._settler = settler
         self._leased: dict[JobId, Job] = {}
         """As they were looked at for their lease: the lease is about to ask for them."""
 
@@ -45,15 +47,24 @@ class ApartRecords:
             return stub
         job = leased if leased is not None and leased.round == stub.round else await home.database.get(job_id)
         # One from before the tenant was set up has all that there is of it in the central store.
-        return stub if job is None else filled(stub, job)
+        return stub if job is None else await self._whole(stub, job, home)
+
+    async def _whole(self, stub: Job, job: Job, home: Home) -> Job:
+        """Between K and T1 the result of a job that has completed is not in its record yet: nobody sees it so."""
+        if stub.phase is Phase.COMPLETED and job.round == stub.round and not job.phase.is_final:
+            dispatch = await self._central.load(stub.job_id)
+            if dispatch is not None and dispatch.is_unsettled:
+                await self._settler.settle(dispatch)
+            job = await home.database.get(stub.job_id) or job
+        return filled(stub, job)
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
         home = await self._homes.of(tenant)
         job = None if home is None else await home.database.by_reference(tenant, reference)
-        if job is None:
+        if home is None or job is None:
             return await self._central.records.by_reference(tenant, reference)
         stub = await self._central.records.get(job.job_id)
-        return job if stub is None else filled(stub, job)
+        return job if stub is None else await self._whole(stub, job, home)
 
     async def listing(
         self,
