@@ -19,6 +19,7 @@ import msgspec
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import (
     Beat,
+    CancelAnswer,
     Command,
     Completion,
     FailureReport,
@@ -47,6 +48,8 @@ class Look(msgspec.Struct, frozen=True):
 _CALLS: dict[str, tuple[Any, Any]] = {
     "submit": (tuple[Submission], Submitted),
     "look": (tuple[JobId], Look),
+    "cancel": (tuple[JobId], CancelAnswer),
+    "retry": (tuple[JobId], Submitted),
     "register": (tuple[RegisterWorker], WorkerRecord),
     "poll": (tuple[Poll], LeasedJob | None),
     "heartbeat": (tuple[WorkerId, list[LeaseRef]], Beat),
@@ -198,6 +201,12 @@ class BridgeClient:
 
     async def look(self, job_id: JobId) -> Look:
         return cast("Look", await self.call("look", job_id))
+
+    async def cancel(self, job_id: JobId) -> CancelAnswer:
+        return cast("CancelAnswer", await self.call("cancel", job_id))
+
+    async def retry(self, job_id: JobId) -> Submitted:
+        return cast("Submitted", await self.call("retry", job_id))
 
     # the workers' door
 

@@ -48,6 +48,10 @@ class Size(msgspec.Struct, frozen=True):
     longest_s: float = 3.0
 
 
+def planned(size: Size) -> dict[Role, int]:
+    return {"engine": size.engine_kills, "worker": size.worker_kills, "server": size.server_kills}
+
+
 class Killed(msgspec.Struct, frozen=True):
     finding: Finding
     kills: dict[Role, int]
@@ -59,9 +63,9 @@ class Killed(msgspec.Struct, frozen=True):
 def run(size: Size, seed: int, tell: Teller) -> Killed:
     chance = random.Random(seed)
     with Stage(size.store, size.engines) as stage:
-        without_node = _set_up(stage, size)
+        without_node = set_up(stage, size)
         caller = stage.add("caller", "caller", caller_process, seed, size.jobs, size.window, size.longest_s)
-        loop = _Loop(stage, caller, size, chance, tell)
+        loop = Loop(stage, caller, size, chance, tell, planned(size))
         loop.run()
         read_again(stage)
         lines = read_logs(stage.setting.logs)
@@ -73,7 +77,7 @@ def run(size: Size, seed: int, tell: Teller) -> Killed:
         return Killed(finding, stage.kills, by_node, without_node)
 
 
-def _set_up(stage: Stage, size: Size) -> str:
+def set_up(stage: Stage, size: Size) -> str:
     for number in range(size.engines):
         stage.add(f"engine-{number}", "engine", engine_process, number)
     for number in range(size.bridged_workers + size.direct_workers):
@@ -91,17 +95,25 @@ def _set_up(stage: Stage, size: Size) -> str:
     return ""
 
 
-class _Loop:
-    def __init__(self, stage: Stage, caller: Actor, size: Size, chance: random.Random, tell: Teller) -> None:
+class Loop:
+    """`kills`: how many of whom."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        caller: Actor,
+        size: Size,
+        chance: random.Random,
+        tell: Teller,
+        kills: dict[Role, int],
+    ) -> None:
         self._stage = stage
         self._caller = caller
         self._size = size
         self._chance = chance
         self._tell = tell
         self._finished = Tail(stage.setting.logs / f"{caller.who}.jsonl", "seen")
-        kinds: list[Role] = ["engine"] * size.engine_kills
-        kinds += ["worker"] * size.worker_kills
-        kinds += ["server"] * size.server_kills
+        kinds = [kind for kind, count in kills.items() for _ in range(count)]
         # The last tenth of the jobs runs in peace, so that the last kill is felt by something.
         self._due = sorted(((chance.uniform(0, 0.9 * size.jobs), kind) for kind in kinds), reverse=True)
         self._returning: list[tuple[float, int, Callable[[], None]]] = []

@@ -22,6 +22,7 @@ What = Literal[
     "acknowledged",
     "seen",
     "read_again",
+    "cancelled",
     "over",
     # a watcher
     "fact",
@@ -43,7 +44,7 @@ What = Literal[
     "stopping",
     "continued",
 ]
-Role = Literal["caller", "engine", "hub", "worker", "server"]
+Role = Literal["caller", "engine", "hub", "worker", "server", "pool"]
 
 
 class Line(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,12 +7,21 @@ from typing import Any
 
 import msgspec
 
-from chaos import fuzz, hub_loop, kill_loop, large_files, power, zombies
+from chaos import fuzz, hub_loop, kill_loop, large_files, ledger_loop, power, spending, zombies
 from chaos.checker import Finding
 from chaos.kill_loop import Teller
 from chaos.logs import Role
 
-PlaySize = kill_loop.Size | zombies.Size | power.Size | hub_loop.Size | fuzz.Size | large_files.Size
+PlaySize = (
+    kill_loop.Size
+    | ledger_loop.Size
+    | spending.Size
+    | zombies.Size
+    | power.Size
+    | hub_loop.Size
+    | fuzz.Size
+    | large_files.Size
+)
 
 SEED = 20_000
 
@@ -35,6 +44,10 @@ PARTS: dict[str, PlaySize] = {
         slots=2,
         window=150,
     ),
+    "credits": ledger_loop.Size(
+        "redis", 20_000, 40, 80, 25, 3, 8, 0, pool_kills=40, window=128, longest_s=1.0, tenants=50
+    ),
+    "spending": spending.Size(1_000),
     "zombies-sqlite": zombies.Size("sqlite", 160, direct=0, engines=1),
     "zombies-redis": zombies.Size("redis", 170),
     "zombies-postgres": zombies.Size("postgres", 170),
@@ -52,6 +65,8 @@ QUICK: dict[str, PlaySize] = {
     "redis": kill_loop.Size("redis", 100, 1, 3, 2, direct_workers=2, longest_s=1.0),
     "postgres": kill_loop.Size("postgres", 100, 1, 3, 2, direct_workers=2, longest_s=1.0),
     "direct-redis": kill_loop.Size("redis", 100, 0, 3, 1, 0, 0, 5, 1, slots=2, longest_s=1.0),
+    "credits": ledger_loop.Size("redis", 150, 2, 2, 1, 2, 3, 0, pool_kills=2, longest_s=0.5, tenants=8),
+    "spending": spending.Size(20),
     "zombies-sqlite": zombies.Size("sqlite", 4, at_once=4, direct=0, engines=1),
     "zombies-redis": zombies.Size("redis", 4, at_once=4, direct=2),
     "zombies-postgres": zombies.Size("postgres", 4, at_once=4, direct=2),
@@ -109,6 +124,9 @@ class Entry(msgspec.Struct, frozen=True):
     """It had when a fifth was over, and at the end."""
     grown_mb: dict[str, float] = {}
     """Of those whom large files passed through: what they grew by."""
+    consumed: int = 0
+    refunded: int = 0
+    """Holds that were settled so, where tenants pay."""
     wrong: tuple[str, ...] = ()
 
     @property
@@ -130,6 +148,21 @@ def plan_of(size: PlaySize, seed: int) -> str:
 
 def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
     match size:
+        case ledger_loop.Size():
+            audited = ledger_loop.run(size, seed, tell)
+            return _entry(
+                part,
+                size,
+                seed,
+                audited.finding,
+                audited.wrong + _short(ledger_loop.planned(size), audited.kills),
+                kills=audited.kills,
+                consumed=audited.consumed,
+                refunded=audited.refunded,
+            )
+        case spending.Size():
+            spent = spending.run(size)
+            return _entry(part, size, seed, Finding(acknowledged=spent.times, wrong=spent.wrong))
         case kill_loop.Size():
             killed = kill_loop.run(size, seed, tell)
             return _entry(
@@ -137,7 +170,7 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
                 size,
                 seed,
                 killed.finding,
-                _short(size, killed.kills),
+                _short(kill_loop.planned(size), killed.kills),
                 kills=killed.kills,
                 node_executions=killed.node_executions,
                 without_node=killed.without_node,
@@ -182,13 +215,8 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
             return _entry(part, size, seed, finding, grown_mb=moved.grown_mb)
 
 
-def _short(size: kill_loop.Size, kills: dict[Role, int]) -> tuple[str, ...]:
+def _short(planned: dict[Role, int], kills: dict[Role, int]) -> tuple[str, ...]:
     """A run with fewer kills than were planned proves less than it says."""
-    planned: dict[Role, int] = {
-        "engine": size.engine_kills,
-        "worker": size.worker_kills,
-        "server": size.server_kills,
-    }
     return tuple(
         f"only {kills.get(role, 0)} of {count} kills: {role}"
         for role, count in planned.items()

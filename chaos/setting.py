@@ -20,6 +20,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
 from comfyfleet.stores.opening import open_store
+from comfyfleet.tenancy.estate import Estate
 from comfyfleet.worker.settings import AgentSettings
 
 LEASE_S = 2.0
@@ -53,6 +54,8 @@ class Setting(msgspec.Struct, frozen=True):
     url: str
     engines: int = 0
     """How many engine processes there are; callers and bridged workers speak to any of them."""
+    pools: dict[str, str] = {}
+    """Databases of tenants, by name. None: nobody knows of tenants."""
 
     @property
     def logs(self) -> Path:
@@ -71,7 +74,9 @@ async def opened_engine(setting: Setting) -> AsyncIterator[Engine]:
     """An engine on the store, as soon as there is one: its server may be down, its file still another's."""
     while True:
         clock = SystemClock()
-        engine = Engine(open_store(setting.url, clock), rules=RULES, clock=clock)
+        store = open_store(setting.url, clock)
+        estate = Estate(store, clock, setting.pools) if setting.pools else None
+        engine = Engine(store if estate is None else estate.store, rules=RULES, clock=clock)
         try:
             await engine.__aenter__()
             break
@@ -80,7 +85,12 @@ async def opened_engine(setting: Setting) -> AsyncIterator[Engine]:
                 await engine.close()
             await asyncio.sleep(0.05)
     try:
-        yield engine
+        if estate is None:
+            yield engine
+        else:
+            async with estate.kept(engine.admit):
+                yield engine
+            await estate.close()
     finally:
         await engine.close()
 

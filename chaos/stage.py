@@ -33,6 +33,7 @@ _ACTORS = [
     "chaos.zombies",
     "chaos.foreign",
     "chaos.watchers",
+    "chaos.payers",
 ]
 _READY_WITHIN_S = 60.0
 
