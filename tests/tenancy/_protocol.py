@@ -33,10 +33,14 @@ class Round(NamedTuple):
     hold: str = "none"  # held, consumed, refunded
     settlements: int = 0
     outbox: str = "none"  # unsent, sent, closed
+    staged: frozenset[int] = frozenset()
+    """Leases whose worker left its result here before it reported."""
+    result: int = 0
+    """The lease whose result the job has."""
     # in C
-    dispatch: str = "none"  # queued, leased, one of TERMINAL, dropped, tombstone, gone
+    dispatch: str = "none"  # queued, leased, one of TERMINAL, dropped, gone
     number: int = 0
-    settle: str = "none"  # consume, refund, done: C's own outbox
+    settle: str = "none"  # consume, refund, done: a dispatch that has ended is the entry of C's outbox
     # what nobody stores, for the invariants
     is_running: bool = False
     is_cancelled: bool = False
@@ -213,10 +217,17 @@ class System(NamedTuple):
                 continue
             mine = world.at(number)
             yield f"a worker forgets {number}", world._replace(workers=put(world.workers, held, NOTHING))
+            # Whoever lost its lease does not know it yet: it counts for nothing.
+            is_staged = lease in mine.staged or mine.hold != "held" or "staging" in self.removed
+            if not is_staged:
+                staged = world.with_round(number, staged=mine.staged | {lease})
+                yield f"a result of {number} is staged", staged
             if mine.dispatch != "leased" or (mine.number != lease and "fencing" not in self.removed):
                 continue
             after = world._replace(is_stale=mine.number != lease)
-            if "commit point" in self.removed:
+            if not is_staged:
+                pass
+            elif "commit point" in self.removed:
                 if mine.hold == "held":
                     yield f"T1 before K {number}", settled(after, number, "consume", self)
                 yield (
@@ -245,12 +256,8 @@ class System(NamedTuple):
             return
         asked = world.with_round(number, is_cancelled=True)
         name = f"cancel {number}"
-        if mine.dispatch in ABSENT:
-            if "cancel's tombstone" in self.removed:
-                yield name, settled(asked, number, "refund", self)
-            else:
-                yield name, self._commit(asked, number, "failed")
-        elif mine.dispatch == "queued":
+        # Before S2 there is nothing to cancel: a relay brings it within a second.
+        if mine.dispatch == "queued":
             yield name, self._commit(asked, number, "failed")
         elif mine.dispatch == "leased":
             yield name, asked
@@ -286,15 +293,13 @@ class System(NamedTuple):
 
     def _purge(self, world: World, number: int) -> Iterator[Step]:
         mine = world.at(number)
-        if mine.dispatch in TERMINAL or mine.dispatch == "dropped":
-            left = "gone" if "tombstone" in self.removed else "tombstone"
-            yield f"purge {number}", world.with_round(number, dispatch=left)
-        elif mine.dispatch == "tombstone":
-            is_closed = mine.outbox == "closed" or "confirmation" in self.removed
-            # A relay gives up what it read longer ago than a tombstone is kept after the confirmation.
-            is_quiet = (number, "read") not in world.relays or "relay's life" in self.removed
-            if is_closed and is_quiet:
-                yield f"purge the tombstone of {number}", world.with_round(number, dispatch="gone")
+        if mine.dispatch not in (*TERMINAL, "dropped"):
+            return
+        is_settled = mine.settle == "done" or mine.dispatch == "dropped" or "confirmation" in self.removed
+        # A relay gives up what it read longer ago than an end is kept after it was settled.
+        is_quiet = (number, "read") not in world.relays or "relay's life" in self.removed
+        if (is_settled and is_quiet) or "tombstone" in self.removed:
+            yield f"purge {number}", world.with_round(number, dispatch="gone", settle="none")
 
     # what a crash left, or a failover took
 
@@ -333,6 +338,8 @@ def settled(world: World, number: int, kind: str, system: System) -> World:
         number,
         hold="consumed" if kind == "consume" else "refunded",
         settlements=mine.settlements + 1,
+        result=mine.number if kind == "consume" and mine.number in mine.staged else mine.result,
+        staged=frozenset(),
         outbox=mine.outbox if "closing" in system.removed else "closed",
     )
 
@@ -357,6 +364,8 @@ def broken(world: World) -> str | None:
             return f"runs while its hold is {mine.hold}"
         if mine.hold == "consumed" and mine.decided != "completed":
             return "consumed and not completed"
+        if mine.hold == "consumed" and not mine.result:
+            return "consumed, and its result is lost"
         if mine.hold == "refunded" and mine.decided == "completed":
             return "completed and refunded"
     return None
