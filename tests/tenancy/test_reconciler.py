@@ -155,3 +155,24 @@ async def test_a_database_that_was_set_back_behind_the_store_is_told_and_left_al
     dispatch = await loaded(fleet, job_id)
     await fleet.central.write(Write(job_id, AtRevision(dispatch.revision), Change(round=2), job={"round": 2}))
     assert set(await found(fleet)) == {FindingKind.AHEAD, FindingKind.UNKNOWN}
+
+
+async def test_an_end_that_the_tenants_database_has_never_heard_of_is_told_and_left_alone(
+    fleet: Fleet,
+) -> None:
+    known = await loaded(fleet, await fleet.submit())
+    stray = JobId("01900000-0000-7000-8000-000000000000")
+    stub = await fleet.central.records.get(known.job_id)
+    assert stub is not None
+    await fleet.central.enqueue(
+        msgspec.structs.replace(known, job_id=stray), msgspec.structs.replace(stub, job_id=stray), ()
+    )
+    there = await loaded(fleet, stray)
+    end = Write(
+        stray, AtRevision(there.revision), Change(phase=Phase.COMPLETED), job={"phase": Phase.COMPLETED}
+    )
+    await fleet.central.write(end)
+    await fleet.engine.cancel(known.job_id)
+    await fleet.relay.look(at_once=True)
+    assert await found(fleet) == [FindingKind.AHEAD]
+    assert [each.job_id for each in await fleet.central.unsettled(10)] == [stray]

@@ -23,7 +23,8 @@ class FindingKind(StrEnum):
     UNKNOWN = "unknown"
     """Open in the store, and the tenant's database has never heard of it: it ends there, and nothing is charged."""
     AHEAD = "ahead"
-    """The store is at a later round than the tenant's database, which was set back: somebody has to look."""
+    """The store is at a later round than the tenant's database, or has ended one that is not there. The database was
+    set back: somebody has to look."""
     OLD_HOLD = "old_hold"
     """Held for longer than jobs usually live: somebody may want to look."""
     WRONG_BOOK = "wrong_book"
@@ -53,7 +54,12 @@ def judge_open(hold_id: HoldId, dispatch: Dispatch | None) -> FindingKind | None
 def judge_dispatch(dispatch: Dispatch, is_known: bool, ended: Phase | None) -> FindingKind | None:
     """Of a dispatch in the store: whether its tenant's database knows the round, and how that ended there."""
     if dispatch.phase.is_final:
-        return None if dispatch.settled_at is not None or ended is None else FindingKind.UNCONFIRMED
+        if dispatch.settled_at is not None:
+            return None
+        if not is_known:
+            # Whether it is to be paid for, nobody can say any more.
+            return FindingKind.AHEAD
+        return None if ended is None else FindingKind.UNCONFIRMED
     if not is_known:
         return FindingKind.UNKNOWN
     return None if ended is None else FindingKind.OUTLIVED
