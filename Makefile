@@ -62,7 +62,7 @@ $(PEERS_STAMP): requirements/peers.txt
 bench: $(STAMP) $(BENCH_STAMP) $(if $(findstring --all-peers,$(OPTIONS)),$(PEERS_STAMP)) ## measure, and write bench/results.json
 	$(BIN)/python -m bench $(OPTIONS)
 
-chaos: $(STAMP) ## kill everything at random, for three quarters of an hour, and write chaos/results.json
+chaos: $(STAMP) ## kill everything at random, for more than an hour, and write chaos/results.json
 	$(BIN)/python -m chaos
 
 requirements: ## pin anew (needs uv)

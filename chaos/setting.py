@@ -46,6 +46,9 @@ RULES = Rules(
     retry_cap_s=0.5,
 )
 
+# A tenant's job is looked at in its database before the holder of its lease hears of it: that may take a while.
+RULES_WITH_POOLS = msgspec.structs.replace(RULES, lease_ttl_s=3 * LEASE_S, acknowledge_s=3 * LEASE_S)
+
 AGENT = AgentSettings(slots=4, poll_wait_s=5.0, command_wait_s=5.0, backoff_base_s=0.05, backoff_cap_s=0.5)
 
 
@@ -76,7 +79,8 @@ async def opened_engine(setting: Setting) -> AsyncIterator[Engine]:
         clock = SystemClock()
         store = open_store(setting.url, clock)
         estate = Estate(store, clock, setting.pools) if setting.pools else None
-        engine = Engine(store if estate is None else estate.store, rules=RULES, clock=clock)
+        rules = RULES if estate is None else RULES_WITH_POOLS
+        engine = Engine(store if estate is None else estate.store, rules=rules, clock=clock)
         try:
             await engine.__aenter__()
             break
