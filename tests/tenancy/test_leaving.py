@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from comfyfleet.policy import tenants as policy
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import CLAIM_S, DRAWER, claim
-from comfyfleet.tenancy.database import BookClosed, TenantDatabase
+from comfyfleet.tenancy.database import BookClosed, Entered, TenantDatabase
 from comfyfleet.tenancy.databases import open_tenant_database
 from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.homes import Homes
@@ -173,6 +174,37 @@ async def test_open_jobs_are_waited_for_and_what_cannot_end_now_is_gone_on_with_
     await site.clock.advance(CLAIM_S)
     await site.leave()
     assert await site.tenants.newest(ACME) is None
+    await site.pools.close()
+
+
+async def test_a_tenant_that_is_deleted_on_its_way_to_another_pool_can_still_settle_its_jobs(
+    tmp_path: Path,
+) -> None:
+    """Whoever moved it has closed its book, and an open job is refunded in a book that is open."""
+    site = Site(tmp_path)
+    teller = await site.settle()
+    hold = await teller.submit(1)
+    await site.tenants.change(ACME, lambda tenant: policy.moving(tenant, "second", 2.0))
+    for pool in ("first", "second"):
+        assert await (await site.pools.get(pool)).close_book(ACME, 1)
+    await site.tenants.change(ACME, going)
+    refunded: list[Entered] = []
+
+    async def relay(seconds: float) -> None:
+        await site.clock.advance(seconds)
+        if not refunded:
+            with contextlib.suppress(BookClosed):
+                refunded.append((await teller.end(hold, Phase.CANCELLED)).outcome)
+                await teller.check()
+
+    site.leaver._sleep = relay
+    await site.leave()
+    assert refunded == [Entered.DONE]
+    assert await site.tenants.newest(ACME) is None
+    for pool in ("first", "second"):
+        database = await site.pools.get(pool)
+        assert not any((await everything(database)).values())
+        assert await database.fence_of(ACME) is not None, "nothing that comes late is written there"
     await site.pools.close()
 
 

@@ -15,6 +15,7 @@ from comfyfleet.model.tenant import Tenant
 from comfyfleet.ports import Store
 from comfyfleet.tenancy import claims
 from comfyfleet.tenancy.claims import Claim
+from comfyfleet.tenancy.database import TenantDatabase
 from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.homes import Homes
 from comfyfleet.tenancy.keys import Keys
@@ -105,14 +106,14 @@ class Leaver:
         """Cancelled, and settled in its database. A worker has its time to stop."""
         for _ in range(_LOOKS):
             await claim.keep()
-            if not await self._cancelled(tenant):
+            if not await self._cancelled(tenant, claim):
                 return
             await self._sleep(_LOOK_S)
         raise Fault(
             f"jobs of tenant {tenant.tenant_id!r} are still being cancelled; it is gone on with later"
         )
 
-    async def _cancelled(self, tenant: Tenant) -> bool:
+    async def _cancelled(self, tenant: Tenant, claim: Claim) -> bool:
         """Whether there was anything to be cancelled, or is still to be settled."""
         tenant_id, found = tenant.tenant_id, False
         for phase in (Phase.QUEUED, Phase.LEASED):
@@ -126,7 +127,12 @@ class Leaver:
                 after = page[-1].job_id
         database = await self._homes.pools.get(tenant.pool)
         # Open there, and perhaps not in the queue yet: the relay brings it there, and it is found by the next look.
-        found |= bool(await database.listing(tenant=tenant_id, phase=Phase.QUEUED, limit=1, after=None))
+        if await database.listing(tenant=tenant_id, phase=Phase.QUEUED, limit=1, after=None):
+            found = True
+            if await database.fence_of(tenant_id) is not None:
+                # It was on its way to another pool, and its jobs can be refunded in an open book only. Whoever moved
+                # it may come once more with an older fence: then the next look finds the book closed again.
+                await _reopen(database, tenant_id, claim)
         return found
 
     async def _cancel(self, job_id: JobId) -> None:
@@ -142,3 +148,9 @@ class Leaver:
         await self._webhooks.forget_secret(tenant)
         while await self._deliveries.forget_some_of(tenant, _PAGE):
             await claim.keep()
+
+
+async def _reopen(database: TenantDatabase, tenant: TenantId, claim: Claim) -> None:
+    is_ours = await database.close_book(tenant, claim.fence)
+    if not is_ours or not await database.open_book(tenant, claim.fence):
+        raise claims.lost(tenant)
