@@ -70,6 +70,11 @@ def cost(price: Price, usage: Usage) -> int:
     assert_never(price)
 
 
+def is_told_by_worker(price: Price) -> bool:
+    """Whether what it comes to depends on what the run reports."""
+    return not isinstance(price, FlatPrice | ServicePrice)
+
+
 def _of_service(price: ServicePrice, service: str) -> int:
     amount = price.services.get(service, price.otherwise)
     if amount is None:

@@ -60,7 +60,7 @@ def settled(
     outputs = len(result.files) if is_completed and result is not None else 0
     service = job.payload.requirements.service
     usage = Usage(service, outputs, 0 if deciding is None else _milliseconds(deciding))
-    amount = accounting.cost(price, usage) if is_completed and price is not None else 0
+    amount = _cost(price, usage, hold) if is_completed and price is not None else 0
     settlement = accounting.settle(hold, dispatch.phase, amount, at)
     changes: dict[str, Any] = {name: getattr(stub, name) for name in _COPIED}
     changes["result"] = result if is_completed else None
@@ -82,6 +82,11 @@ def settled(
         ("worker" if is_direct else "hub") if is_completed else "",
     )
     return Verdict(settlement, accounting.settling_posting(hold, settlement), changes, run)
+
+
+def _cost(price: Price, usage: Usage, hold: Hold) -> int:
+    # Known since the round began, and held. The payload that it was read from may be unreadable by now.
+    return accounting.cost(price, usage) if accounting.is_told_by_worker(price) else hold.amount
 
 
 def _milliseconds(attempt: Attempt) -> int:

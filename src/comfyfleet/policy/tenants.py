@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.ledger import FlatPrice, Price, ServicePrice
+from comfyfleet.model.ledger import ServicePrice
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.model.terms import TenantTerms
 from comfyfleet.policy import accounting
@@ -31,17 +31,12 @@ def check_terms(tenant: Tenant) -> None:
         return
     if not isinstance(tenant.price, ServicePrice):
         accounting.ceiling(tenant.price, "")
-    if tenant.allows_direct and is_told_by_worker(tenant.price):
+    if tenant.allows_direct and accounting.is_told_by_worker(tenant.price):
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
             "a tenant that pays by what a run took or left cannot allow direct workers, which nobody checks: "
             "choose a flat price or one by service, or leave allows_direct out",
         )
-
-
-def is_told_by_worker(price: Price) -> bool:
-    """Whether what it comes to depends on what the run reports."""
-    return not isinstance(price, FlatPrice | ServicePrice)
 
 
 def suspended(tenant: Tenant) -> Tenant:
