@@ -18,7 +18,7 @@ from comfyfleet.model.ledger import Account, GpuPrice, HoldId, Outcome, OutputPr
 from comfyfleet.model.tenant import TenantState
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.database import Ended, Ending, Entered, TenantDatabase
 
 
 @pytest.fixture
@@ -334,5 +334,25 @@ async def test_a_round_that_is_over_in_its_tenants_database_is_not_leased(fleet:
     await fleet.estate.apart.settler._end((await fleet.estate.homes.of(ACME)), ended)  # type: ignore[arg-type]
     assert await fleet.poll() is None
     assert (await fleet.engine.get(job_id)).dispatch.phase is Phase.CANCELLED
+    assert await fleet.account() == Account(ACME, 100)
+    await fleet.check()
+
+
+async def test_an_end_that_the_database_did_not_take_in_is_not_marked_as_settled(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows were erased there after they were read: its tenant has moved, and this hub overslept."""
+    await fleet.tenant(granted=100)
+    apart = await database(fleet)
+
+    async def refuse(ending: Ending) -> Ended:
+        return Ended(Entered.REFUSED, None)
+
+    job_id = await fleet.submit()
+    with monkeypatch.context() as patch:
+        patch.setattr(apart, "end_round", refuse, raising=False)
+        await fleet.engine.cancel(job_id)
+    assert [each.job_id for each in await fleet.central.unsettled(10)] == [job_id]
+    await fleet.relay.look(at_once=True)
     assert await fleet.account() == Account(ACME, 100)
     await fleet.check()

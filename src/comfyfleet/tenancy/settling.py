@@ -8,7 +8,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.settling import deciding_attempt, hold_of, settled
 from comfyfleet.ports import Store
-from comfyfleet.tenancy.database import Ending
+from comfyfleet.tenancy.database import Ending, Entered
 from comfyfleet.tenancy.homes import Home, Homes
 
 
@@ -54,7 +54,7 @@ class Settler:
             None if deciding is None else await self._rate(deciding.worker_id),
             await central.now(),
         )
-        await home.database.end_round(
+        ended = await home.database.end_round(
             Ending(
                 f"settle {hold_id}",
                 verdict.settlement,
@@ -64,6 +64,11 @@ class Settler:
                 verdict.run,
             )
         )
+        if ended.outcome is Entered.REFUSED:
+            # Marked as settled it would be nobody's: its rows went elsewhere since they were read here.
+            raise Fault(
+                f"the pool {home.tenant.pool!r} has no hold for {hold_id} any more: settled where its tenant is now"
+            )
 
     async def _mark(self, dispatch: Dispatch) -> None:
         """T2. Where somebody has written it since, it is marked already, or has begun another round."""
