@@ -41,6 +41,7 @@ RULES: dict[str, Any] = {
 }
 _MANY = 1000
 _ROUNDS_TO_REST = 30
+_LOOKS = 40
 
 
 class LeapingClock(ManualClock):
@@ -228,6 +229,15 @@ class Town:
     async def cancel(self, hub: Hub, number: int) -> None:
         if self.taken:
             await hub.engine.cancel(self.taken[number % len(self.taken)])
+
+    async def cancel_the_next(self, hub: Hub) -> None:
+        """What another is about to submit, as soon as it can be seen: its submit need not be over."""
+        before = len(self.sent)
+        for _ in range(_LOOKS):
+            if len(self.sent) > before and await hub.central.load(self.sent[-1].dispatch.job_id) is not None:
+                await hub.engine.cancel(self.sent[-1].dispatch.job_id)
+                return
+            await hub.central.counts()
 
     async def retry(self, hub: Hub, number: int) -> None:
         if self.taken:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.tenancy._town import WORKERS, SharedMemory, Town
 
+from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import TenantId
 from comfyfleet.tenancy import reconciler
@@ -57,3 +58,15 @@ async def test_a_job_that_two_hubs_submit_under_one_reference_is_one_job(town: T
     assert len(town.taken) == 2 and len(set(town.taken)) == 1
     account = await town.book_of(paying(town)).account(paying(town))
     assert (account.balance, account.held) == (100, 10)
+
+
+@pytest.mark.parametrize("moment", range(16, 26))
+async def test_a_job_that_is_cancelled_while_it_is_submitted_stays_cancelled(town: Town, moment: int) -> None:
+    both = [town.submit(town.hubs[0], paying(town)), town.cancel_the_next(town.hubs[1])]
+    await town.do_at_once(both, [(0, moment), (1, WHOLE)])
+    await town.check()
+    dispatch = await town.central.load(town.taken[0])
+    assert dispatch is not None
+    # Where it could not be seen yet, there was nothing to cancel.
+    account = await town.book_of(paying(town)).account(paying(town))
+    assert account.held == (0 if dispatch.phase is Phase.CANCELLED else 10)

@@ -137,6 +137,12 @@ class Day(RuleBasedStateMachine):
         both = [self._deed(name, hub, *more) for hub in range(2)]
         self.days.runner.run(self.here.do_at_once(both, order))
 
+    @rule(tenant=tenants, order=orders)
+    def cancel_what_is_being_submitted(self, tenant: int, order: list[tuple[int, int]] | None) -> None:
+        town = self.here
+        both = [town.submit(town.hub(0), town.tenants[tenant]), town.cancel_the_next(town.hub(1))]
+        self.days.runner.run(town.do_at_once(both, order))
+
     @rule(hub=hubs, worker=workers, outputs=st.integers(0, 5))
     def run_and_complete(self, hub: int, worker: WorkerId, outputs: int) -> None:
         self.do(self._run(hub, worker, lambda at: self.here.complete(at, -1, outputs)))
@@ -145,14 +151,7 @@ class Day(RuleBasedStateMachine):
     def run_and_fail(self, hub: int, worker: WorkerId, kind: FailureKind) -> None:
         self.do(self._run(hub, worker, lambda at: self.here.fail(at, -1, kind)))
 
-    @rule(
-        hub=hubs,
-        worker=workers,
-        left=st.integers(0, 6),
-        kind=kinds,
-        is_after=st.booleans(),
-        order=orders | st.just([]),
-    )
+    @rule(hub=hubs, worker=workers, left=st.integers(0, 8), kind=kinds, is_after=st.booleans(), order=orders)
     def die_while_it_ends(
         self,
         hub: int,
@@ -162,12 +161,17 @@ class Day(RuleBasedStateMachine):
         is_after: bool,
         order: list[tuple[int, int]] | None,
     ) -> None:
-        """And then, mostly, every relay finds what was left."""
+        """And then every relay finds at once what was left."""
         self.do(self._run(hub, worker, lambda at: self._end_badly(at, left, kind, is_after)))
-        if order == []:
-            return
         relays = [self.here.relay(each) for each in (*self.here.hubs, self.here.hubs[0])]
         self.days.runner.run(self.here.do_at_once(relays, order))
+
+    @rule(hub=hubs, worker=workers, left=st.integers(2, 8), kind=kinds, is_after=st.booleans())
+    def die_while_it_ends_and_nobody_comes(
+        self, hub: int, worker: WorkerId, left: int, kind: Kind, is_after: bool
+    ) -> None:
+        self.do(self._run(hub, worker, lambda at: self._end_badly(at, left, kind, is_after)))
+        self.days.runner.run(self.here.pass_time(65.0))
 
     async def _end_badly(self, hub: Hub, left: int, kind: Kind, is_after: bool) -> None:
         hub.fate.arm(left, kind, is_after=is_after)
