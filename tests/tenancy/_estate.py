@@ -41,13 +41,14 @@ class Fleet:
         pools: dict[str, str],
         *,
         open_database: Callable[[str], TenantDatabase] = open_tenant_database,
+        around: Callable[[TenantDatabase], TenantDatabase] | None = None,
         seed: int = 0,
         **rules: Any,
     ) -> None:
         """Two of them on one store are given different seeds, or they make the same ids."""
         self.clock = clock
         self.central = store
-        self.estate = Estate(store, clock, pools, open_database)
+        self.estate = Estate(store, clock, pools, open_database, around=around)
         self.engine = Engine(self.estate.store, rules=Rules(**rules), clock=clock, chance=SeededChance(seed))
         self.relay = OutboxRelay(self.estate.apart, self.engine.admit)
         self._polls = itertools.count(1)

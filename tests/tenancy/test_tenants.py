@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
@@ -12,8 +13,10 @@ from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.tenancy import pools as pools_module
 from comfyfleet.tenancy.database import TenantDatabase
 from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.databases.documents import TenantCabinet
 from comfyfleet.tenancy.homes import Homes
 from comfyfleet.tenancy.pools import Pools
 from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
@@ -128,3 +131,22 @@ async def test_a_pool_that_is_not_set_up_is_named(clock: ManualClock) -> None:
         pools.check("second")
     with pytest.raises(Fault, match="second"):
         await pools.get("second")
+
+
+async def test_documents_of_a_database_that_does_not_answer_are_given_up_too(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pools_module, "ANSWER_S", 0.05)
+    never = asyncio.Event()
+
+    async def stand_still(self: object, drawer: str, name: str) -> None:
+        await never.wait()
+
+    monkeypatch.setattr(TenantCabinet, "get", stand_still)
+    pools = Pools({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_tenant_database)
+    documents = (await pools.get("first")).cabinet(ACME)
+    async with asyncio.timeout(5):
+        with pytest.raises(Fault, match="did not answer"):
+            await documents.get("files", "one")
+    assert pools.is_away("first")
+    await pools.close()

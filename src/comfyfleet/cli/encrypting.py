@@ -15,7 +15,6 @@ from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.ports import Cabinet, Clock, Store
 from comfyfleet.stores.opening import refuse_if_sealed
 from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
 
 if TYPE_CHECKING:
     from comfyfleet.stores.sealed.keyring import Keyring
@@ -81,13 +80,13 @@ def sealed_by(keyring: Keyring | None, store: Store) -> Store:
     return sealed_store(store, keyring)
 
 
-def opener_by(keyring: Keyring | None) -> Callable[[str], TenantDatabase]:
-    """What makes a tenants' database from its address."""
+def sealing_by(keyring: Keyring | None) -> Callable[[TenantDatabase], TenantDatabase] | None:
+    """What is put round a tenants' database."""
     if keyring is None:
-        return open_tenant_database
+        return None
     from comfyfleet.tenancy.databases.sealed import sealed_database
 
-    return lambda url: sealed_database(open_tenant_database(url), keyring)
+    return lambda database: sealed_database(database, keyring)
 
 
 def sealing_of(resolved: Resolved) -> Callable[[Store, Clock], Store] | None:

@@ -22,7 +22,7 @@ import click
 import msgspec
 
 from comfyfleet.cli.assets import open_assets
-from comfyfleet.cli.encrypting import attended, keyring_of, opener_by, sealed_by
+from comfyfleet.cli.encrypting import attended, keyring_of, sealed_by, sealing_by
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
 from comfyfleet.cli.pools import pool_urls
@@ -81,7 +81,9 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     plain = open_store(settings.store or embedded_store(resolved.data), clock)
     keyring = keyring_of(resolved, plain.cabinet, clock)
     store = sealed_by(keyring, plain)
-    estate = Estate(store, clock, pool_urls(resolved), opener_by(keyring), resolved.retention())
+    estate = Estate(
+        store, clock, pool_urls(resolved), around=sealing_by(keyring), retention=resolved.retention()
+    )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(estate.close)
         engine = Engine(estate.store, rules=resolved.rules(), clock=clock)

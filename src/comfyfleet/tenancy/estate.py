@@ -23,7 +23,7 @@ from comfyfleet.tenancy.tenants import Tenants
 
 
 class Estate:
-    """`pools` are addresses by name."""
+    """`pools` are addresses by name; `around` is put round each of their databases, as a seal is."""
 
     def __init__(
         self,
@@ -31,11 +31,13 @@ class Estate:
         clock: Clock,
         pools: Mapping[str, str],
         open_database: Callable[[str], TenantDatabase] = open_tenant_database,
+        *,
+        around: Callable[[TenantDatabase], TenantDatabase] | None = None,
         retention: Retention | None = None,
     ) -> None:
         self._central = central
         self.tenants = Tenants(central.cabinet, clock, is_shared=central.is_shared)
-        self.pools = Pools(pools, clock, open_database)
+        self.pools = Pools(pools, clock, open_database, around)
         self.homes = Homes(self.tenants, self.pools)
         self.apart = ApartStore(central, self.homes)
         self.reconciler = Reconciler(self.apart)

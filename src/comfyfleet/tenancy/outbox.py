@@ -110,7 +110,14 @@ class OutboxRelay:
 
     async def _bring(self, pool: str, database: TenantDatabase, entry: OutboxEntry) -> None:
         tenant = await self._store.homes.tenants.get(entry.tenant)
-        job = await database.leasable(entry.hold_id)
+        try:
+            job = await database.leasable(entry.hold_id)
+        except Fault as fault:
+            if self._store.homes.pools.is_away(pool):
+                raise
+            # The database is there: this job cannot be opened, and those behind it may be others'.
+            _LOG.warning("job %s does not get into the queue now: %s", entry.hold_id, fault)
+            return
         # Elsewhere by now, or gone: what is left here is for whoever moves or deletes it.
         if tenant is None or tenant.pool != pool or job is None:
             return

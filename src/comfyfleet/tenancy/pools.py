@@ -12,7 +12,8 @@ from functools import wraps
 from typing import Any, cast
 
 from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
-from comfyfleet.ports import Clock
+from comfyfleet.model.ids import TenantId
+from comfyfleet.ports import Cabinet, Clock
 from comfyfleet.tenancy.database import BookClosed, TenantDatabase
 
 DEFAULT_POOL = "default"
@@ -22,14 +23,20 @@ _AGAIN_S = 1.0
 
 
 class Pools:
-    """`open_database` makes one from its address; it is opened here."""
+    """`open_database` makes one from its address; it is opened here. What is put `around` it is not watched: a key that
+    one tenant misses does not make the database away for others."""
 
     def __init__(
-        self, urls: Mapping[str, str], clock: Clock, open_database: Callable[[str], TenantDatabase]
+        self,
+        urls: Mapping[str, str],
+        clock: Clock,
+        open_database: Callable[[str], TenantDatabase],
+        around: Callable[[TenantDatabase], TenantDatabase] | None = None,
     ) -> None:
         self._urls = dict(urls)
         self._clock = clock
         self._open_database = open_database
+        self._around = around
         self._opening: dict[str, asyncio.Task[TenantDatabase]] = {}
         self._asked: dict[str, None] = {}
         self._away: dict[str, tuple[ComfyFleetError, float]] = {}
@@ -101,7 +108,8 @@ class Pools:
             await database.close()
             raise
         self._away.pop(name, None)
-        return cast(TenantDatabase, _Watched(database, name, self))
+        watched = cast(TenantDatabase, _Watched(database, name, self))
+        return watched if self._around is None else self._around(watched)
 
     def _check_there(self, name: str) -> None:
         fault, again_at = self._away.get(name, (None, 0.0))
@@ -131,12 +139,17 @@ class Pools:
 
 
 class _Watched:
-    """A database whose faults are noted. Whatever it is asked, it is the database that answers."""
+    """A database, or a tenant's documents in it, whose faults are noted. Whatever it is asked, that is what answers."""
 
-    def __init__(self, database: TenantDatabase, name: str, pools: Pools) -> None:
+    def __init__(self, database: TenantDatabase | Cabinet, name: str, pools: Pools) -> None:
         self._database = database
         self._name = name
         self._pools = pools
+
+    def cabinet(self, tenant: TenantId) -> Cabinet:
+        """Its documents are in the same database, and as long in coming."""
+        documents = cast(TenantDatabase, self._database).cabinet(tenant)
+        return cast(Cabinet, _Watched(documents, self._name, self._pools))
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._database, name)
