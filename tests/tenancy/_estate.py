@@ -52,6 +52,7 @@ class Fleet:
         self.engine = Engine(self.estate.store, rules=Rules(**rules), clock=clock, chance=SeededChance(seed))
         self.relay = OutboxRelay(self.estate.apart, self.engine.admit)
         self._polls = itertools.count(1)
+        self._seed = seed
 
     async def __aenter__(self) -> Fleet:
         await self.engine.__aenter__()
@@ -84,7 +85,7 @@ class Fleet:
         return (await self.engine.submit(Submission(graph(), tenant=tenant, **options))).job_id
 
     async def poll(self, worker: WorkerId = WORKER) -> LeasedJob | None:
-        return await self.engine.poll(Poll(worker, PollId(f"poll-{next(self._polls)}"), 0))
+        return await self.engine.poll(Poll(worker, PollId(f"poll-{self._seed}-{next(self._polls)}"), 0))
 
     async def take(self, worker: WorkerId = WORKER) -> LeasedJob:
         leased = await self.poll(worker)

@@ -343,8 +343,10 @@ class Town:
     def _check_sides(self, hold_id: HoldId, ended: str | None, dispatch: Dispatch | None) -> None:
         if ended is not None and hold_id in self.ends:
             assert self.ends[hold_id] == ended, f"{hold_id} is {ended}, its worker was told otherwise"
-        if dispatch is None or dispatch.round != hold_id.round or hold_id.job_id in self.revived:
-            assert dispatch is None or dispatch.round >= hold_id.round or ended is None, (
+        if dispatch is None or hold_id.job_id in self.revived:
+            return
+        if dispatch.round != hold_id.round:
+            assert dispatch.round > hold_id.round or ended is None, (
                 f"{hold_id} has ended, and the store is behind"
             )
             return
