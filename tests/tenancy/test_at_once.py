@@ -70,3 +70,19 @@ async def test_a_job_that_is_cancelled_while_it_is_submitted_stays_cancelled(tow
     # Where it could not be seen yet, there was nothing to cancel.
     account = await town.book_of(paying(town)).account(paying(town))
     assert account.held == (0 if dispatch.phase is Phase.CANCELLED else 10)
+
+
+@pytest.mark.parametrize("moment", range(1, 10))
+async def test_an_end_that_two_relays_find_is_settled_once(town: Town, moment: int) -> None:
+    # More is held than this one: or the book would refuse to let go twice for want of it.
+    for _ in range(2):
+        await town.submit(town.hubs[0], paying(town))
+    await town.take(town.hubs[0], WORKERS[0])
+    # Its hub dies before T1.
+    town.hubs[0].fate.arm(4, "crash", is_after=False)
+    await town.do(town.complete(town.hubs[0], 0, 1))
+    assert len(await town.central.unsettled(10)) == 1
+    await town.do_at_once([town.relay(hub) for hub in town.hubs], [(0, moment), (1, WHOLE)])
+    await town.check()
+    account = await town.book_of(paying(town)).account(paying(town))
+    assert (account.balance, account.held) == (90, 10)

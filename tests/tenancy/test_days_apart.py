@@ -128,7 +128,7 @@ class Day(RuleBasedStateMachine):
         both = [self._deed(name, hub, *more) for hub in range(2)]
         self.days.runner.run(self.here.do_at_once(both, order))
 
-    @rule(tenant=tenants, moment=st.integers(10, 24))
+    @rule(tenant=tenants, moment=st.integers(3, 20))
     def cancel_what_is_being_submitted(self, tenant: int, moment: int) -> None:
         """The whole of the cancel, after so many calls of the submit."""
         town = self.here
