@@ -45,6 +45,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
 
 
 async def set_up(rig: HubRig, **terms: Any) -> Tenant:
+    await (await rig.estate.pools.get("first")).begin_book(TENANT)
     return await rig.estate.tenants.create(Tenant(TENANT, "first", 1.0, **terms))
 
 
@@ -281,6 +282,7 @@ class Gate:
     async def come(self, teller: Teller, *gates: TermsGate, count: int, **caps: int) -> int:
         """So many at once: how many got in."""
         tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(**caps))
+        await teller.database.begin_book(TENANT)
 
         async def one(gate: TermsGate) -> bool:
             try:
@@ -327,6 +329,7 @@ async def test_whoever_fails_to_be_written_gives_its_room_back(gate: Gate) -> No
 
 async def test_nobody_is_counted_out_who_is_on_the_way_in(gate: Gate) -> None:
     teller = Teller(await gate.pools.get("first"))
+    await teller.database.begin_book(TENANT)
     tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(max_waiting=1))
     async with gate.gate.entering(tenant):
         await gate.clock.advance(5.0)

@@ -72,9 +72,11 @@ class Fleet:
         **more: Any,
     ) -> Tenant:
         made = await self.estate.tenants.create(Tenant(tenant, pool, self.clock.now(), price=price, **more))
+        database = await self.estate.pools.get(pool)
+        await database.begin_book(tenant)
         if granted:
             given = accounting.grant("first", tenant, granted, self.clock.now())
-            await (await self.estate.pools.get(pool)).grant(given, accounting.posting_of(given))
+            await database.grant(given, accounting.posting_of(given))
         return made
 
     async def worker(self, worker: WorkerId = WORKER, *kinds: str, slots: int = 10) -> WorkerId:

@@ -139,12 +139,14 @@ class Town:
         await self._open_hub(0)
         if self.central.is_shared:
             await self._open_hub(1)
-        for place, (tenant, price) in enumerate(zip(self.tenants, PRICES, strict=True)):
+        for place, (tenant_id, price) in enumerate(zip(self.tenants, PRICES, strict=True)):
             pool = list(self._pools)[place % len(self._pools)]
-            await self.hubs[0].estate.tenants.create(Tenant(tenant, pool, self.clock.now(), price=price))
+            await self.hubs[0].estate.tenants.create(Tenant(tenant_id, pool, self.clock.now(), price=price))
         for name, url in self._pools.items():
             self._books[name] = open_tenant_database(url)
             await self._books[name].open()
+        for tenant in await self.hubs[0].estate.tenants.everybody():
+            await self._books[tenant.pool].begin_book(tenant.tenant_id)
 
     async def end(self) -> None:
         for hub in self.hubs:

@@ -10,7 +10,8 @@ import pytest
 from tests.tenancy._estate import ACME, Fleet, one_fleet
 
 from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Phase, Write
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import Account, HoldId
 from comfyfleet.policy import accounting
 from comfyfleet.policy.reconciling import FindingKind
@@ -176,3 +177,40 @@ async def test_an_end_that_the_tenants_database_has_never_heard_of_is_told_and_l
     await fleet.relay.look(at_once=True)
     assert await found(fleet) == [FindingKind.AHEAD]
     assert [each.job_id for each in await fleet.central.unsettled(10)] == [stray]
+
+
+async def test_a_hub_whose_pool_has_another_address_ends_no_job_and_takes_none(
+    fleet: Fleet, clock: ManualClock, tmp_path: Path
+) -> None:
+    """An empty database knows of nothing. To believe it would be to end everything that is open."""
+    job_id = await fleet.submit()
+    wrong = {"first": f"sqlite:///{tmp_path}/wrong.db"}
+    async with Fleet(fleet.central, clock, wrong, seed=1) as other:
+        assert await found(other) == []
+        assert (await loaded(fleet, job_id)).phase is Phase.QUEUED
+        await other.worker()
+        assert await other.poll() is None
+        with pytest.raises(Refusal) as refused:
+            await other.submit()
+        assert refused.value.code is RefusalCode.UNAVAILABLE
+        assert (await loaded(fleet, job_id)).phase is Phase.QUEUED
+    await clock.advance(5.0)
+    await fleet.complete(await fleet.take())
+    assert await fleet.account() == Account(ACME, 90)
+
+
+async def test_ends_that_wait_are_read_once_however_many_tenants_there_are(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        await fleet.tenant(TenantId(f"quiet-{number}"))
+    reads: list[int] = []
+    unsettled = fleet.central.unsettled
+
+    async def counted(limit: int, after: JobId | None = None) -> list[Dispatch]:
+        reads.append(limit)
+        return await unsettled(limit, after)
+
+    monkeypatch.setattr(fleet.central, "unsettled", counted)
+    assert await found(fleet) == []
+    assert len(reads) == 1

@@ -59,6 +59,12 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         assert len(await teller.database.outbox(is_sent=False, after=None, limit=10)) == 1
         assert (await teller.database.open_round(teller.opening(40))).outcome is DONE
 
+    async def test_a_book_that_was_begun_is_known_from_one_that_was_not(self, teller: Teller) -> None:
+        await teller.database.begin_book(BORG)
+        assert await teller.database.has_book(BORG) and not await teller.database.has_book(ACME)
+        await teller.database.close_book(BORG, 1)
+        assert await teller.database.has_book(BORG)
+
     async def test_a_job_that_costs_nothing_needs_no_account(self, teller: Teller) -> None:
         await teller.submit(0)
         assert await teller.database.account(ACME) == Account(ACME)

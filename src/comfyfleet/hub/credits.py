@@ -49,18 +49,18 @@ class CreditHandlers:
 
     async def balance(self, call: Call[None]) -> Reply:
         tenant = await self._seen(call)
-        return Reply(200, await self._balance(tenant, await self._pools.get(tenant.pool)))
+        return Reply(200, await self._balance(tenant, await self._pools.of(tenant)))
 
     async def statement(self, call: Call[wire.StatementQuery]) -> Reply:
         tenant, asked = await self._seen(call), call.given
-        database = await self._pools.get(tenant.pool)
+        database = await self._pools.of(tenant)
         found = await database.statement(tenant.tenant_id, after=asked.after, limit=asked.limit)
         cursor = str(found[-1].number) if len(found) == asked.limit else None
         return Reply(200, wire.StatementView(tuple(map(wire.entry, found)), cursor))
 
     async def list_grants(self, call: Call[bodies.PageQuery]) -> Reply:
         tenant, asked = await self._seen(call), call.given
-        database = await self._pools.get(tenant.pool)
+        database = await self._pools.of(tenant)
         found = await database.grants(tenant.tenant_id, after=asked.cursor or "", limit=asked.limit)
         cursor = found[-1].grant_id if len(found) == asked.limit else None
         return Reply(200, wire.GrantList(tuple(map(wire.grant, found)), cursor))
@@ -73,7 +73,7 @@ class CreditHandlers:
         tenant = await self._tenants.get(dispatch.tenant)
         rounds = []
         if tenant is not None:
-            database = await self._pools.get(tenant.pool)
+            database = await self._pools.of(tenant)
             rounds = await database.receipts(tenant.tenant_id, job_id, limit=_MAX_ROUNDS)
         return Reply(200, wire.receipt(job_id, dispatch.tenant, rounds))
 
@@ -145,7 +145,7 @@ class CreditHandlers:
     async def _open(self, call: Call[Any]) -> tuple[Tenant, TenantDatabase]:
         tenant = await self._seen(call)
         policy.check_open(tenant)
-        return tenant, await self._pools.get(tenant.pool)
+        return tenant, await self._pools.of(tenant)
 
     async def _balance(self, tenant: Tenant, database: TenantDatabase) -> wire.BalanceView:
         return wire.balance(await database.account(tenant.tenant_id))

@@ -73,7 +73,7 @@ class TermsGate:
         async with room.counting:
             if room.most != most or self._now() >= room.good_until or (room.left <= 0 and self._is_shared):
                 await room.idle.wait()
-                database = await self._pools.get(tenant.pool)
+                database = await self._pools.of(tenant)
                 free = most - await database.count_open(tenant.tenant_id, most)
                 room.left = max(1, free // _SHARE) if self._is_shared and free > 0 else free
                 room.most, room.good_until = most, self._now() + _GOOD_FOR_S

@@ -78,7 +78,7 @@ class UsageHandlers:
 
     async def export(self, call: Call[wire.ExportQuery]) -> StreamingResponse:
         tenant = await seen(self._homes.tenants, call)
-        database = await self._homes.pools.get(tenant.pool)
+        database = await self._homes.pools.of(tenant)
         shows_cost = call.caller.scope is None
         # The first page before the answer begins: a database that is away is told as such.
         pages = _pages(database, tenant.tenant_id, call.given, shows_cost=shows_cost)

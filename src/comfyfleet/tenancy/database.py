@@ -228,6 +228,9 @@ class TenantDatabase(Records, Protocol):
     async def open_book(self, tenant: TenantId, fence: int) -> bool:
         """Its account is the sum of its postings. False: it is not closed by this fence (any more)."""
 
+    async def has_book(self, tenant: TenantId) -> bool:
+        """Open, closed or empty: whether it was ever set up here. Who lives in this database has one."""
+
     async def fence_of(self, tenant: TenantId) -> int | None: ...
     async def rows_of(self, tenant: TenantId, part: str, *, after: Row | None, limit: int) -> list[Row]:
         """Those of one of `PARTS` behind a row, in the order of their keys, to be taken in elsewhere as they are."""

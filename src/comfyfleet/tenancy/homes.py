@@ -26,7 +26,7 @@ class Homes:
     async def of(self, tenant_id: TenantId) -> Home | None:
         """None: it was not set up, and lives in the central store. Raises `Fault` while its database is away."""
         tenant = await self.tenants.get(tenant_id)
-        return None if tenant is None else Home(tenant, await self.pools.get(tenant.pool))
+        return None if tenant is None else Home(tenant, await self.pools.of(tenant))
 
     async def everyone(self) -> dict[str, list[Tenant]]:
         """The tenants of each pool that has any."""

@@ -125,7 +125,7 @@ class Leaver:
                 for job in page:
                     await self._cancel(job.job_id)
                 after = page[-1].job_id
-        database = await self._homes.pools.get(tenant.pool)
+        database = await self._homes.pools.of(tenant)
         # Open there, and perhaps not in the queue yet: the relay brings it there, and it is found by the next look.
         if await database.listing(tenant=tenant_id, phase=Phase.QUEUED, limit=1, after=None):
             found = True

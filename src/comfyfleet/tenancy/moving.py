@@ -34,7 +34,7 @@ class Mover:
         """To where it says that it is going. Raises `Fault` where it has to be begun anew."""
         assert tenant.moving_to is not None, "whoever moves goes somewhere"
         tenant_id = tenant.tenant_id
-        source, target = await self._pools.get(tenant.pool), await self._pools.get(tenant.moving_to)
+        source, target = await self._pools.of(tenant), await self._pools.get(tenant.moving_to)
         # So that callers hear of it from their hubs, and not from a book that is closed.
         await self._sleep(REMEMBER_S)
         await claim.keep()

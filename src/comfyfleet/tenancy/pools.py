@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
+from comfyfleet.model.tenant import Tenant
 from comfyfleet.ports import Cabinet, Clock
 from comfyfleet.tenancy.database import BookClosed, TenantDatabase
 
@@ -40,6 +41,8 @@ class Pools:
         self._opening: dict[str, asyncio.Task[TenantDatabase]] = {}
         self._asked: dict[str, None] = {}
         self._away: dict[str, tuple[ComfyFleetError, float]] = {}
+        self._books: set[tuple[str, TenantId]] = set()
+        """That were seen: a book that was begun stays."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,6 +76,20 @@ class Pools:
             self._check_there(name)
             opening = self._opening[name] = asyncio.create_task(self._open(name), name=f"pool {name}")
         return await asyncio.shield(opening)
+
+    async def of(self, tenant: Tenant) -> TenantDatabase:
+        """The one it lives in. Raises `Fault` while that cannot be reached, and where it is another one: to that all
+        jobs of the tenant are unknown, and unknown jobs are ended."""
+        database = await self.get(tenant.pool)
+        if (tenant.pool, tenant.tenant_id) not in self._books:
+            if not await database.has_book(tenant.tenant_id):
+                raise Fault(
+                    f"the database of pool {tenant.pool!r} does not know tenant {tenant.tenant_id!r}, who lives there: "
+                    "see whether its address in [pools] is the one that the other hubs have, and whether it was set "
+                    "back to an older state"
+                )
+            self._books.add((tenant.pool, tenant.tenant_id))
+        return database
 
     async def opened(self) -> list[tuple[str, TenantDatabase]]:
         """Of those that somebody needed, all that can be reached now."""

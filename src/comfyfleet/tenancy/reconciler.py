@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase
 from comfyfleet.model.errors import Fault, Refusal
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy.accounting import problems
@@ -29,6 +29,7 @@ LOOK_AGAIN_S = 2.0
 OLD_HOLD_S = 30 * 24 * 3600.0
 _PAGE = 200
 _OPEN = (Phase.QUEUED, Phase.LEASED)
+_STAYING = (TenantState.ACTIVE, TenantState.SUSPENDED)
 
 
 class Reconciler:
@@ -75,17 +76,27 @@ class Reconciler:
     # looking
 
     async def _look(self) -> AsyncIterator[Finding]:
+        staying: dict[TenantId, Tenant] = {}
         for pool, tenants in (await self._store.homes.everyone()).items():
+            here = {each.tenant_id: each for each in tenants if each.state in _STAYING}
+            staying |= here
             try:
                 database = await self._store.homes.pools.get(pool)
                 async for finding in self._rounds(database, {each.tenant_id for each in tenants}):
                     yield finding
-                for tenant in tenants:
-                    if tenant.state in (TenantState.ACTIVE, TenantState.SUSPENDED):
-                        async for finding in self._dispatches(tenant, database):
-                            yield finding
             except Fault as fault:
                 _LOG.warning("the pool %s is not compared with the store: %s", pool, fault)
+                continue
+            for tenant in here.values():
+                async for page in self._open(tenant):
+                    for finding in await self._compared(tenant, page):
+                        yield finding
+        # Once for all of them: an end that cannot be settled now is not to be read again for each tenant.
+        async for page in self._unconfirmed():
+            for tenant_id in dict.fromkeys(each.tenant for each in page if each.tenant in staying):
+                its = [each for each in page if each.tenant == tenant_id]
+                for finding in await self._compared(staying[tenant_id], its):
+                    yield finding
 
     async def _rounds(self, database: TenantDatabase, tenants: set[str]) -> AsyncIterator[Finding]:
         after: HoldId | None = None
@@ -108,28 +119,38 @@ class Reconciler:
                 return
             after = page[-1].hold_id
 
-    async def _dispatches(self, tenant: Tenant, database: TenantDatabase) -> AsyncIterator[Finding]:
-        async for page in self._apart(tenant):
-            phases = await database.phases([hold_of(each) for each in page])
-            for dispatch in page:
-                hold_id = hold_of(dispatch)
-                ended = phases.get(hold_id)
-                kind = judge_dispatch(dispatch, hold_id in phases, ended)
-                if kind is not None:
-                    said = f"it is {ended.value}" if ended is not None else "there is no such round"
-                    yield Finding(
+    async def _compared(self, tenant: Tenant, dispatches: Sequence[Dispatch]) -> list[Finding]:
+        if not dispatches:
+            return []
+        try:
+            database = await self._store.homes.pools.of(tenant)
+            phases = await database.phases([hold_of(each) for each in dispatches])
+        except Fault as fault:
+            if not self._store.homes.pools.is_away(tenant.pool):
+                _LOG.warning("jobs of tenant %s are not compared: %s", tenant.tenant_id, fault)
+            return []
+        found = []
+        for dispatch in dispatches:
+            hold_id = hold_of(dispatch)
+            ended = phases.get(hold_id)
+            kind = judge_dispatch(dispatch, hold_id in phases, ended)
+            if kind is not None:
+                said = f"it is {ended.value}" if ended is not None else "there is no such round"
+                found.append(
+                    Finding(
                         kind,
                         tenant.tenant_id,
                         f"{hold_id} is {dispatch.phase.value} in the store, and its tenant's database says that {said}",
                         hold_id,
                     )
+                )
+        return found
 
-    async def _apart(self, tenant: Tenant) -> AsyncIterator[Sequence[Dispatch]]:
-        """Its dispatches that are open, and those that were not confirmed."""
+    async def _open(self, tenant: Tenant) -> AsyncIterator[Sequence[Dispatch]]:
+        """Its dispatches that are open and apart."""
         central = self._store.central
-        after: JobId | None = None
         for phase in _OPEN:
-            after = None
+            after: JobId | None = None
             while True:
                 stubs = await central.records.listing(
                     tenant=tenant.tenant_id, phase=phase, limit=_PAGE, after=after
@@ -138,9 +159,12 @@ class Reconciler:
                 if len(stubs) < _PAGE:
                     break
                 after = stubs[-1].job_id
-        after = None
-        while page := await central.unsettled(_PAGE, after):
-            yield [each for each in page if each.tenant == tenant.tenant_id]
+
+    async def _unconfirmed(self) -> AsyncIterator[Sequence[Dispatch]]:
+        """Everybody's that have ended and were not marked."""
+        after: JobId | None = None
+        while page := await self._store.central.unsettled(_PAGE, after):
+            yield page
             after = page[-1].job_id
 
     async def _books(self) -> AsyncIterator[Finding]:
@@ -164,10 +188,10 @@ class Reconciler:
         hold_id, store = finding.hold_id, self._store
         if hold_id is None or not finding.kind.mends_itself:
             return
-        home = await store.homes.of(finding.tenant)
-        if home is None:
-            return
         try:
+            home = await store.homes.of(finding.tenant)
+            if home is None:
+                return
             if finding.kind is FindingKind.UNSENT:
                 await home.database.send_again(hold_id)
                 store.left_behind()

@@ -110,6 +110,10 @@ def open_book(tenant: TenantId, fence: int) -> Work[bool]:
     return (yield from row(_OPEN, tenant=tenant, fence=fence)) is not None
 
 
+def has_book(tenant: TenantId) -> Work[bool]:
+    return (yield from row("SELECT 1 FROM @accounts WHERE tenant = :tenant", tenant=tenant)) is not None
+
+
 def fence_of(tenant: TenantId) -> Work[int | None]:
     found = yield from row("SELECT fence FROM @accounts WHERE tenant = :tenant", tenant=tenant)
     return None if found is None else found[0]

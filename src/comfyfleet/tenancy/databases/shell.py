@@ -187,6 +187,9 @@ class SqlTenantDatabase:
     async def open_book(self, tenant: TenantId, fence: int) -> bool:
         return await self._carrier.transact(lambda: leaving.open_book(tenant, fence))
 
+    async def has_book(self, tenant: TenantId) -> bool:
+        return await self._carrier.read(lambda: leaving.has_book(tenant))
+
     async def fence_of(self, tenant: TenantId) -> int | None:
         return await self._carrier.read(lambda: leaving.fence_of(tenant))
 
