@@ -21,6 +21,8 @@ from comfyfleet.hub.delivering import Delivering
 from comfyfleet.hub.pending import Pending
 from comfyfleet.hub.sending import Sender
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.fact import Fact
+from comfyfleet.model.ids import JobId
 from comfyfleet.model.webhook import Delivery
 from comfyfleet.ports import Cabinet, Document
 from comfyfleet.tenancy.deliveries import Deliveries
@@ -46,6 +48,28 @@ async def test_what_was_not_heard_is_found(rig: HubRig, receiver: Receiver) -> N
     rig.hub._delivering._leave_bus()
     await complete(rig, await lease(rig))
     await settled(rig, job_id, "delivered")
+
+
+async def test_a_job_whose_tenants_database_is_away_keeps_no_others_from_being_told(
+    rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comfyfleet.hub.delivering._AT_A_TIME", 1)
+    rig.hub._delivering._leave_bus()
+    first, second = [await rig.submit(webhook=receiver.url) for _ in range(2)]
+    store, is_away = rig.engine.store, True
+    facts = store.facts
+
+    async def facts_if_there(job_id: JobId, after: int = 0) -> list[Fact]:
+        if is_away and job_id == first:
+            raise Fault("the database is away")
+        return await facts(job_id, after)
+
+    monkeypatch.setattr(store, "facts", facts_if_there)
+    for number in range(2):
+        await complete(rig, await lease(rig, poll_id=f"poll-{number}"))
+    await settled(rig, second, "delivered")
+    is_away = False
+    await settled(rig, first, "delivered")
 
 
 async def test_a_note_whose_job_never_came_is_forgotten(rig: HubRig) -> None:

@@ -20,9 +20,11 @@ from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.hub.streams import Watcher
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import FailureReport, Release
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import News, NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
+from comfyfleet.model.job import Job
 from comfyfleet.policy.rules import Rules
 
 RECORD = {
@@ -442,6 +444,37 @@ async def test_a_tenants_key_hears_of_its_own_jobs_alone(rig: HubRig) -> None:
         mine = await rig.submit(role=Role.TENANT)
         seen = await stream.until("queued")
         assert seen.data["job_id"] == mine and len(stream.seen) == 2
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_tenants_database_that_is_away_holds_up_nobodys_events(
+    rig: HubRig, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    monkeypatch.setattr("comfyfleet.hub.events._LABEL_S", 0.05)
+    away = await rig.submit(metadata={"user": "41"}, role=Role.TENANT)
+    get, never = rig.engine.store.records.get, asyncio.Event()
+
+    async def get_if_there(job_id: JobId) -> Job | None:
+        if job_id != away:
+            return await get(job_id)
+        if answers:
+            raise Fault("the database is away")
+        await never.wait()
+        raise AssertionError("nobody waits for so long")
+
+    async with watching(rig, "/api/events") as stream:
+        await stream.until("resync")
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.engine.store.records, "get", get_if_there)
+            await rig.engine.pause(JobId(away))
+            told = (await stream.until("paused")).data
+            assert (told["job_id"], told["tenant"], told.get("metadata")) == (away, "acme", None)
+            await rig.submit(metadata={"user": "42"})
+            assert (await stream.until("queued")).data["metadata"] == {"user": "42"}
+        await rig.engine.resume(JobId(away))
+        assert (await stream.until("resumed")).data["metadata"] == {"user": "41"}, (
+            "and is heard of when it is back"
+        )
 
 
 async def test_whoever_cannot_follow_the_fleet_is_told_to_read_again() -> None:

@@ -18,7 +18,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.outgoing import Bounds, Outgoing
 from comfyfleet.hub.pending import Pending
 from comfyfleet.hub.sending import Sender
-from comfyfleet.model.errors import ComfyFleetError
+from comfyfleet.model.errors import ComfyFleetError, Fault
 from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
@@ -176,7 +176,7 @@ class Delivering:
         while True:
             announced, after = self._announced, self._notes_after
             found, self._notes_after = await self._book.notes(after, _NOTES)
-            await _some_at_a_time(self._enter, found)
+            await _some_at_a_time(self._enter_if_there, found)
             if not after and announced == self._announced:
                 self._is_needed = bool(found)
             if not is_whole or not self._notes_after:
@@ -185,7 +185,14 @@ class Delivering:
     async def _look_at(self, job_id: JobId, round_: int) -> None:
         noted = await self._book.noted(job_id, round_)
         if noted is not None:
+            await self._enter_if_there(noted)
+
+    async def _enter_if_there(self, noted: Noted) -> None:
+        try:
             await self._enter(noted)
+        except Fault as fault:
+            # Its tenant's database is away: its note is found again, and others' are not kept waiting.
+            _LOG.info("what job %s has told is entered later: %s", noted.job_id, fault)
 
     async def _enter(self, noted: Noted) -> None:
         """What the round has told since the last look. Two hubs may do so at once."""

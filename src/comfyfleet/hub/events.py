@@ -13,6 +13,7 @@ from typing import Any
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.feeds import Entry, Feed
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, FleetEvent, NewsKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.wire.progress import FINAL, EventsQuery, FleetBody, fleet_body
@@ -22,6 +23,8 @@ _LOG = logging.getLogger(__name__)
 _KEEP = 1_000
 _MAX_HEARD = 10_000
 _MAX_LABELS = 10_000
+_LABEL_S = 1.0
+"""So long an event waits for the metadata of its job, and with it those behind it."""
 
 _Label = tuple[TenantId | None, dict[str, Any] | None]
 
@@ -113,7 +116,14 @@ class FleetFeed(Feed):
     async def _label(self, job_id: JobId) -> _Label:
         known = self._labels.get(job_id)
         if known is None:
-            record = await self._engine.store.records.get(job_id)
+            store = self._engine.store
+            try:
+                async with asyncio.timeout(_LABEL_S):
+                    record = await store.records.get(job_id)
+            except (Fault, TimeoutError):
+                # Its tenant's database is away. Whose it is the store knows, and others' events do not wait for it.
+                dispatch = await store.load(job_id)
+                return None if dispatch is None else dispatch.tenant, None
             known = (None, None) if record is None else (record.tenant, record.payload.metadata)
             if len(self._labels) >= _MAX_LABELS:
                 del self._labels[next(iter(self._labels))]
