@@ -104,6 +104,8 @@ async def a_lease(api: HttpWorkerApi, poll: str = "1") -> LeasedJob:
     await api.register(RegisterWorker(WorkerId("gpu"), OFFERS))
     job = await api.poll(Poll(WorkerId("gpu"), PollId(poll), 5))
     assert job is not None
+    # Taken up: a large file on a busy machine may take longer than a lease that nobody has heard of lasts.
+    await api.heartbeat(WorkerId("gpu"), [job.ref])
     return job
 
 
