@@ -42,6 +42,45 @@ def test_a_tenant_is_set_up_listed_shown_and_changed(run: Run) -> None:
     assert run("tenant", "resume", "acme", "--json").json["state"] == "active"
 
 
+def test_a_bound_that_is_changed_leaves_the_others_and_the_region_as_they_are(run: Run) -> None:
+    run("tenant", "create", "bound", "--max-running", "3", "--region", "eu", "--deny-model", "flux*")
+    ended = run("tenant", "set", "bound", "--max-nodes", "50", "--compliance", "gdpr")
+    assert ended.output == "bound: max_nodes, compliance changed\n", ended.errors
+    shown = run("tenant", "show", "bound", "--json").json
+    assert (shown["caps"]["max_running"], shown["caps"]["max_nodes"]) == (3, 50)
+    assert shown["location"] == {"region": "eu", "compliance": ["gdpr"]}
+    assert shown["denied_models"] == ["flux*"]
+
+
+def test_terms_are_taken_away_one_by_one(run: Run) -> None:
+    run(
+        "tenant",
+        "create",
+        "freed",
+        "--max-running",
+        "3",
+        "--max-nodes",
+        "9",
+        "--region",
+        "eu",
+        "--model",
+        "x",
+    )
+    clear = ("--clear", "max-running", "--clear", "model", "--clear", "region")
+    assert run("tenant", "set", "freed", *clear).code == 0
+    shown = run("tenant", "show", "freed", "--json").json
+    assert (shown["caps"]["max_running"], shown["caps"]["max_nodes"]) == (None, 9)
+    assert (shown["models"], shown["location"]["region"]) == (None, None)
+    assert run("tenant", "set", "freed", "--clear", "price").code == 2
+
+
+def test_a_price_is_shown_in_json_as_it_may_be_given_again(run: Run) -> None:
+    run("tenant", "create", "again", "--price", "output:2:8")
+    price = run("tenant", "show", "again", "--json").json["price"]
+    assert price["by"] == "output"
+    assert run("tenant", "set", "again", "--price", json.dumps(price)).code == 0
+
+
 @pytest.mark.parametrize("price", ["flat", "flat:x", "flat:-1", "rent:5", '{"by": "flat"}', "{", "output:1"])
 def test_a_price_that_is_none_is_told_with_what_to_write(run: Run, price: str) -> None:
     ended = run("tenant", "create", "nobody", "--price", price)

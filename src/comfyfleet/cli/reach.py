@@ -124,7 +124,9 @@ def print_json(value: Any) -> None:
 def plain(value: Any) -> Any:
     """As builtins, with every field that the wire would leave out."""
     if isinstance(value, msgspec.Struct):
-        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
+        tag = value.__struct_config__
+        kind = {} if tag.tag_field is None else {tag.tag_field: tag.tag}
+        return kind | {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
     if isinstance(value, dict):

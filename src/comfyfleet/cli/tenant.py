@@ -2,99 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
-from comfyfleet.cli.prices import NO_PRICE, PriceType
+from comfyfleet.cli.terms import CLEARED, given, term_options
 
 if TYPE_CHECKING:
     from comfyfleet.client.fleet import FleetClient
     from comfyfleet.wire.tenants import TenantView
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_CAPS = (
-    "max_waiting",
-    "max_running",
-    "submits_per_minute",
-    "max_priority",
-    "max_nodes",
-    "max_steps",
-    "max_pixels",
-    "max_batch",
-)
 _LOOK_S = 0.3
-_LISTS = ("node_classes", "denied_node_classes", "models", "denied_models")
-
-
-def _terms(command: F) -> F:
-    """The options that say on what terms; each that is not given is None or empty."""
-    options: list[Callable[[Any], Any]] = [
-        click.option("--name", "label", default=None, metavar="TEXT", help="What it is called."),
-        click.option(
-            "--price",
-            type=PriceType(),
-            metavar="PRICE",
-            help="flat:5, output:2:8, none, or JSON.",
-        ),
-        click.option(
-            "--weight",
-            type=click.FloatRange(0, 1_000_000, min_open=True),
-            help="Its share beside others'; 1 unless given.",
-        ),
-        click.option(
-            "--tier", type=click.IntRange(-1000, 1000), help="Added to the priority of each of its jobs."
-        ),
-        click.option(
-            "--isolation",
-            type=click.Choice(["strict", "loose", "none"]),
-            help="The least that its jobs ask for.",
-        ),
-        click.option("--region", metavar="NAME", help="Where its jobs must run."),
-        click.option(
-            "--compliance", multiple=True, metavar="NAME", help="What its workers must keep to. Repeatable."
-        ),
-        click.option(
-            "--allow-direct/--no-allow-direct",
-            "allows_direct",
-            default=None,
-            help="Whether workers directly on the store may read its payloads.",
-        ),
-        click.option(
-            "--node-class", "node_classes", multiple=True, help="The only ones it may use. Repeatable."
-        ),
-        click.option("--deny-node-class", "denied_node_classes", multiple=True, help="Repeatable."),
-        click.option("--model", "models", multiple=True, help="The only ones it may use. Repeatable."),
-        click.option("--deny-model", "denied_models", multiple=True, help="Repeatable."),
-        *(
-            click.option(f"--{cap.replace('_', '-')}", cap, type=int, metavar="N", help="A bound of its own.")
-            for cap in _CAPS
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """What was said of it, taken out of the flags."""
-    label, price, region = flags.pop("label"), flags.pop("price"), flags.pop("region")
-    compliance = flags.pop("compliance")
-    terms: dict[str, Any] = {"name": label}
-    terms |= {name: flags.pop(name) for name in ("weight", "tier", "isolation", "allows_direct")}
-    terms |= {name: flags.pop(name) or None for name in _LISTS}
-    caps = {name: value for name in _CAPS if (value := flags.pop(name)) is not None}
-    found = {name: value for name, value in terms.items() if value is not None}
-    if price is not None:
-        found["price"] = None if price == NO_PRICE else price
-    if region is not None or compliance:
-        found["location"] = {"region": region, "compliance": compliance}
-    if caps:
-        found["caps"] = caps
-    return found
 
 
 @click.group("tenant")
@@ -105,14 +24,14 @@ def command() -> None:
 @command.command("create")
 @click.argument("tenant_id")
 @click.option("--pool", "into", metavar="NAME", help="Where its data shall lie; default unless given.")
-@_terms
+@term_options
 @as_json
 @settings(*TO_REACH)
 def create(tenant_id: str, into: str | None, as_json: bool, **flags: Any) -> None:
     """Set up a tenant whose jobs, files and credits lie in a pool."""
     from comfyfleet.cli.reach import ask, print_json
 
-    terms = _given(flags) | ({} if into is None else {"pool": into})
+    terms = given(flags) | ({} if into is None else {"pool": into})
     made = ask(flags, lambda client: client.create_tenant(tenant_id, **terms))
     if as_json:
         print_json(made)
@@ -156,6 +75,7 @@ async def every_tenant(client: FleetClient) -> list[TenantView]:
 @settings(*TO_REACH)
 def show(tenant_id: str, as_json: bool, **flags: Any) -> None:
     """A tenant's terms, and what it has."""
+    from comfyfleet.cli.credits import when
     from comfyfleet.cli.prices import price_text
     from comfyfleet.cli.reach import ask, plain, print_json, print_pairs
     from comfyfleet.wire.credits import BalanceView
@@ -167,7 +87,7 @@ def show(tenant_id: str, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json({**plain(tenant), "credits": plain(balance)})
         return
-    told = _said({**plain(tenant), "price": None})
+    told = _said({**plain(tenant), "price": None, "created_at": when(tenant.created_at)})
     told |= {
         "price": price_text(tenant.price),
         "credits": f"{balance.available} available, {balance.held} held",
@@ -188,21 +108,46 @@ def _said(fields: dict[str, Any]) -> dict[str, Any]:
 
 @command.command("set")
 @click.argument("tenant_id")
-@_terms
+@term_options
+@click.option(
+    "--clear",
+    "cleared",
+    multiple=True,
+    type=click.Choice(list(CLEARED)),
+    metavar="OPTION",
+    help="Take away what was said with this option, such as max-running or deny-model. Repeatable.",
+)
 @as_json
 @settings(*TO_REACH)
-def set_(tenant_id: str, as_json: bool, **flags: Any) -> None:
-    """Change a tenant's terms. What is not given stays; lists and bounds are given whole."""
-    from comfyfleet.cli.reach import ask, print_json
+def set_(tenant_id: str, cleared: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Change a tenant's terms. What is not given stays; a list is given whole."""
+    from comfyfleet.cli.reach import ask, plain, print_json
 
-    terms = _given(flags)
-    if not terms:
+    terms = given(flags)
+    if not terms and not cleared:
         raise click.UsageError("say what to change, such as --price flat:5")
-    changed = ask(flags, lambda client: client.change_tenant(tenant_id, **terms))
+    parts: dict[str, dict[str, Any]] = {
+        whole: terms.pop(whole) for whole in ("caps", "location") if whole in terms
+    }
+    for option in cleared:
+        term, part, nothing = CLEARED[option]
+        if part is None:
+            terms[term] = nothing
+        else:
+            parts.setdefault(term, {})[part] = nothing
+
+    async def change(client: FleetClient) -> TenantView:
+        # A hub takes bounds and places whole: a part that is not sent is gone, such as the region of its jobs.
+        before = plain(await client.tenant(tenant_id)) if parts else {}
+        wholes = {whole: before[whole] | said for whole, said in parts.items()}
+        return await client.change_tenant(tenant_id, **terms, **wholes)
+
+    changed = ask(flags, change)
     if as_json:
         print_json(changed)
     else:
-        click.echo(f"{changed.id}: {', '.join(terms)} changed")
+        names = [*terms, *(name for said in parts.values() for name in said)]
+        click.echo(f"{changed.id}: {', '.join(names)} changed")
 
 
 def _stating(name: str, text: str, method: str) -> None:
