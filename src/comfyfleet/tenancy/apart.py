@@ -53,7 +53,7 @@ _LOOK_S = 2.0
 """So long a lease waits for its tenant's database, and with it others' leases of the same round."""
 _HOLD_S = 3.0
 """So long nothing is leased of a tenant of whom something had to be given back."""
-_MAX_JOINED = 100_000
+_MAX_JOINED = 10_000
 _TRIES = 10
 
 
