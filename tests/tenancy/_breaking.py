@@ -33,6 +33,9 @@ _STEPS = _WRITES | _APART
 _PARTS = ("records", "cabinet")
 
 
+_LOOKS = 30
+
+
 class Crash(BaseException):
     """The process ends here."""
 
@@ -139,6 +142,21 @@ class Turns:
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
 
+    async def _arrived(
+        self, who: int, tasks: list[asyncio.Task[Any]]
+    ) -> tuple[int, asyncio.Future[None]] | None:
+        """A call of this one; of another only if this one is over, or does not come: it may wait for the other."""
+        for look in range(_LOOKS):
+            for _ in range(30):
+                await asyncio.sleep(0)
+            chosen = next((each for each in self._waiting if each[0] == who), None)
+            if chosen is not None:
+                return chosen
+            if tasks[who].done() and (self._waiting or look):
+                break
+            await asyncio.sleep(0.001)
+        return self._waiting[0] if self._waiting else None
+
     async def play(self, works: Sequence[Coroutine[Any, Any, Any]]) -> list[BaseException | None]:
         """What each ended with."""
         loop = asyncio.get_running_loop()
@@ -148,14 +166,10 @@ class Turns:
             tasks.append(loop.create_task(work))
         upcoming = iter(self._order)
         while not all(each.done() for each in tasks):
-            for _ in range(30):
-                await asyncio.sleep(0)
-            if not self._waiting:
-                # Somebody waits for something else than a call.
-                await asyncio.sleep(0.001)
-                continue
             who = next(upcoming, 0) % len(works)
-            chosen = next((each for each in self._waiting if each[0] == who), self._waiting[0])
+            chosen = await self._arrived(who, tasks)
+            if chosen is None:
+                continue
             self._waiting.remove(chosen)
             self._ended = loop.create_future()
             chosen[1].set_result(None)

@@ -43,8 +43,8 @@ from comfyfleet.tenancy import reconciler
 PAIRS = {
     "memory+sqlite": 40,
     "sqlite+sqlite": 30,
-    "sqlite+postgresql": 10,
-    "redis+postgresql": 12,
+    "sqlite+postgresql": 8,
+    "redis+postgresql": 8,
     "postgresql+postgresql": 6,
 }
 
