@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 from tests.hub._hub import TENANT, Answer, HubRig, hub_in_process, submission
+from tests.tenancy._databases import tenant_schema
 from tests.tenancy.test_moving import everything
 
 from comfyfleet.contract.teller import Teller
@@ -265,6 +266,19 @@ async def test_a_job_costs_what_its_price_says_and_one_too_many_is_refused(rig: 
     assert (round_["outcome"], round_["consumed"], round_["worker_id"]) == ("consumed", 5, "gpu")
     kinds = [each["kind"] for each in (await rig.get(f"{ACME}/statement", role=Role.TENANT)).body["entries"]]
     assert kinds == ["grant", "reserve", "consume"]
+
+
+async def test_no_name_that_a_caller_chooses_keeps_its_job_from_being_settled(
+    request: pytest.FixtureRequest,
+) -> None:
+    """PostgreSQL keeps no NUL in a text."""
+    async with hub_in_process(pools={"default": tenant_schema(request.config)}) as rig:
+        await made(rig, price={"by": "flat", "credits": 5})
+        await rig.post(f"{ACME}/grants", {"amount": 9})
+        job_id = await rig.submit(role=Role.TENANT, service="a\0b")
+        assert (await rig.post(f"/api/jobs/{job_id}/cancel", role=Role.TENANT)).status == 200
+        assert await balance(rig, role=Role.TENANT) == (9, 0, 9, 0)
+        assert await rig.engine.store.unsettled(10) == []
 
 
 # coming and going

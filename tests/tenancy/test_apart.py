@@ -356,3 +356,20 @@ async def test_an_end_that_the_database_did_not_take_in_is_not_marked_as_settled
     await fleet.relay.look(at_once=True)
     assert await fleet.account() == Account(ACME, 100)
     await fleet.check()
+
+
+async def test_a_cancel_stands_whatever_the_tenants_database_says_to_its_settlement(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.tenant(granted=100)
+    apart = await database(fleet)
+
+    async def refuse(ending: Ending) -> Ended:
+        raise Refusal(RefusalCode.INVALID_REQUEST, "this cannot be kept")
+
+    job_id = await fleet.submit()
+    with monkeypatch.context() as patch:
+        patch.setattr(apart, "end_round", refuse, raising=False)
+        await fleet.engine.cancel(job_id)
+    await fleet.relay.look(at_once=True)
+    assert await fleet.account() == Account(ACME, 100)

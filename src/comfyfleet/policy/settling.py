@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from comfyfleet.model.dispatch import Attempt, AttemptOutcome, Dispatch, Phase
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.ledger import Hold, HoldId, Posting, Price, RunEntry, Settlement, Usage
 from comfyfleet.policy import accounting
@@ -71,10 +72,10 @@ def settled(
         hold.hold_id,
         hold.tenant,
         dispatch.workflow_hash,
-        service,
+        _keepable(service),
         dispatch.phase.value,
         at,
-        None if deciding is None else deciding.worker_id,
+        None if deciding is None else WorkerId(_keepable(deciding.worker_id)),
         outputs,
         spent,
         settlement.consumed,
@@ -87,6 +88,11 @@ def settled(
 def _cost(price: Price, usage: Usage, hold: Hold) -> int:
     # Known since the round began, and held. The payload that it was read from may be unreadable by now.
     return accounting.cost(price, usage) if accounting.is_told_by_worker(price) else hold.amount
+
+
+def _keepable(name: str) -> str:
+    """What every database can keep of it: callers and workers choose names, and none may keep a round unsettled."""
+    return name.encode("utf-8", "replace").decode().replace("\0", "\ufffd")
 
 
 def _milliseconds(attempt: Attempt) -> int:

@@ -28,7 +28,7 @@ from comfyfleet.model.dispatch import (
     Write,
     Written,
 )
-from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, TenantId
@@ -322,8 +322,8 @@ class ApartStore:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self.settler.settle(dispatch)
-        except (Fault, TimeoutError) as error:
-            _LOG.warning("job %s is settled when its tenant's database is back: %s", dispatch.job_id, error)
+        except (ComfyFleetError, TimeoutError) as error:
+            _LOG.warning("job %s is settled when its tenant's database takes it: %s", dispatch.job_id, error)
             self.left_behind()
 
     async def _reopen(self, dispatch: Dispatch, write: Write) -> Written | None:
