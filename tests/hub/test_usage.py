@@ -116,6 +116,15 @@ async def test_two_exports_join_without_gap_or_overlap(rig: HubRig, monkeypatch:
     assert (nothing.status, nothing.content) == (200, b"")
 
 
+async def test_a_spreadsheet_carries_out_nothing_that_a_caller_wrote(rig: HubRig) -> None:
+    await take(rig, ACME, "default", '=HYPERLINK("http://x")', 1.0)
+    for format_, told in (("csv", "'=HYPERLINK"), ("jsonl", "=HYPERLINK")):
+        export = await rig.get(f"/api/tenants/acme/export?of=runs&format={format_}")
+        text = export.content.decode()
+        (line,) = csv.DictReader(io.StringIO(text)) if format_ == "csv" else [json.loads(text)]
+        assert line["worker_id"].startswith(told) and line["consumed"] in (5, "5")
+
+
 # the commands
 
 

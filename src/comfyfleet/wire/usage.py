@@ -134,7 +134,13 @@ def written(lines: Iterable[dict[str, Any]], format_: Format) -> bytes:
 
 def _cells(line: dict[str, Any]) -> list[Any]:
     """Each line of the file is one entry, whatever a note holds."""
-    return [" ".join(each.split()) if isinstance(each, str) else each for each in line.values()]
+    return [_cell(each) if isinstance(each, str) else each for each in line.values()]
+
+
+def _cell(text: str) -> str:
+    text = " ".join(text.split())
+    # Callers choose some of these texts, and spreadsheets carry out what looks like a formula.
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text
 
 
 def heading(columns: tuple[str, ...], format_: Format) -> bytes:
