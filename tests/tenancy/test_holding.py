@@ -8,8 +8,12 @@ import pytest
 from tests.tenancy._estate import ACME, BORG, one_fleet
 
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.terms import TenantTerms
+from comfyfleet.policy import tenants as policy
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.tenancy.shares import ShareKeeper
+from comfyfleet.tenancy.tenants import Tenants
 
 
 async def test_a_job_whose_database_is_away_is_given_back_once_and_leased_when_it_is_there(
@@ -41,3 +45,26 @@ async def test_a_job_whose_database_is_away_is_given_back_once_and_leased_when_i
             assert looks == 2
         await clock.advance(3.5)
         assert (await fleet.take()).job_id == theirs
+
+
+async def test_a_moment_never_shortens_what_another_hub_has_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Suspended there, and still remembered as active here."""
+    clock = ManualClock()
+    async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
+        await fleet.tenant(granted=100)
+        await fleet.worker()
+        await fleet.submit()
+        home = await fleet.estate.homes.of(ACME)
+        assert home is not None
+
+        async def suspended_meanwhile(*_: object) -> None:
+            elsewhere = Tenants(fleet.central.cabinet, clock, is_shared=True)
+            there = await elsewhere.change(ACME, policy.suspended)
+            await ShareKeeper(fleet.central.shares).keep(there)
+            raise Fault("the database is away")
+
+        monkeypatch.setattr(home.database, "leasable", suspended_meanwhile)
+        assert await fleet.poll() is None
+        assert await fleet.central.shares.terms() == [TenantTerms(ACME, held_until=float("inf"))]

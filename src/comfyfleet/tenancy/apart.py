@@ -216,7 +216,8 @@ class ApartStore:
     async def _hold(self, tenant_id: TenantId) -> None:
         """For a moment, before one is back in its lane: whoever leases next, here or at another hub, would only find it
         again."""
-        tenant = await self.homes.tenants.get(tenant_id)
+        # As it is now: one that was suspended at another hub a moment ago is held for longer than this.
+        tenant = await self.homes.tenants.newest(tenant_id)
         if tenant is not None and (terms := terms_of(tenant)).held_until is None:
             until = await self.central.now() + _HOLD_S
             terms = msgspec.structs.replace(terms, held_until=until)
