@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from comfyfleet.model.errors import Fault, Refusal
@@ -11,7 +12,7 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.stores.opening import DATA_KEYS, MASTER_KEYS, refuse_if_sealed
-from comfyfleet.stores.sealed.keyring import KEEP_S, Keyring
+from comfyfleet.stores.sealed.keyring import KEEP_S, Keyring, Wrapped
 from comfyfleet.stores.sealed.masters import MasterKeys
 from comfyfleet.stores.sealed.values import CannotOpen, Place, key_id_of, open_value, seal
 
@@ -90,6 +91,23 @@ async def test_an_old_master_key_is_kept_on_the_list_while_something_needs_it() 
         await desk.keyring(MasterKeys({"k2": TWO}, "k2")).open()
 
 
+async def test_a_data_key_that_does_not_open_keeps_no_other_from_being_wrapped_anew(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    desk = Desk()
+    keyring = desk.keyring()
+    for tenant in (ACME, BORG):
+        await keyring.to_seal(tenant)
+    first = (await desk.cabinet.listing(DATA_KEYS))[0]
+    broken = msgspec.json.encode(Wrapped(1.0, "k1", b"x" * 60))
+    await desk.cabinet.put(DATA_KEYS, first.name, broken, version=None)
+    desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
+    assert await desk.keyring().rewrap() == 1
+    assert "'acme' does not open" in caplog.text
+    assert (await desk.keyring().tally()).masters == {"k1": 1, "k2": 1}
+    assert [each.name for each in await desk.cabinet.listing(MASTER_KEYS)] == ["k1", "k2"]
+
+
 async def test_a_key_file_that_cannot_be_read_again_leaves_the_keys_that_are_known(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -164,6 +182,8 @@ async def test_what_was_shredded_opens_nowhere_and_the_tenant_may_begin_anew() -
     tally = await keyring.tally()
     assert (tally.tenants, tally.destroyed) == (2, 1)
     assert await keyring.rewrap() == 0, "what is destroyed is not looked for"
+    await keyring.shred(ACME)
+    assert await keyring.tenants() == [BORG], "nobody makes a key for who is gone"
 
 
 async def test_a_rewrap_never_brings_back_what_was_shredded_meanwhile() -> None:
