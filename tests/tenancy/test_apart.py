@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from comfyfleet.model.ledger import Account, GpuPrice, HoldId, Outcome, OutputPr
 from comfyfleet.model.tenant import TenantState
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database import Ended, Ending, Entered, TenantDatabase
+from comfyfleet.tenancy.database import Ended, Ending, Entered, OutboxEntry, TenantDatabase
 
 
 @pytest.fixture
@@ -373,3 +374,28 @@ async def test_a_cancel_stands_whatever_the_tenants_database_says_to_its_settlem
         await fleet.engine.cancel(job_id)
     await fleet.relay.look(at_once=True)
     assert await fleet.account() == Account(ACME, 100)
+
+
+async def test_a_look_that_fails_leaves_nothing_running_behind_it(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.tenant(granted=100)
+    apart, has_failed, has_ended = await database(fleet), asyncio.Event(), False
+    outbox = apart.outbox
+
+    async def away(*_: object) -> None:
+        has_failed.set()
+        raise Fault("the store is away")
+
+    async def slowly(*, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
+        nonlocal has_ended
+        await has_failed.wait()
+        found = await outbox(is_sent=is_sent, after=after, limit=limit)
+        has_ended = True
+        return found
+
+    monkeypatch.setattr(fleet.central, "unsettled", away)
+    monkeypatch.setattr(apart, "outbox", slowly)
+    with pytest.raises(Fault, match="the store is away"):
+        await fleet.relay.look()
+    assert has_ended

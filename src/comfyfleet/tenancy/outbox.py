@@ -83,7 +83,11 @@ class OutboxRelay:
             await self._store.homes.open()
         # Beside each other: a database that does not answer keeps nobody else's jobs waiting.
         pools = [self._send_of(each, before, at_once) for each in self._store.homes.pools.asked]
-        await asyncio.gather(*pools, self._settle(before, at_once))
+        ends = await asyncio.gather(*pools, self._settle(before, at_once), return_exceptions=True)
+        # Only now: what went on behind a look that failed would be in the way of the next one.
+        for end in ends:
+            if end is not None:
+                raise end
 
     async def _send_of(self, pool: str, before: set[HoldId], at_once: bool) -> None:
         try:
