@@ -84,7 +84,7 @@ def test_a_price_is_shown_in_json_as_it_may_be_given_again(run: Run) -> None:
 @pytest.mark.parametrize("price", ["flat", "flat:x", "flat:-1", "rent:5", '{"by": "flat"}', "{", "output:1"])
 def test_a_price_that_is_none_is_told_with_what_to_write(run: Run, price: str) -> None:
     ended = run("tenant", "create", "nobody", "--price", price)
-    assert ended.code == 2 and "flat:5" in ended.errors
+    assert ended.code == 2 and "flat:5" in ended.errors and "int()" not in ended.errors
     assert "nobody" not in run("tenant", "list").output
 
 
@@ -111,7 +111,16 @@ def test_credits_are_given_confirmed_put_right_and_read(run: Run) -> None:
     behind = run("credits", "statement", "payer", "--after", entries[0]["number"]).output
     assert "+50" in behind and "-30" in behind and "+100" not in behind
     assert "void" in run("credits", "grants", "payer").output
-    assert run("credits", "adjust", "payer", "-200", "--note", "x").code == 3
+    ended = run("credits", "adjust", "payer", "-200", "--note", "x")
+    assert ended.code == 3 and "Take 120 at most" in ended.errors
+
+
+def test_an_empty_id_gives_nothing_because_it_would_give_again(run: Run) -> None:
+    run("tenant", "create", "unset")
+    for words in (("grant", "unset", "5"), ("adjust", "unset", "5", "--note", "x")):
+        ended = run("credits", *words, "--id", "")
+        assert ended.code == 2 and "leave --id out" in ended.errors
+    assert run("credits", "balance", "unset", "--json").json["balance"] == 0
 
 
 def test_a_job_that_costs_nothing_has_a_receipt_that_says_so(run: Run, tmp_path: Path) -> None:

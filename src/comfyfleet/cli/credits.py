@@ -12,6 +12,13 @@ import click
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 
 
+def _said(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """An empty id is a script's unset variable: sent again it would give again, where one id is to give once."""
+    if value == "":
+        raise click.BadParameter("it is empty; write your own id, or leave --id out", context, parameter)
+    return value
+
+
 @click.group("credits")
 def command() -> None:
     """Give credits to tenants, put books right, read them."""
@@ -36,9 +43,13 @@ def balance(tenant_id: str, as_json: bool, **flags: Any) -> None:
 @click.argument("tenant_id")
 @click.argument("amount", type=click.IntRange(1))
 @click.option(
-    "--id", "grant_id", metavar="TEXT", help="Your own, such as a payment's: the same one twice is one grant."
+    "--id",
+    "grant_id",
+    metavar="TEXT",
+    callback=_said,
+    help="Your own, such as a payment's: the same one twice is one grant. Without it each call is another grant.",
 )
-@click.option("--note", default="", metavar="TEXT")
+@click.option("--note", default="", metavar="TEXT", help="What for; it stands in the book.")
 @click.option("--pending", is_flag=True, help="Not to be spent until it is confirmed.")
 @as_json
 @settings(*TO_REACH)
@@ -88,7 +99,13 @@ _deciding("void", "A pending grant comes to nothing.", "void_grant")
 @click.argument("tenant_id")
 @click.argument("amount", type=int)
 @click.option("--note", required=True, metavar="TEXT", help="Why.")
-@click.option("--id", "adjustment_id", metavar="TEXT", help="Your own: the same one twice is one adjustment.")
+@click.option(
+    "--id",
+    "adjustment_id",
+    metavar="TEXT",
+    callback=_said,
+    help="Your own: the same one twice is one adjustment. Without it each call is another one.",
+)
 @as_json
 @settings(*TO_REACH)
 def adjust(

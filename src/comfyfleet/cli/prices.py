@@ -36,6 +36,8 @@ def _spoken(text: str) -> Any:
     if text.lstrip().startswith("{"):
         return msgspec.json.decode(text)
     kind, *numbers = text.split(":")
+    if not all(each.isdecimal() for each in numbers):
+        raise ValueError("credits are whole numbers, 0 or more")
     amounts = [int(each) for each in numbers]
     match kind, amounts:
         case "flat", [amount]:

@@ -90,7 +90,7 @@ class TenantCalls:
         pending: bool = False,
     ) -> money.GrantView:
         """The same `grant_id`, such as the number of a payment, is one grant however often it is sent."""
-        body = money.GrantBody(amount, grant_id or uuid.uuid4().hex, note, pending)
+        body = money.GrantBody(amount, uuid.uuid4().hex if grant_id is None else grant_id, note, pending)
         return await self._link.ask("grant_credits", money.GrantView, body=body, tenant_id=tenant_id)
 
     async def confirm_grant(self, tenant_id: str, grant_id: str) -> money.GrantView:
@@ -102,7 +102,7 @@ class TenantCalls:
     async def adjust_credits(
         self, tenant_id: str, amount: int, note: str, *, adjustment_id: str | None = None
     ) -> money.BalanceView:
-        body = money.AdjustBody(amount, note, adjustment_id or uuid.uuid4().hex)
+        body = money.AdjustBody(amount, note, uuid.uuid4().hex if adjustment_id is None else adjustment_id)
         return await self._link.ask("adjust_credits", money.BalanceView, body=body, tenant_id=tenant_id)
 
     async def usage(

@@ -126,7 +126,7 @@ class CreditHandlers:
         entered = await database.adjust(accounting.posting_of(correction))
         if entered is Entered.SHORT:
             account = await database.account(tenant.tenant_id)
-            raise accounting.credits_short(tenant.tenant_id, -body.amount, account)
+            raise accounting.adjusted_too_far(tenant.tenant_id, body.amount, account)
         if entered is Entered.REFUSED:
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,

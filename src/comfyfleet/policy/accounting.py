@@ -145,7 +145,7 @@ def grant(
 
 
 def adjust(adjustment_id: str, tenant: TenantId, amount: int, now: float, note: str) -> Adjustment:
-    _check_amount(abs(amount), "an adjustment", least=1)
+    _check_amount(abs(amount), "an adjustment, up or down,", least=1)
     return Adjustment(adjustment_id, tenant, amount, now, note)
 
 
@@ -153,10 +153,20 @@ def credits_short(tenant: TenantId, amount: int, account: Account) -> Refusal:
     waiting = f"; {account.pending} more are granted but not confirmed yet" if account.pending else ""
     return Refusal(
         RefusalCode.CREDITS_SHORT,
-        f"this needs {amount} credits and tenant {tenant} has {account.available} "
-        f"({account.balance}, of which {account.held} are held for open jobs{waiting}). "
+        f"this needs {amount} credits and tenant {tenant} can spend {account.available}: it has {account.balance}, "
+        f"of which {account.held} are held for open jobs{waiting}. "
         "Add credits, or wait until open jobs have ended",
         needed=amount,
+        available=account.available,
+    )
+
+
+def adjusted_too_far(tenant: TenantId, amount: int, account: Account) -> Refusal:
+    return Refusal(
+        RefusalCode.CREDITS_SHORT,
+        f"{-amount} credits cannot be taken from tenant {tenant}: it has {account.balance}, of which {account.held} "
+        f"are held for open jobs. Take {account.available} at most, or wait until open jobs have ended",
+        needed=-amount,
         available=account.available,
     )
 

@@ -44,7 +44,10 @@ class Keys:
     ) -> tuple[ApiKey, str]:
         """The key as it is kept, and the whole of it to hand over: it cannot be shown again."""
         if role is Role.TENANT and tenant is None:
-            raise Refusal(RefusalCode.INVALID_REQUEST, "a tenant's key names its tenant")
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                "a tenant's key names its tenant: say which, with `tenant` (--tenant)",
+            )
         if role is Role.WORKER and tenant is not None:
             raise Refusal(RefusalCode.INVALID_REQUEST, "a worker's key names no tenant")
         if role is not Role.WORKER and worker_id is not None:
