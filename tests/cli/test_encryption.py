@@ -99,6 +99,18 @@ async def test_a_master_key_is_changed_in_its_file_while_a_hub_serves(tmp_path: 
         assert [job.payload.workflow["1"]["inputs"]["text"] for job in jobs] == ["fox", "owl"]
 
 
+@pytest.mark.parametrize(
+    ("mode", "is_warned"), [(0o644, True), (0o640, True), (0o600, False), (0o400, False)]
+)
+async def test_a_file_of_keys_that_others_can_read_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_warned: bool
+) -> None:
+    settings = resolved(tmp_path, ONE)
+    (tmp_path / "keys").chmod(mode)
+    async with open_house(settings):
+        assert ("chmod 600" in caplog.text) is is_warned
+
+
 async def test_a_hub_seals_by_its_settings_and_says_when_its_keys_do_not_fit(tmp_path: Path) -> None:
     async with open_house(resolved(tmp_path, ONE)) as house:
         job_id = (await house.engine.submit(Submission(graph(text="fox-in-the-snow")))).job_id

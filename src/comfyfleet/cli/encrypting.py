@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -69,7 +70,14 @@ def keyring_of(resolved: Resolved, cabinet: Cabinet, clock: Clock) -> Keyring | 
         return None
     from comfyfleet.stores.sealed.keyring import Keyring
 
+    _warn_if_others_can_read(resolved.encryption().key_file)
     return Keyring(cabinet, clock, masters, renew_s=resolved.encryption().data_key_days * 86400)
+
+
+def _warn_if_others_can_read(key_file: str) -> None:
+    # Not refused, as a hub's own key is: what containers are given as a file often cannot be had otherwise.
+    if key_file and os.name == "posix" and Path(key_file).stat().st_mode & 0o077:
+        _LOG.warning("other users of this machine can read the master keys in %s: chmod 600", key_file)
 
 
 def sealed_by(keyring: Keyring | None, store: Store) -> Store:
