@@ -374,6 +374,14 @@ async def test_what_a_hub_left_undone_is_taken_up_by_the_next_one(rig: HubRig) -
     await rig.hub.finish()
 
 
+async def test_a_hub_that_lacks_the_pool_a_tenant_lies_in_does_not_begin_to_move_it(rig: HubRig) -> None:
+    await made(rig)
+    await rig.estate.tenants.change(TENANT, lambda tenant: msgspec.structs.replace(tenant, pool="elsewhere"))
+    refused = await rig.post(f"{ACME}/move", {"pool": "other"})
+    assert refused.code == "invalid_request" and "no pool 'elsewhere' here" in refused.body["detail"]
+    assert (await rig.get(ACME)).body["state"] == "active"
+
+
 async def test_a_tenant_that_is_called_back_goes_on_where_it_was(rig: HubRig) -> None:
     await made(rig)
     await rig.post(f"{ACME}/grants", {"amount": 7})

@@ -186,7 +186,7 @@ async def test_a_hub_whose_pool_has_another_address_ends_no_job_and_takes_none(
     job_id = await fleet.submit()
     wrong = {"first": f"sqlite:///{tmp_path}/wrong.db"}
     async with Fleet(fleet.central, clock, wrong, seed=1) as other:
-        assert await found(other) == []
+        assert await found(other) == [FindingKind.UNSEEN]
         assert (await loaded(fleet, job_id)).phase is Phase.QUEUED
         await other.worker()
         assert await other.poll() is None
@@ -197,6 +197,15 @@ async def test_a_hub_whose_pool_has_another_address_ends_no_job_and_takes_none(
     await clock.advance(5.0)
     await fleet.complete(await fleet.take())
     assert await fleet.account() == Account(ACME, 90)
+
+
+async def test_a_pool_that_this_hub_does_not_have_is_not_said_to_agree(
+    fleet: Fleet, clock: ManualClock, tmp_path: Path
+) -> None:
+    async with Fleet(fleet.central, clock, {"second": f"sqlite:///{tmp_path}/second.db"}, seed=1) as other:
+        seen = await other.estate.reconciler.reconcile(is_dry=True)
+    assert [(each.kind, each.tenant) for each in seen] == [(FindingKind.UNSEEN, ACME)]
+    assert "add it to [pools]" in seen[0].message and not seen[0].kind.mends_itself
 
 
 async def test_ends_that_wait_are_read_once_however_many_tenants_there_are(

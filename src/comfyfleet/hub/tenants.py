@@ -73,6 +73,8 @@ class TenantHandlers:
 
     async def move(self, call: Call[wire.MoveBody]) -> Reply:
         pool, now = self._pools.check(call.given.pool), self._clock.now()
+        # Where no hub knows both pools the tenant would be on its way for ever, with nothing taken of it.
+        self._pools.check((await known(self._tenants, call.parameters["tenant_id"])).pool)
         # A pool that nobody can reach would keep the tenant waiting on the way.
         await self._pools.get(pool)
         return await self._seen_to(call, lambda tenant: policy.moving(tenant, pool, now))

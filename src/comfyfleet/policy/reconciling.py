@@ -29,10 +29,17 @@ class FindingKind(StrEnum):
     """Held for longer than jobs usually live: somebody may want to look."""
     WRONG_BOOK = "wrong_book"
     """A book does not add up: somebody has to look."""
+    UNSEEN = "unseen"
+    """The tenant's database could not be asked, so nothing is known: neither that it agrees nor that it does not."""
 
     @property
     def mends_itself(self) -> bool:
-        return self not in (FindingKind.AHEAD, FindingKind.OLD_HOLD, FindingKind.WRONG_BOOK)
+        return self not in (
+            FindingKind.AHEAD,
+            FindingKind.OLD_HOLD,
+            FindingKind.WRONG_BOOK,
+            FindingKind.UNSEEN,
+        )
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):

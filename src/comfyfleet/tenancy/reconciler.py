@@ -168,19 +168,26 @@ class Reconciler:
             after = page[-1].job_id
 
     async def _books(self) -> AsyncIterator[Finding]:
-        now = await self._store.central.now()
+        now, pools = await self._store.central.now(), self._store.homes.pools
         for pool, tenants in (await self._store.homes.everyone()).items():
             try:
-                database = await self._store.homes.pools.get(pool)
+                database = await pools.get(pool)
                 for hold in await database.open_holds(now - OLD_HOLD_S, _PAGE):
                     days = (now - hold.at) / 86_400
                     message = f"{hold.amount} credits are held for {hold.hold_id} since {days:.0f} days"
                     yield Finding(FindingKind.OLD_HOLD, hold.tenant, message, hold.hold_id)
-                for tenant in tenants:
-                    for problem in await _wrong(database, tenant):
-                        yield Finding(FindingKind.WRONG_BOOK, tenant.tenant_id, problem)
             except Fault as fault:
-                _LOG.warning("the books of pool %s are not looked at: %s", pool, fault)
+                for tenant in tenants:
+                    yield Finding(FindingKind.UNSEEN, tenant.tenant_id, str(fault))
+                continue
+            for tenant in tenants:
+                try:
+                    # One that is on its way may have no book here; of one that stays, none means another database.
+                    its = await pools.of(tenant) if tenant.state in _STAYING else database
+                    for problem in await _wrong(its, tenant):
+                        yield Finding(FindingKind.WRONG_BOOK, tenant.tenant_id, problem)
+                except Fault as fault:
+                    yield Finding(FindingKind.UNSEEN, tenant.tenant_id, str(fault))
 
     # mending
 
