@@ -374,3 +374,8 @@ async def test_a_job_waits_for_another_of_its_tenant_and_for_nobody_elses(rig: H
         while (answer := await rig.get(f"/api/jobs/{second}/result")).status == 202:
             await asyncio.sleep(0.01)
     assert answer.body["error"]["kind"] == "dependency_failed"
+
+
+async def test_a_reference_that_only_some_databases_keep_is_refused(rig: HubRig) -> None:
+    answer = await rig.post("/api/jobs", submission(reference="order\0seven"))
+    assert (answer.status, answer.code) == (400, "invalid_request")

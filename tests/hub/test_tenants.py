@@ -349,10 +349,22 @@ async def test_a_deleted_tenant_takes_its_jobs_keys_and_credits_along(tmp_path: 
                 await asyncio.sleep(0.02)
         actions = [each["action"] for each in (await rig.get("/api/audit")).body["entries"]]
         assert "delete_tenant" in actions and "tenant_deleted" in actions
-        # The name is free again, and its book is empty.
+        # Whoever takes the name would see what is left of its jobs.
+        refused = await rig.post("/api/tenants", {"id": "acme"})
+        assert refused.code == "duplicate_differs" and "choose another name" in refused.body["detail"]
+        await rig.hub.finish()
+
+
+async def test_the_name_of_a_tenant_that_left_without_a_job_is_free_again(tmp_path: Path) -> None:
+    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/default.db"}) as rig:
+        rig.hub.start()
+        await made(rig)
+        await rig.post(f"{ACME}/grants", {"amount": 100})
+        assert (await rig.ask("DELETE", f"{ACME}?confirm=acme")).status == 202
+        await until(rig, lambda answer: answer.status == 404)
         await made(rig)
         assert await balance(rig) == (0, 0, 0, 0)
-        await rig.post(f"{ACME}/grants", {"amount": 1})
+        assert (await rig.post(f"{ACME}/grants", {"amount": 1})).status == 201
         await rig.hub.finish()
 
 

@@ -126,7 +126,7 @@ class Hub:
             **self._streams.bound(),
             **FleetHandlers(engine).bound(),
             **workers.bound(),
-            **TenantHandlers(tenants, pools, shares, clock, self._tenant_duties.wake).bound(),
+            **TenantHandlers(estate, shares, clock, self._tenant_duties.wake).bound(),
             **CreditHandlers(engine, tenants, pools).bound(),
             **UsageHandlers(estate.homes, clock).bound(),
             **ReconcileHandlers(estate.reconciler).bound(),

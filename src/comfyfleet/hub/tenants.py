@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import tenants as policy
 from comfyfleet.ports import Clock
-from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.estate import Estate
 from comfyfleet.tenancy.shares import ShareKeeper
 from comfyfleet.tenancy.tenants import Tenants, not_found
 from comfyfleet.wire import bodies
@@ -20,12 +21,11 @@ from comfyfleet.wire import tenants as wire
 class TenantHandlers:
     """`wake` is called when a tenant is to be seen to at once."""
 
-    def __init__(
-        self, tenants: Tenants, pools: Pools, shares: ShareKeeper, clock: Clock, wake: Callable[[], None]
-    ) -> None:
-        self._tenants = tenants
+    def __init__(self, estate: Estate, shares: ShareKeeper, clock: Clock, wake: Callable[[], None]) -> None:
+        self._estate = estate
+        self._tenants = estate.tenants
         self._shares = shares
-        self._pools = pools
+        self._pools = estate.pools
         self._clock = clock
         self._wake = wake
 
@@ -52,6 +52,12 @@ class TenantHandlers:
         policy.check_terms(tenant)
         database = await self._pools.get(pool)
         if await self._tenants.newest(tenant.tenant_id) is None:
+            if await self._estate.remembers(tenant.tenant_id):
+                raise Refusal(
+                    RefusalCode.DUPLICATE_DIFFERS,
+                    f"there was a tenant {tenant.tenant_id!r}, and the store keeps what became of its jobs until their "
+                    "time is over ([retention]): a new one would see them; choose another name until then",
+                )
             # Before the name is taken: one of the same name may have been here once, and its book is closed.
             await database.begin_book(tenant.tenant_id)
         made = await self._tenants.create(tenant)

@@ -21,6 +21,8 @@ from comfyfleet.tenancy.pools import Pools
 from comfyfleet.tenancy.reconciler import Reconciler
 from comfyfleet.tenancy.tenants import Tenants
 
+_NEWEST = 100
+
 
 class Estate:
     """`pools` are addresses by name; `around` is put round each of their databases, as a seal is."""
@@ -52,6 +54,14 @@ class Estate:
         """Where its documents lie."""
         home = await self.homes.of(tenant)
         return self._central.cabinet if home is None else home.database.cabinet(tenant)
+
+    async def remembers(self, tenant: TenantId) -> bool:
+        """Whether the store still has jobs of a tenant of this name whose own side lies, or lay, in a database."""
+        stubs = await self._central.records.listing(
+            tenant=tenant, phase=None, limit=_NEWEST, after=None, newest_first=True
+        )
+        there = await self._central.load_many([each.job_id for each in stubs])
+        return any(each is not None and each.is_apart for each in there)
 
     @asynccontextmanager
     async def kept(self, admit: Admit) -> AsyncIterator[None]:

@@ -33,7 +33,9 @@ class Settler:
         central, hold_id = self._central, hold_of(dispatch)
         stub, attempts = await central.records.get(dispatch.job_id), await central.attempts(dispatch.job_id)
         if stub is None:
-            return
+            raise Fault(
+                f"the store has no record of {hold_id} any more: it cannot be settled by what became of it"
+            )
         deciding = deciding_attempt(dispatch, attempts)
         round_ = await home.database.open_round_of(hold_id, None if deciding is None else deciding.attempt_id)
         if round_ is None:

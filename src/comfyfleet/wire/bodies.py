@@ -288,6 +288,11 @@ def _reference(body: SubmitBody, key: str | None) -> str | None:
         own = own or body.id
     if own is not None and own.startswith(IDEMPOTENCY_PREFIX):
         raise Refusal(RefusalCode.INVALID_REQUEST, f"a reference must not begin with {IDEMPOTENCY_PREFIX!r}")
+    if own is not None and "\0" in own:
+        # Some databases keep it and others do not: a job must be able to move from one to the other.
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, "a reference must not hold the character 0", field="reference"
+        )
     if key is None:
         return own
     if own is not None:
