@@ -20,12 +20,16 @@ from comfyfleet.contract.teller import Teller
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.ledger import FlatPrice
+from comfyfleet.model.tenant import Tenant
 from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.policy import tenants as policy
+from comfyfleet.tenancy.claims import Claim
+from comfyfleet.tenancy.leaving import Leaver
 
 ACME = "/api/tenants/acme"
 
@@ -366,6 +370,28 @@ async def test_the_name_of_a_tenant_that_left_without_a_job_is_free_again(tmp_pa
         assert await balance(rig) == (0, 0, 0, 0)
         assert (await rig.post(f"{ACME}/grants", {"amount": 1})).status == 201
         await rig.hub.finish()
+
+
+async def test_the_audit_log_tells_of_a_deletion_once_however_often_it_is_tried(
+    rig: HubRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await made(rig)
+    await rig.estate.tenants.change(TENANT, lambda tenant: policy.leaving(tenant, "acme"))
+
+    async def told() -> list[str]:
+        entries = (await rig.get("/api/audit")).body["entries"]
+        return [each["outcome"] for each in entries if each["action"] == "tenant_deleted"]
+
+    async def later(self: Leaver, tenant: Tenant, claim: Claim) -> None:
+        raise Fault("its pool is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Leaver, "leave", later)
+        for _ in range(3):
+            await rig.hub._tenant_duties._see_to(TENANT)
+    assert await told() == []
+    await rig.hub._tenant_duties._see_to(TENANT)
+    assert await told() == ["done"] and (await rig.get(ACME)).status == 404
 
 
 async def test_what_a_hub_left_undone_is_taken_up_by_the_next_one(rig: HubRig) -> None:

@@ -92,6 +92,7 @@ class Site:
         mine = await claim(self.store.cabinet, self.clock, ACME)
         assert mine is not None
         await self.leaver.leave(tenant, mine)
+        await self.leaver.forget(ACME)
 
     async def documents(self) -> dict[str, int]:
         cabinet = self.store.cabinet

@@ -122,9 +122,12 @@ class TenantDuties:
         return tenant is None
 
     async def _delete(self, tenant: Tenant, mine: Claim) -> None:
-        entry = AuditEntry(0.0, "hub", None, "tenant_deleted", tenant.tenant_id, tenant.tenant_id)
-        await self._audit.operation(entry, lambda: self._leaver.leave(tenant, mine), lambda _: None)
-        await self._shares.forget(tenant.tenant_id)
+        tenant_id = tenant.tenant_id
+        # It may take long, and many attempts while its pool is away: the log tells of its end.
+        await self._leaver.leave(tenant, mine)
+        entry = AuditEntry(0.0, "hub", None, "tenant_deleted", tenant_id, tenant_id)
+        await self._audit.operation(entry, lambda: self._leaver.forget(tenant_id), lambda _: None)
+        await self._shares.forget(tenant_id)
 
 
 def is_due(tenant: Tenant) -> bool:

@@ -68,7 +68,7 @@ class Leaver:
         self._sleep = sleep
 
     async def leave(self, tenant: Tenant, claim: Claim) -> None:
-        """Raises `Fault` where it has to be gone on with later."""
+        """Until nothing is left but its name. Raises `Fault` where it has to be gone on with later."""
         tenant_id = tenant.tenant_id
         await self._revoke(tenant_id, claim)
         # Until every hub knows that nothing is taken for it any more.
@@ -88,6 +88,9 @@ class Leaver:
                 await erase_all(database, tenant_id, claim)
         # Once more: one may have been made meanwhile.
         await self._revoke(tenant_id, claim)
+
+    async def forget(self, tenant_id: TenantId) -> None:
+        """The last step."""
         await self._central.cabinet.remove(claims.DRAWER, tenant_id)
         await self._homes.tenants.remove(tenant_id)
 
