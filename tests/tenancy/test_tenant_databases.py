@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from pathlib import Path
 
@@ -131,3 +132,16 @@ def test_another_kind_of_address_is_refused_without_repeating_it() -> None:
     with pytest.raises(Refusal, match="'redis'") as refused:
         open_tenant_database("redis://:secret@host")
     assert "secret" not in refused.value.message
+
+
+def modes(folder: Path) -> set[int]:
+    return {each.stat().st_mode & 0o777 for each in folder.iterdir()}
+
+
+async def test_a_new_file_is_its_owners_alone(tmp_path: Path) -> None:
+    database = open_tenant_database(f"sqlite:///{tmp_path}/pool.db")
+    await database.open()
+    try:
+        assert await asyncio.to_thread(modes, tmp_path) == {0o600}
+    finally:
+        await database.close()
