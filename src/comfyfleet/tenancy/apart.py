@@ -382,18 +382,20 @@ def _without_private(write: Write) -> Write:
 
 
 def away(tenant: str, fault: Fault) -> Refusal:
+    _LOG.warning("nothing is taken for tenant %s: %s", tenant, fault)
     return Refusal(
         RefusalCode.UNAVAILABLE,
         f"the database of tenant {tenant!r} cannot be reached, so nothing is taken for it; nothing was charged. "
-        f"Try again later; whoever runs this hub finds more in its log ({type(fault).__name__})",
+        "Try again later; whoever runs this hub finds more in its log",
     )
 
 
 def unanswered(tenant: str, fault: Fault) -> Refusal:
+    _LOG.warning("whether a job of tenant %s was taken is not known: %s", tenant, fault)
     return Refusal(
         RefusalCode.UNAVAILABLE,
-        f"the database of tenant {tenant!r} did not answer, and whether it took the job is not known. Submit it again "
-        f"under the same reference or Idempotency-Key, then it is taken once ({type(fault).__name__})",
+        f"the database of tenant {tenant!r} did not take the job, or did not say so. Submit it again under the same "
+        "reference or Idempotency-Key, then it is taken once; whoever runs this hub finds more in its log",
     )
 
 
