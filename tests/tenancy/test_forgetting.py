@@ -11,6 +11,7 @@ from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.ledger import Account
+from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy.retention import DAY_S, Retention
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
@@ -118,7 +119,7 @@ async def test_events_that_were_taken_in_go_and_settle_nothing_twice(
 async def test_a_pool_that_is_away_keeps_no_other_full(
     fleet: Fleet, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await fleet.tenant(BORG, pool="nowhere")
+    await fleet.estate.tenants.create(Tenant(BORG, "nowhere", clock.now()))
     ended = await three_ends(fleet)
     await clock.advance(8 * DAY_S)
     await fleet.engine.sweep()
