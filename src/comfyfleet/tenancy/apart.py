@@ -34,11 +34,12 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import HoldId
-from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.model.tenant import TenantState
 from comfyfleet.policy import accounting
 from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.settling import hold_of
 from comfyfleet.policy.tenants import terms_of
+from comfyfleet.policy.terms import check_state
 from comfyfleet.ports import Store
 from comfyfleet.tenancy.apart_records import ApartRecords, stub_of
 from comfyfleet.tenancy.database import BookClosed, Entered, Opening
@@ -84,7 +85,7 @@ class ApartStore:
         home = await self._home(job.tenant)
         if home is None:
             return await self.central.enqueue(dispatch, job, facts)
-        check_takes(home.tenant)
+        check_state(home.tenant)
         dispatch = msgspec.structs.replace(dispatch, is_apart=True)
         opened = await self._open(home, job, dispatch)
         if opened.job_id != job.job_id:
@@ -335,7 +336,7 @@ class ApartStore:
         home = await self.homes.of(dispatch.tenant)
         if home is None:
             return await self.central.write(write)
-        check_takes(home.tenant)
+        check_state(home.tenant)
         if dispatch.settled_at is None:
             await self.settler.settle(dispatch)
             return None
@@ -397,20 +398,3 @@ def unanswered(tenant: str, fault: Fault) -> Refusal:
         f"the database of tenant {tenant!r} did not take the job, or did not say so. Submit it again under the same "
         "reference or Idempotency-Key, then it is taken once; whoever runs this hub finds more in its log",
     )
-
-
-def check_takes(tenant: Tenant) -> None:
-    match tenant.state:
-        case TenantState.ACTIVE:
-            return
-        case TenantState.MOVING:
-            raise Refusal(
-                RefusalCode.UNAVAILABLE,
-                f"tenant {tenant.tenant_id!r} is being moved to another database; try again in a moment",
-            )
-        case _:
-            raise Refusal(
-                RefusalCode.NOT_ALLOWED,
-                f"tenant {tenant.tenant_id!r} is {tenant.state.value}: nothing is taken for it; "
-                "ask whoever runs this hub",
-            )
