@@ -22,25 +22,27 @@ GRANTED, PRICE = 100, 80
 
 
 class Spender:
+    """A process of its own that spends when it is told to, and says what came of it."""
+
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._to, self._from = process.stdin, process.stdout
+        self.kill = process.kill
 
-    def spend(self, tenant: TenantId) -> None:
-        self._to.write(f"{tenant}\n".encode())
+    def spend(self, tenant: TenantId, *more: int) -> None:
+        self._to.write(f"{' '.join(map(str, (tenant, *more)))}\n".encode())
 
     async def answer(self) -> str:
         return (await self._from.readline()).decode().strip()
 
 
 @asynccontextmanager
-async def hub(store_url: str, pool_url: str) -> AsyncIterator[Spender]:
+async def spender(module: str, *arguments: str) -> AsyncIterator[Spender]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
-        "tests.tenancy._hub_spender",
-        store_url,
-        pool_url,
+        f"tests.tenancy.{module}",
+        *arguments,
         cwd=_ROOT,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -63,7 +65,9 @@ async def spend_at_once(store_url: str, pool_url: str, times: int) -> list[str]:
         stack.push_async_callback(store.close)
         await database.open()
         stack.push_async_callback(database.close)
-        hubs = [await stack.enter_async_context(hub(store_url, pool_url)) for _ in range(2)]
+        hubs = [
+            await stack.enter_async_context(spender("_hub_spender", store_url, pool_url)) for _ in range(2)
+        ]
         for each in hubs:
             assert await each.answer() == "ready"
         tenants = Tenants(store.cabinet, SystemClock(), is_shared=True)

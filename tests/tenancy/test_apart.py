@@ -13,7 +13,7 @@ from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.ids import DEFAULT_TENANT
+from comfyfleet.model.ids import DEFAULT_TENANT, JobId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.ledger import Account, GpuPrice, HoldId, Outcome, OutputPrice
 from comfyfleet.model.tenant import TenantState
@@ -222,19 +222,35 @@ class Crash(BaseException):
     """The process ends here."""
 
 
+async def crash(*_: object) -> None:
+    raise Crash
+
+
+async def submit_and_die(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between S1 and S2."""
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.central, "enqueue", crash)
+        with pytest.raises(Crash):
+            await fleet.submit()
+
+
+async def complete_and_die(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> JobId:
+    """Between K and T1."""
+    job_id = await fleet.submit()
+    leased = await fleet.take()
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.estate.apart.settler, "settle", crash)
+        with pytest.raises(Crash):
+            await fleet.complete(leased)
+    return job_id
+
+
 async def test_a_job_that_a_crash_left_in_its_tenants_database_is_brought_into_the_queue(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.tenant(granted=100)
     await fleet.worker()
-
-    async def crash(*_: object) -> None:
-        raise Crash
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet.central, "enqueue", crash)
-        with pytest.raises(Crash):
-            await fleet.submit()
+    await submit_and_die(fleet, monkeypatch)
     assert (await fleet.engine.stats()).waiting == 0
     await fleet.relay.look(at_once=True)
     await fleet.complete(await fleet.take())
@@ -266,16 +282,7 @@ async def test_an_end_that_a_crash_left_unsettled_is_settled_with_its_result(
 ) -> None:
     await fleet.tenant(granted=100)
     await fleet.worker()
-    job_id = await fleet.submit()
-    leased = await fleet.take()
-
-    async def crash(*_: object) -> None:
-        raise Crash
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet.estate.apart.settler, "settle", crash)
-        with pytest.raises(Crash):
-            await fleet.complete(leased)
+    job_id = await complete_and_die(fleet, monkeypatch)
     assert await fleet.account() == Account(ACME, 100, held=10)
     assert [each.job_id for each in await fleet.central.unsettled(10)] == [job_id]
     await fleet.relay.look(at_once=True)
@@ -290,16 +297,7 @@ async def test_nobody_sees_a_job_that_has_completed_without_its_result(
 ) -> None:
     await fleet.tenant(granted=100)
     await fleet.worker()
-    job_id = await fleet.submit()
-    leased = await fleet.take()
-
-    async def crash(*_: object) -> None:
-        raise Crash
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet.estate.apart.settler, "settle", crash)
-        with pytest.raises(Crash):
-            await fleet.complete(leased)
+    job_id = await complete_and_die(fleet, monkeypatch)
     view = await fleet.engine.get(job_id)
     assert view.dispatch.phase is Phase.COMPLETED
     assert view.job.result is not None and view.job.result.files
@@ -310,14 +308,7 @@ async def test_what_is_on_its_way_is_left_alone_at_the_first_look(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.tenant(granted=100)
-
-    async def crash(*_: object) -> None:
-        raise Crash
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fleet.central, "enqueue", crash)
-        with pytest.raises(Crash):
-            await fleet.submit()
+    await submit_and_die(fleet, monkeypatch)
     await fleet.relay.look()
     assert (await fleet.engine.stats()).waiting == 0
     await fleet.relay.look()

@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 from tests.tenancy._databases import address, tenant_schema
-from tests.tenancy._spending import spend_at_once
+from tests.tenancy._spending import spend_at_once, spender
 
 from comfyfleet.contract.teller import Teller
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account
 from comfyfleet.tenancy.databases import open_tenant_database
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMES = 100
-
-
-class Spender:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._to, self._from = process.stdin, process.stdout
-
-        self.kill = process.kill
-
-    def spend(self, tenant: TenantId, amount: int) -> None:
-        self._to.write(f"{tenant} {amount}\n".encode())
-
-    async def answer(self) -> str:
-        return (await self._from.readline()).decode().strip()
-
-
-@asynccontextmanager
-async def spender(url: str) -> AsyncIterator[Spender]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.tenancy._spender",
-        url,
-        cwd=ROOT,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield Spender(process)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        await process.wait()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -66,7 +30,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 async def test_two_submits_of_80_against_100_from_two_processes_one_is_accepted(url: str) -> None:
     async with AsyncExitStack() as stack:
         # Both set the database up, too, at the same time.
-        spenders = [await stack.enter_async_context(spender(url)) for _ in range(2)]
+        spenders = [await stack.enter_async_context(spender("_spender", url)) for _ in range(2)]
         assert [await each.answer() for each in spenders] == ["ready", "ready"]
         database = open_tenant_database(url)
         await database.open()
@@ -91,7 +55,7 @@ async def test_a_process_that_is_killed_while_it_spends_leaves_a_book_that_is_ri
     await teller.grant(100_000, tenant)
     accepted = 0
     for answers in (1, 7, 20):
-        async with spender(url) as killed:
+        async with spender("_spender", url) as killed:
             assert await killed.answer() == "ready"
             for _ in range(2000):
                 killed.spend(tenant, 3)
