@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from tests.policy._fleets import capabilities, classes, worker_ids
 
 from comfyfleet.model.ids import TenantId, WorkerId
@@ -59,6 +59,9 @@ def test_the_verdict_agrees_with_its_reasons(
     assert is_feasible(cls, worker_id, worker) == (not misses(cls, worker_id, worker))
 
 
+# Found by chance, and rare: a worker that moves no files and is too small as well.
+@example(NORTH, WORKER, job(needs_files=True, hardware=HardwareNeed(gpu_memory_above_gb=48.0)))
+@example(NORTH, WORKER, job(needs_hub=True, models=("flux1-schnell.safetensors",)))
 @given(worker_ids, capabilities(), classes())
 def test_reasons_come_weightiest_first(
     worker_id: WorkerId, worker: Capabilities, cls: RequirementClass

@@ -61,6 +61,7 @@ def weight_of(dimension: Dimension, weights: Weights) -> float:
 
 def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> Iterator[Miss]:
     # Lazy on purpose: most pairs of a large fleet fail early, and their later reasons are never put into words.
+    # So the checks stand in the order of their weights, and nothing is sorted afterwards.
     needs = cls.requirements
     yield from _affinity_misses(needs, worker_id)
     services = [service for service in capabilities.services if service.name == needs.service]
@@ -69,13 +70,13 @@ def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities
     service = _best_service(needs, services)
     if service is not None and not _has_provider(needs, service):
         yield Miss("service", f"does not offer '{needs.service}' by the provider '{needs.provider}'")
-    yield from _hardware_misses(needs.hardware, capabilities.hardware)
-    if service is not None:
-        yield from _inventory_misses(needs, service)
     if needs.needs_files and not capabilities.moves_files:
         yield Miss("service", "exchanges no files with a hub, and the job brings some or wants its own kept")
     if needs.needs_hub and not capabilities.has_hub:
         yield Miss("service", "takes its jobs from the store itself, where this tenant's are not to be read")
+    yield from _hardware_misses(needs.hardware, capabilities.hardware)
+    if service is not None:
+        yield from _inventory_misses(needs, service)
     if not admits(capabilities.tenant_access, cls.tenant, is_strict=needs.isolation == "strict"):
         yield _tenant_miss(capabilities.tenant_access, cls.tenant)
     yield from _performance_misses(needs, capabilities)
