@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.overtaking import Overtaking
@@ -31,17 +31,22 @@ _LOG = logging.getLogger(__name__)
 _RELEARN_EVERY_S = 0.05
 
 
+class Grant(NamedTuple):
+    """A lease and, where it was read with the lease, the record of the leased job: one value, never two."""
+
+    dispatch: Dispatch
+    record: Job | None
+
+
 class Slot:
     """One parked poll."""
 
-    __slots__ = ("answer", "poll_id", "record", "worker_id")
+    __slots__ = ("answer", "poll_id", "worker_id")
 
     def __init__(self, worker_id: WorkerId, poll_id: PollId) -> None:
         self.worker_id = worker_id
         self.poll_id = poll_id
-        self.record: Job | None = None
-        """Of the job it got, where that came with the lease."""
-        self.answer: asyncio.Future[Dispatch | None] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
 
 
 class Rounds:
@@ -50,6 +55,9 @@ class Rounds:
         self._parked: dict[PollId, Slot] = {}
         self._parked_of: Counter[WorkerId] = Counter()
         self._looking: dict[PollId, Slot] = {}
+        self._served_by_park: set[Slot] = set()
+        """Slots that their own poll is serving: no round serves them meanwhile, since two servers of one slot would
+        lease two jobs for it."""
         self._running: asyncio.Task[None] | None = None
         # A strategy with an opinion of its own has one for each worker, equal in all else or not.
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
@@ -78,8 +86,13 @@ class Rounds:
         if self._running is None:
             # The usual case: nobody else is looking, so the slot is served without a detour through a task.
             del self._looking[slot.poll_id]
-            await self._serve([slot])
-            self._start()
+            self._served_by_park.add(slot)
+            try:
+                await self._serve([slot])
+            finally:
+                self._served_by_park.discard(slot)
+                # Whatever arrived meanwhile for this slot waits in `_looking`.
+                self._start()
         if not slot.answer.done():
             self._arm()
 
@@ -151,19 +164,28 @@ class Rounds:
         self._start()
 
     def _start(self) -> None:
-        if self._looking and self._running is None and not self._is_closed:
+        if self._running is None and not self._is_closed and self._is_anybody_looking():
             self._running = asyncio.get_running_loop().create_task(self._run(), name="round")
 
     async def _run(self) -> None:
         try:
-            while self._looking:
-                slots, self._looking = list(self._looking.values()), {}
+            while slots := self._take_looking():
                 await self._serve(slots)
         except Exception:
             _LOG.exception("a round failed; the next one, within a second, tries again")
         finally:
             self._running = None
             self._start()
+
+    def _is_anybody_looking(self) -> bool:
+        return any(slot not in self._served_by_park for slot in self._looking.values())
+
+    def _take_looking(self) -> list[Slot]:
+        """Those that a round serves next. A slot that its own poll is serving stays until that is over."""
+        served = self._served_by_park
+        slots = [slot for slot in self._looking.values() if slot not in served]
+        self._looking = {poll_id: slot for poll_id, slot in self._looking.items() if slot in served}
+        return slots
 
     def _arm(self) -> None:
         """A lost wake-up costs a second, never a job."""
@@ -240,7 +262,7 @@ class Rounds:
         if slot.answer.done() or worker is None:
             return True
         offer = context.offer(worker, slot.poll_id, candidate.lane.workflow_hash)
-        written = await self._leased(slot, candidate.job_id, offer)
+        written, record = await self._leased(candidate.job_id, offer)
         if written is None:
             # If a block was the reason that this engine had not heard of, the next look must see it.
             now = context.clock.now()
@@ -255,18 +277,23 @@ class Rounds:
             # The poll went away while its job was being fetched: the job goes back to its place at once.
             await context.give_back(written.dispatch)
         else:
-            slot.answer.set_result(written.dispatch)
+            slot.answer.set_result(Grant(written.dispatch, record))
         return True
 
-    async def _leased(self, slot: Slot, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def _leased(self, job_id: JobId, offer: LeaseOffer) -> tuple[Written | None, Job | None]:
+        """The lease, with the record of its job if that was read with it and is still the one to run."""
         store = self._context.store
         if not store.is_shared:
-            return await store.lease(job_id, offer)
+            return await store.lease(job_id, offer), None
         # At once, as each is a way to another process and back: whoever gets the lease needs the record next.
-        written, record = await asyncio.gather(store.lease(job_id, offer), store.records.get(job_id))
-        # What lies apart is looked at with the lease, and read after it.
-        slot.record = None if written is None or written.dispatch.is_apart else record
-        return written
+        written, record = await asyncio.gather(
+            store.lease(job_id, offer), store.records.get(job_id), return_exceptions=True
+        )
+        if isinstance(written, BaseException):
+            raise written
+        if written is None or isinstance(record, BaseException) or not _belongs(record, written.dispatch):
+            return written, None
+        return written, record
 
     async def _candidates(
         self, slots: dict[PollId, Slot], now: float
@@ -406,6 +433,17 @@ class Rounds:
             worker = self._context.fleet.workers[slots[PollId(poll_id)].worker_id]
             for its, passed in overtaken.items():
                 self._overtaking.note(worker.profile, job.priority, its, passed, now)
+
+
+def _belongs(record: Job | None, dispatch: Dispatch) -> bool:
+    """Whether a record that was read while the lease was granted is the one to run under that lease."""
+    # What lies apart is looked at with the lease, and read after it. The job may have gone on to another round.
+    return (
+        record is not None
+        and record.job_id == dispatch.job_id
+        and record.round == dispatch.round
+        and not dispatch.is_apart
+    )
 
 
 def _share(candidate: Candidate) -> TenantId | None:

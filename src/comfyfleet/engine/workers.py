@@ -164,8 +164,8 @@ class WorkerDesk:
         await self._seen(call.worker_id)
         if slot.answer.cancel():
             return None
-        dispatch = slot.answer.result()
-        return None if dispatch is None else await self._leased_job(dispatch, slot.record)
+        grant = slot.answer.result()
+        return None if grant is None else await self._leased_job(grant.dispatch, grant.record)
 
     async def _forsake(self, poll_id: PollId) -> None:
         """Nobody waits for the answer of this poll any more: what was leased for it goes back at once."""
@@ -178,6 +178,7 @@ class WorkerDesk:
         """None: it cannot be run by anybody, and has ended so. `job`: its record, where it is at hand."""
         job = job or await self._context.store.records.get(dispatch.job_id)
         assert job is not None and dispatch.lease is not None, "a lease stands on a record"
+        assert job.job_id == dispatch.job_id, "a lease carries the record of its own job"
         payload = job.payload
         if job.unreadable is not None:
             failure = Failure(FailureKind.UNREADABLE, f"the job cannot be read any more: {job.unreadable}")
