@@ -145,6 +145,12 @@ class Client:
                     return entry
                 await asyncio.sleep(0.005)
 
+    async def worker_died(self) -> None:
+        """Wait for the death of the server's worker thread."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not (await self.get("/fake/stats"))["now"]["worker_is_dead"]:
+                await asyncio.sleep(0.005)
+
     async def run(self, graph: Graph, client_id: str | None = None, **more: Any) -> dict[str, Any]:
         """Queue and wait."""
         return await self.finished(await self.submit(graph, client_id, **more))

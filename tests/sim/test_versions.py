@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from tests.sim._client import Client, fake, plain, slow, until
+from tests.sim._compare import Comparison
+from tests.sim._replay import read_trace
 
-from comfyfleet.sim.fake_comfyui import FakeSettings
-from comfyfleet.sim.fake_comfyui.settings import behaviour_of
+from comfyfleet.sim.fake_comfyui import FakeSettings, Faults, NodeFault
+from comfyfleet.sim.fake_comfyui.settings import PROFILES, behaviour_of
 
 OWN_ID = "0b0f3cb3-3b6e-4b3a-9a53-2e6b9b3c0001"
 
@@ -134,3 +136,99 @@ async def test_cached_outputs_reach_the_history_without_a_client_only_in_newer_r
 def test_a_version_that_is_no_version_is_refused_with_a_hint() -> None:
     with pytest.raises(ValueError, match=r"give numbers with dots, such as 0\.7\.0"):
         behaviour_of("nightly")
+
+
+def _sampler(name: str) -> dict[str, Any]:
+    """The prompt of the recording: node 1 chooses the sampler, node 2 shows it."""
+    return {
+        "1": {"class_type": "KSamplerSelect", "inputs": {"sampler_name": name}},
+        "2": {"class_type": "PreviewAny", "inputs": {"source": ["1", 0]}},
+    }
+
+
+def _scaled(**more: Any) -> dict[str, Any]:
+    inputs = {"image": ["1", 0], "upscale_method": "area", "megapixels": 0.01, **more}
+    return {
+        **plain(),
+        "2": {"class_type": "SaveImage", "inputs": {"images": ["3", 0], "filename_prefix": "scaled"}},
+        "3": {"class_type": "ImageScaleToTotalPixels", "inputs": inputs},
+    }
+
+
+def _recorded(text: str) -> Any:
+    events = read_trace("26-refusals-that-depend-on-the-version")
+    place = next(place for place, event in enumerate(events) if text in event.get("text", ""))
+    return events[place + 1]
+
+
+def _assert_equal(recorded: Any, said: Any) -> None:
+    comparison = Comparison()
+    comparison.compare("body", recorded, said)
+    assert not comparison.differences, "\n".join(comparison.differences)
+
+
+@pytest.mark.parametrize(
+    ("graph", "refused_by", "note"),
+    [
+        (_sampler("exp_heun_2_x0"), "0.3.64", "0.3.64: a sampler that only newer versions have"),
+        (_scaled(), "0.7.0", "0.7.0: a node as exported from 0.3.64"),
+    ],
+)
+async def test_a_release_refuses_what_the_other_takes_as_recorded(
+    graph: dict[str, Any], refused_by: str, note: str
+) -> None:
+    recorded = _recorded(note)
+    for version in ("0.3.64", "0.7.0"):
+        async with fake(release(version)) as client:
+            status, said = await client.post("/prompt", {"prompt": graph})
+            assert status == (recorded["status"] if version == refused_by else 200)
+            if version == refused_by:
+                _assert_equal(recorded["body"], said)
+            else:
+                assert (await client.finished(said["prompt_id"]))["status"]["completed"]
+
+
+async def test_a_prompt_that_kills_the_thread_stays_in_the_running_queue_as_recorded() -> None:
+    recorded = _recorded("0.7.0 after 18a")
+    number, prompt_id, graph, _, _ = recorded["body"]["queue_running"][0]
+    async with fake(release("0.7.0", first_number=number)) as client:
+        await client.submit(graph, prompt_id=prompt_id)
+        await client.worker_died()
+        _assert_equal(recorded["body"], await client.get("/queue"))
+
+
+@pytest.mark.parametrize("version", PROFILES)
+@pytest.mark.parametrize(
+    "exception_type", ["KeyboardInterrupt", "asyncio.exceptions.CancelledError", "SystemExit"]
+)
+async def test_a_node_that_raises_no_exception_but_a_signal_kills_the_thread(
+    version: str, exception_type: str
+) -> None:
+    faults = Faults(fail_nodes=[NodeFault(class_type="EmptyImage", exception_type=exception_type)])
+    async with fake(release(version), faults) as client:
+        prompt_id = await client.submit(plain())
+        await client.worker_died()
+        other = await client.submit(plain(color=2))
+        queue = await client.get("/queue")
+        assert [entry[1] for entry in queue["queue_running"]] == [prompt_id]
+        assert [entry[1] for entry in queue["queue_pending"]] == [other]
+        assert await client.get("/history") == {}
+
+
+@pytest.mark.parametrize(("version", "samplers"), [("0.3.64", 42), ("0.7.0", 44), ("0.33.0", 44)])
+async def test_a_release_lists_its_own_samplers_and_inputs(version: str, samplers: int) -> None:
+    async with fake(release(version)) as client:
+        printed = (await client.get("/object_info/KSampler"))["KSampler"]["input"]["required"]
+        assert len(printed["sampler_name"][0]) == samplers
+        declared, *options = (await client.get("/object_info/KSamplerSelect"))["KSamplerSelect"]["input"][
+            "required"
+        ]["sampler_name"]
+        assert len(declared if version == "0.3.64" else options[0]["options"]) == samplers
+        scaling = (await client.get("/object_info/ImageScaleToTotalPixels"))["ImageScaleToTotalPixels"]
+        assert ("resolution_steps" in scaling["input"]["required"]) is (version != "0.3.64")
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.3.64", 400), ("0.7.0", 200), ("0.33.0", 400)])
+async def test_choices_of_the_new_style_are_not_checked_by_0_7_0(version: str, status: int) -> None:
+    async with fake(release(version)) as client:
+        assert (await client.post("/prompt", {"prompt": _sampler("made up")}))[0] == status

@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--version",
-    "version",
-    default="0.7.0",
+    "versions",
+    multiple=True,
+    default=("0.7.0",),
     show_default=True,
     metavar="X.Y.Z",
-    help="The ComfyUI release to behave like.",
+    help="The ComfyUI release to behave like. Repeatable: the servers take the given ones in turn.",
 )
 @click.option(
     "--vram",
@@ -88,7 +89,7 @@ def command(
     host: str,
     port: int,
     count: int,
-    version: str,
+    versions: tuple[str, ...],
     vram: float,
     models: tuple[str, ...],
     node_classes: tuple[str, ...],
@@ -109,14 +110,15 @@ def command(
             f"{count} servers from {port} on need ports above 65535", param_hint="--port"
         )
     try:
-        behaviour_of(version)
+        for version in versions:
+            behaviour_of(version)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--version") from error
     _check_node_classes(node_classes)
     installed = _read_models(models) if models else default_models()
     settings = [
         FakeSettings(
-            version=version,
+            version=versions[index % len(versions)],
             name=f"fake-{index + 1}",
             vram_gb=vram,
             models=installed,

@@ -139,6 +139,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="Remove what completed from the servers' history.",
     ),
     "fake": _option("--fake", type=click.IntRange(0), metavar="N", help="Also start so many fake servers."),
+    "fake_version": click.option(
+        "--fake-version",
+        "fake_version",
+        multiple=True,
+        metavar="X.Y.Z",
+        help="The ComfyUI release that fake servers behave like; 0.7.0 unless given. Repeatable: in turn.",
+    ),
     "slots": _option(
         "--slots", type=click.IntRange(1), metavar="N", help="Jobs a server gets at a time; 1 unless given."
     ),

@@ -124,20 +124,27 @@ def _service(resolved: Resolved, given: str) -> Connector:
         raise resolved.wrong("services", str(error)) from error
 
 
-async def fakes(stack: AsyncExitStack, count: int, name: str, slots: int) -> list[Server]:
+async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved) -> list[Server]:
     """Fake servers in this process, which end with the stack."""
     if not count:
         return []
     from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
     from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
+    from comfyfleet.sim.fake_comfyui.settings import behaviour_of
 
+    versions = resolved.values.fake_version or (FakeSettings().version,)
     servers = []
     for number in range(1, count + 1):
+        settings = FakeSettings(name=f"fake-{number}", version=versions[(number - 1) % len(versions)])
         try:
-            fake = await stack.enter_async_context(FakeComfyUI(FakeSettings(name=f"fake-{number}")))
+            behaviour_of(settings.version)
+        except ValueError as error:
+            raise resolved.wrong("fake_version", str(error)) from error
+        try:
+            fake = await stack.enter_async_context(FakeComfyUI(settings))
         except PillowMissing as error:
             raise CommandFailed(str(error)) from error
-        servers.append(Server(fake.url, id=f"{name}-fake-{number}", slots=slots))
+        servers.append(Server(fake.url, id=f"{name}-fake-{number}", slots=resolved.values.slots))
     return servers
 
 

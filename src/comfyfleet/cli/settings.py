@@ -143,6 +143,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clear_history: bool = False
     """Whether a worker removes its entries from its servers' history."""
     fake: Count = 0
+    fake_version: tuple[str, ...] = ()
+    """The ComfyUI releases that fake servers behave like, in turn."""
     slots: Annotated[int, Meta(ge=1, le=1_000)] = 1
     grace_s: Annotated[float, Meta(ge=0)] = 60.0
     name: str | None = None

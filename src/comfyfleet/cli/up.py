@@ -27,6 +27,7 @@ _LOOK_S = 10.0
 @settings(
     "servers",
     "fake",
+    "fake_version",
     "slots",
     *OF_A_WORKER,
     "host",
@@ -88,7 +89,7 @@ async def _live(resolved: Resolved) -> Sequence[int]:
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not chosen.fake)
     with Signals() as signals:
         async with AsyncExitStack() as stack:
-            servers += await fakes(stack, chosen.fake, chosen.name or _machine(), chosen.slots)
+            servers += await fakes(stack, chosen.fake, chosen.name or _machine(), resolved)
             entered = await signals.before(stack.enter_async_context(open_house(resolved)), 1)
             if entered is None:
                 return signals.came

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     "server_folder",
     "clear_history",
     "fake",
+    "fake_version",
     "transport",
     "key",
     "enrol",
@@ -131,7 +132,7 @@ async def _work(
     name = chosen.name or this_process()
     with Signals() as signals:
         async with AsyncExitStack() as stack:
-            servers += await fakes(stack, chosen.fake, name, chosen.slots)
+            servers += await fakes(stack, chosen.fake, name, resolved)
             servers += _simulated(simulated, chosen.name, chosen.slots)
             servers = declaring(servers, declared)
             if _takes_from_store(resolved):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -84,6 +85,14 @@ async def scale(call: NodeCall) -> NodeResult:
     factor = call.inputs.get("scale_by", 1.0)
     width = call.inputs.get("width") or max(1, round(image.width * factor))
     height = call.inputs.get("height") or max(1, round(image.height * factor))
+    return NodeResult(values=(msgspec.structs.replace(image, width=width, height=height),))
+
+
+async def scale_to_pixels(call: NodeCall) -> NodeResult:
+    image: FakeImage = call.inputs["image"]
+    factor = math.sqrt(call.inputs["megapixels"] * 1024 * 1024 / (image.width * image.height))
+    step = call.inputs.get("resolution_steps", 1)
+    width, height = (max(1, round(edge * factor / step) * step) for edge in (image.width, image.height))
     return NodeResult(values=(msgspec.structs.replace(image, width=width, height=height),))
 
 
@@ -312,7 +321,7 @@ def _text_number(value: Any) -> int:
 def core_behaviours() -> dict[str, Behaviour]:
     """The table: behaviour name to function."""
     functions: list[Behaviour] = [
-        generic, empty_image, invert, scale, scale_latent, load_image, save_image, preview_image,
+        generic, empty_image, invert, scale, scale_to_pixels, scale_latent, load_image, save_image, preview_image,
         save_image_websocket, load_model, apply_lora, encode_text, empty_latent, sample, decode, encode_image,
         save_latent, save_animation, create_video, save_video, video_combine, empty_audio, save_audio, preview_text,
     ]  # fmt: skip

@@ -24,6 +24,7 @@ SAMPLERS = (
     "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp", "er_sde", "seeds_2",
     "seeds_3", "sa_solver", "sa_solver_pece", "ddim", "uni_pc", "uni_pc_bh2",
 )  # fmt: skip
+NEWER_SAMPLERS = ("exp_heun_2_x0", "exp_heun_2_x0_sde")
 SCHEDULERS = (
     "simple", "sgm_uniform", "karras", "exponential", "ddim_uniform", "beta", "normal", "linear_quadratic",
     "kl_optimal",

@@ -16,6 +16,7 @@ import msgspec
 
 from comfyfleet.sim.fake_comfyui.behaviours import core_behaviours
 from comfyfleet.sim.fake_comfyui.errors import Interrupted, NodeError, OutOfMemory, WorkerDied
+from comfyfleet.sim.fake_comfyui.faults import THREAD_KILLERS
 from comfyfleet.sim.fake_comfyui.graph import Schedule, is_link, never_the_same, signatures
 from comfyfleet.sim.fake_comfyui.lab_behaviours import lab_behaviours
 from comfyfleet.sim.fake_comfyui.machine import Machine
@@ -132,6 +133,8 @@ class Executor:
         """Run a node's behaviour, with the faults that are switched on for it."""
         faults = self._machine.faults
         fault = faults.takes_node(call.node_class.name, call.node_id)
+        if fault is not None and fault.exception_type in THREAD_KILLERS:
+            raise WorkerDied
         if fault is not None:
             raise NodeError(fault.exception_type, fault.message)
         if call.node_class.uses_gpu and faults.takes_one("out_of_memory"):
@@ -253,7 +256,7 @@ class _Course:
     async def _behave(self, call: NodeCall) -> NodeResult:
         try:
             return await self._executor.behave(call)
-        except (NodeError, Interrupted):
+        except (NodeError, Interrupted, WorkerDied):
             raise
         except Exception as error:
             raise NodeError(type(error).__name__, str(error)) from error

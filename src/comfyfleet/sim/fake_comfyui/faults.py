@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+THREAD_KILLERS = ("KeyboardInterrupt", "asyncio.exceptions.CancelledError", "SystemExit")
 ACTIONS = ("crash", "restart", "drop_sockets")
 
 
@@ -22,6 +23,7 @@ class NodeFault(msgspec.Struct, kw_only=True):
     times: int = 1
     """How often it still happens; -1 means always."""
     exception_type: str = "RuntimeError"
+    """One of `THREAD_KILLERS` ends the worker thread, because ComfyUI catches no more than `Exception`."""
     message: str = "the fake was told to fail"
 
 

@@ -116,7 +116,7 @@ def signatures(graph: Graph, fingerprint: Callable[[str, dict[str, Any]], str]) 
         node = graph[node_id]
         inputs: dict[str, Any] = node["inputs"]
         parts: list[Any] = [node["class_type"], fingerprint(node["class_type"], inputs)]
-        for name in sorted(inputs):
+        for name in sorted(inputs.keys()):
             value = inputs[name]
             source = sign(value[0], (*path, node_id)) if is_link(value) else None
             parts.append((name, source, value[1] if source is not None else value))

@@ -19,7 +19,7 @@ from comfyfleet.sim.fake_comfyui.faults import Faults
 from comfyfleet.sim.fake_comfyui.gpu import Gpu
 from comfyfleet.sim.fake_comfyui.known_nodes import known_node_classes
 from comfyfleet.sim.fake_comfyui.prompt_queue import PromptQueue
-from comfyfleet.sim.fake_comfyui.settings import FakeSettings, behaviour_of
+from comfyfleet.sim.fake_comfyui.settings import FakeSettings, behaviour_of, parse_version
 from comfyfleet.sim.fake_comfyui.signal import Signal
 from comfyfleet.sim.fake_comfyui.sockets import Sockets
 from comfyfleet.sim.fake_comfyui.stats import FakeStats
@@ -54,7 +54,7 @@ class Machine:
         self.sockets = Sockets(faults, self.loop_is_free)
         self.queue = PromptQueue(self.sockets, self.signal)
         self.gpu = Gpu(settings.vram_gb, stats)
-        known = known_node_classes()
+        known = known_node_classes(parse_version(settings.version))
         self.catalogue = make_catalogue(known, settings.node_classes, settings.extra_node_classes)
         self.validator = Validator(self.catalogue, self.list_names, disk, self.behaviour)
         self.number = first_number

@@ -12,6 +12,8 @@ from comfyfleet.sim.fake_comfyui.catalogue import NodeClass
 
 GIGABYTE = 1024**3
 OLDEST = (0, 3, 40)
+PROFILES = ("0.3.64", "0.7.0", "0.33.0")
+"""The releases that were recorded: the fakes of a mixed fleet take them in turn. The last is the newest known."""
 
 
 def default_models() -> dict[str, dict[str, float]]:
@@ -31,7 +33,7 @@ class FakeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a fake server is made. Sizes are in gigabytes, durations in simulated seconds."""
 
     version: str = "0.7.0"
-    """The ComfyUI release to behave like, from "0.3.40" on."""
+    """The ComfyUI release to behave like, from "0.3.40" on: its protocol and its node classes."""
     name: str = "fake"
     device_name: str = "cuda:0 NVIDIA GeForce RTX 4090 : cudaMallocAsync"
     device_type: str = "cuda"
@@ -79,6 +81,7 @@ class Behaviour(msgspec.Struct, frozen=True):
     wants_uuid: bool
     cancels_jobs: bool
     cached_outputs_without_client: bool
+    checks_new_style_choices: bool
     is_recent: bool
     """Small differences of 0.33.0 whose first release is not known; taken as new with the UUID rule."""
 
@@ -114,5 +117,6 @@ def behaviour_of(version: str) -> Behaviour:
         wants_uuid=number >= (0, 24, 0),
         cancels_jobs=number >= (0, 25, 0),
         cached_outputs_without_client=number >= (0, 24, 0),
+        checks_new_style_choices=number > (0, 7, 0),
         is_recent=number >= (0, 24, 0),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comfyfleet.sim.fake_comfyui.catalogue import NodeClass, choice, files, of
+from comfyfleet.sim.fake_comfyui.catalogue import NodeClass, choice, combo, files, of
 from comfyfleet.sim.fake_comfyui.core_nodes import SAMPLERS, SCHEDULERS
 
 _EDGE: dict[str, Any] = {"default": 1024, "min": 16, "max": 16384, "step": 8}
@@ -154,6 +154,13 @@ def _latents() -> list[NodeClass]:
             behaviour="scale_latent",
         ),
         NodeClass(
+            name="KSamplerSelect",
+            required={"sampler_name": combo(*SAMPLERS)},
+            outputs=("SAMPLER",),
+            category="sampling/custom_sampling/samplers",
+            python_module="comfy_extras.nodes_custom_sampler",
+        ),
+        NodeClass(
             name="KSamplerAdvanced",
             display_name="KSampler (Advanced)",
             required={
@@ -192,6 +199,19 @@ def _images() -> list[NodeClass]:
             outputs=("IMAGE",),
             category="image/upscaling",
             behaviour="scale",
+        ),
+        NodeClass(
+            name="ImageScaleToTotalPixels",
+            required={
+                "image": of("IMAGE"),
+                "upscale_method": combo("nearest-exact", "bilinear", "area", "bicubic", "lanczos"),
+                "megapixels": of("FLOAT", default=1.0, min=0.01, max=16.0, step=0.01),
+                "resolution_steps": of("INT", default=1, min=1, max=256),
+            },
+            outputs=("IMAGE",),
+            category="image/upscaling",
+            python_module="comfy_extras.nodes_post_processing",
+            behaviour="scale_to_pixels",
         ),
         NodeClass(
             name="ImageUpscaleWithModel",

@@ -300,7 +300,8 @@ class _Judgement:
         if "max" in spec.options and value > spec.options["max"]:
             message = f"Value {value} bigger than max of {spec.options['max']}"
             return problem("value_bigger_than_max", message, name, **given)
-        allowed = spec.allowed(self._list_names)
+        is_checked = not spec.new_style or self._behaviour.checks_new_style_choices
+        allowed = spec.allowed(self._list_names) if is_checked else None
         if allowed is not None and value not in allowed:
             shown = str(allowed)
             if len(allowed) > _LIST_SHOWN_MAX:

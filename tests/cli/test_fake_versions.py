@@ -1,0 +1,33 @@
+"""Fake servers of a mixed fleet: each behaves like the release it was told."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import aiohttp
+import pytest
+
+from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.servers import fakes
+from comfyfleet.cli.settings import Resolved, Settings
+
+
+async def _versions_of(settings: Settings) -> list[str]:
+    async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
+        servers = await fakes(stack, settings.fake, "here", Resolved(settings, {}))
+        versions = []
+        for server in servers:
+            async with session.get(f"{server.url}/system_stats") as answer:
+                versions.append((await answer.json())["system"]["comfyui_version"])
+        return versions
+
+
+async def test_fakes_take_the_given_releases_in_turn() -> None:
+    given = Settings(fake=3, fake_version=("0.3.64", "0.33.0"))
+    assert await _versions_of(given) == ["0.3.64", "0.33.0", "0.3.64"]
+    assert await _versions_of(Settings(fake=1)) == ["0.7.0"]
+
+
+async def test_a_release_that_no_fake_can_show_is_refused_by_its_option() -> None:
+    with pytest.raises(CommandFailed, match=r"fake_version.*0\.3\.40"):
+        await _versions_of(Settings(fake=1, fake_version=("0.1.0",)))
