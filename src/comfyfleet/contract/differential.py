@@ -80,7 +80,7 @@ steps = st.one_of(
     st.tuples(st.just("lift"), _WORKERS, _HASHES),
     st.tuples(st.just("keep_off"), _WORKERS, _WHICH, st.sampled_from([4.0])),
     st.tuples(st.just("expired_blocks")),
-    st.tuples(st.just("due"), st.integers(1, 5)),
+    st.tuples(st.just("due"), st.integers(1, 5), st.integers(1, 3)),
     st.tuples(st.just("charge"), _TENANTS, st.sampled_from([1.0, 40.0])),
     st.tuples(
         st.just("terms"),
@@ -210,9 +210,11 @@ class Day:
             case ("expired_blocks",):
                 expired = await store.expired_blocks()
                 return sorted(expired, key=lambda block: (block.worker_id, block.target))
-            case ("due", limit):
-                due = await store.due(limit)
-                return sorted(due, key=lambda dispatch: dispatch.job_id) if len(due) < limit else len(due)
+            case ("due", limit, pages):
+                due: list[Dispatch] = []
+                for _ in range(pages):
+                    due += await store.due(limit, due[-1] if due else None)
+                return due
             case ("charge", name, seconds):
                 return await store.shares.charge(tenant(name), seconds)
             case ("terms", name, weight, max_leased, held_s):

@@ -29,6 +29,7 @@ from comfyfleet.model.dispatch import (
     AtRevision,
     AttemptOutcome,
     Change,
+    Dispatch,
     LeaseRef,
     Phase,
     Standing,
@@ -350,6 +351,26 @@ class LeasingContract:
         await bench.clock.advance(100)
         assert {each.job_id for each in await bench.store.due(10)} == {early.job_id, late.job_id}
         assert len(await bench.store.due(1)) == 1
+
+    async def test_what_is_due_comes_in_pages_each_of_which_begins_behind_the_last(
+        self, bench: Bench
+    ) -> None:
+        """Several fall due at one time, and none of them is written meanwhile."""
+        now = bench.clock.now()
+        due = [await bench.enqueue(wake_at=now + at) for at in (3, 1, 1, 1, 2, 1, 1)]
+        leased, _ = await bench.leased(wake_at=now + 0.5)
+        await bench.enqueue(wake_at=now + 5)
+        await bench.clock.advance(4)
+        in_order = [leased, *sorted(due, key=lambda each: (each.wake_at, each.job_id))]
+        for size in (1, 2, 3, 8, 9):
+            found: list[Dispatch] = []
+            while page := await bench.store.due(size, found[-1] if found else None):
+                assert len(page) <= size
+                found += page
+            assert found == in_order
+        # What a page ended with may have been written since.
+        assert await bench.change(in_order[1], Change(wake_at=None)) is not None
+        assert await bench.store.due(10, in_order[1]) == in_order[2:]
 
     async def test_a_lease_falls_due_at_its_end_and_a_finished_job_never(self, bench: Bench) -> None:
         dispatch, ref = await bench.leased(wake_at=bench.clock.now() + 50)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import partial
 
 import msgspec
 
@@ -18,13 +19,17 @@ from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.engine.workers import WorkerDesk
 from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Write
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.timing import Due, review
 from comfyfleet.ports import Timer
 
 _LOG = logging.getLogger(__name__)
 _BATCH = 256
+_TENANT_PATIENCE_S = 1.0
+"""So long a page waits for the databases of tenants."""
 _PURGE_BATCH = 10_000
 _PURGE_EVERY_S = 60.0
 _FORGET_BATCH = 100
@@ -52,6 +57,9 @@ class Sweeper:
         self._is_due_again = False
         self._purged_at = 0.0
         self._hold_end: float | None = None
+        self._attending: dict[TenantId, asyncio.Task[bool]] = {}
+        self._is_away: set[TenantId] = set()
+        """Tenants whose database was, when something of theirs was last due. Said once, not at every sweep."""
         self._is_closed = False
         context.wake_by = self.wake_by
 
@@ -91,27 +99,74 @@ class Sweeper:
         await self._end_quarantines()
         await self._find_lost_workers()
         await self._end_holds()
-        before: list[Dispatch] = []
-        has_failed = False
-        while True:
-            due = await context.store.due(_BATCH)
-            for dispatch in due:
-                try:
-                    await self._attend(dispatch)
-                except Exception:
-                    # One that cannot be attended to must not keep the others waiting.
-                    has_failed = True
-                    _LOG.exception(
-                        "job %s could not be attended to; the next sweep tries again", dispatch.job_id
-                    )
-            if len(due) < _BATCH or due == before:
-                break
-            before = due
+        is_all_done = await self._attend_to_due()
         await self._purge()
         # What could not be done is still due; trying again at once would only turn the fault into a storm of it.
-        earliest = await context.store.now() + context.rules.sweep_s if has_failed else 0.0
+        earliest = 0.0 if is_all_done else await context.store.now() + context.rules.sweep_s
         for at in (await context.store.next_due(), await context.store.next_block_end()):
             self.wake_by(at if at is None else max(at, earliest))
+
+    async def _attend_to_due(self) -> bool:
+        """Page by page, to the end. What cannot be attended to now keeps nobody else waiting: a page goes on where the
+        last one ended, and where tenants have databases each is attended to in a task of its own."""
+        store, began, is_all_done = self._context.store, await self._context.store.now(), True
+        left_out: set[TenantId] = set()
+        last: Dispatch | None = None
+        while due := await store.due(_BATCH, last):
+            last = due[-1]
+            of_tenants: dict[TenantId, list[Dispatch]] = {}
+            for dispatch in due:
+                if not self._context.reaches_tenants:
+                    is_all_done &= await self._attend_or_log(dispatch)
+                elif dispatch.tenant not in left_out:
+                    of_tenants.setdefault(dispatch.tenant, []).append(dispatch)
+            left_out |= await self._attend_to_tenants(of_tenants)
+            # What fell due meanwhile has a timer of its own.
+            if len(due) < _BATCH or last.due_at is None or last.due_at > began:
+                break
+        return is_all_done and not left_out
+
+    async def _attend_or_log(self, dispatch: Dispatch) -> bool:
+        try:
+            await self._attend(dispatch)
+        except Exception:
+            _LOG.exception("job %s could not be attended to; the next sweep tries again", dispatch.job_id)
+            return False
+        return True
+
+    async def _attend_to_tenants(self, due: dict[TenantId, list[Dispatch]]) -> set[TenantId]:
+        """Those of whom something is left. One whose database is slow is waited for until the next page, no longer."""
+        left = {tenant for tenant in due if tenant in self._attending}
+        for tenant in due.keys() - left:
+            task = asyncio.create_task(self._attend_to_tenant(tenant, due[tenant]), name=f"sweep {tenant}")
+            self._attending[tenant] = task
+            task.add_done_callback(partial(self._attended, tenant))
+        tasks = {tenant: self._attending[tenant] for tenant in due.keys() - left}
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=_TENANT_PATIENCE_S)
+        return left | {tenant for tenant, task in tasks.items() if not (task.done() and task.result())}
+
+    def _attended(self, tenant: TenantId, _: asyncio.Task[bool]) -> None:
+        del self._attending[tenant]
+
+    async def _attend_to_tenant(self, tenant: TenantId, due: list[Dispatch]) -> bool:
+        """False: something is left. A database that is away is not asked for one job after the other."""
+        is_all_done = True
+        for dispatch in due:
+            try:
+                await self._attend(dispatch)
+            except Fault as fault:
+                if tenant not in self._is_away:
+                    self._is_away.add(tenant)
+                    _LOG.warning(
+                        "jobs of tenant %s that are due wait until its database is back: %s", tenant, fault
+                    )
+                return False
+            except Exception:
+                _LOG.exception("job %s could not be attended to; the next sweep tries again", dispatch.job_id)
+                is_all_done = False
+        self._is_away.discard(tenant)
+        return is_all_done
 
     async def _attend(self, dispatch: Dispatch) -> None:
         context = self._context
@@ -250,6 +305,7 @@ class Sweeper:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        tasks = [*self._attending.values(), *([] if self._running is None else [self._running])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -68,6 +68,8 @@ E = TypeVar("E", bound=Entry)
 # Asked for at every step: to read a name of a module is several times as fast as to ask an enum.
 _QUEUED, _LEASED, _IN_LANE = Phase.QUEUED, Phase.LEASED, Standing.IN_LANE
 _NOTHING: frozenset[int] = frozenset()
+_WRONG_HINTS = 1_000
+"""So many may be met on the way to what is due; then the heap is made anew."""
 
 
 class Kept(Generic[E]):
@@ -261,23 +263,42 @@ class Kept(Generic[E]):
         held = (job_id for worker_id in worker_ids for job_id in self._leases_of.get(worker_id, ()))
         return [self.entries[job_id].dispatch for job_id in held]
 
-    def due(self, limit: int) -> list[Dispatch]:
-        now = self._clock.now()
+    def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
+        """They stay due until somebody writes them: an engine that dies in between loses nothing."""
+        now, heap = self._clock.now(), self._due
+        last = (float("-inf"), "") if after is None else (after.due_at or 0.0, after.job_id)
         found: dict[JobId, Dispatch] = {}
-        while len(found) < limit and (at := self.next_due()) is not None and at <= now:
-            _, job_id = heappop(self._due)
-            found[job_id] = self.entries[job_id].dispatch
-        # They stay due until somebody writes them: an engine that dies in between loses nothing.
-        for dispatch in found.values():
-            self._watch(dispatch)
+        wrong = 0
+        # The heap is walked in its order and left as it is. A hint without a place stands where it should have.
+        ahead = [(heap[0], 0)] if heap else []
+        while ahead and ahead[0][0][0] <= now and len(found) < limit:
+            (at, job_id), place = heappop(ahead)
+            for below in (2 * place + 1, 2 * place + 2) if place >= 0 else ():
+                if below < len(heap):
+                    heappush(ahead, (heap[below], below))
+            entry = self.entries.get(job_id)
+            true_at = None if entry is None else entry.dispatch.due_at
+            if entry is not None and true_at == at:
+                if (at, job_id) > last:
+                    found[job_id] = entry.dispatch
+                continue
+            wrong += 1
+            if true_at is not None and true_at > at:
+                heappush(ahead, ((true_at, job_id), -1))
+        if wrong > _WRONG_HINTS:
+            known = {job_id: self._due_at(job_id) for _, job_id in heap}
+            self._due = sorted((at, job_id) for job_id, at in known.items() if at is not None)
         return list(found.values())
+
+    def _due_at(self, job_id: JobId) -> float | None:
+        entry = self.entries.get(job_id)
+        return None if entry is None else entry.dispatch.due_at
 
     def next_due(self) -> float | None:
         """What stands in the heap are hints: what a dispatch says of itself now is the truth."""
         while self._due:
             at, job_id = self._due[0]
-            entry = self.entries.get(job_id)
-            true_at = None if entry is None else entry.dispatch.due_at
+            true_at = self._due_at(job_id)
             if true_at == at:
                 return at
             heappop(self._due)

@@ -207,8 +207,8 @@ class MemoryStore:
     async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
         return self._kept.leases_of(worker_ids)
 
-    async def due(self, limit: int) -> list[Dispatch]:
-        return self._kept.due(limit)
+    async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
+        return self._kept.due(limit, after)
 
     async def next_due(self) -> float | None:
         return self._kept.next_due()

@@ -67,10 +67,11 @@ SELECT envelope FROM comfyfleet.dispatches WHERE job_id = ANY (%s) ORDER BY job_
 """
 
 _DUE = """
-(SELECT envelope, due_at, job_id FROM comfyfleet.dispatches WHERE due_at <= %(now)s ORDER BY due_at, job_id
-    LIMIT %(limit)s)
+(SELECT envelope, due_at, job_id FROM comfyfleet.dispatches
+    WHERE due_at <= %(now)s AND (due_at, job_id) > (%(at)s::float8, %(after)s) ORDER BY due_at, job_id LIMIT %(limit)s)
 UNION ALL
-(SELECT envelope, due_at, job_id FROM comfyfleet.ended WHERE due_at <= %(now)s ORDER BY due_at, job_id LIMIT %(limit)s)
+(SELECT envelope, due_at, job_id FROM comfyfleet.ended
+    WHERE due_at <= %(now)s AND (due_at, job_id) > (%(at)s::float8, %(after)s) ORDER BY due_at, job_id LIMIT %(limit)s)
 ORDER BY due_at, job_id LIMIT %(limit)s
 """
 
@@ -412,8 +413,11 @@ class PostgresStore:
     async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
         return await self._dispatches(_LEASES_OF, (list(worker_ids),))
 
-    async def due(self, limit: int) -> list[Dispatch]:
-        return await self._dispatches(_DUE, {"now": await self.now(), "limit": limit})
+    async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
+        at, job_id = (float("-inf"), "") if after is None else (after.due_at, after.job_id)
+        return await self._dispatches(
+            _DUE, {"now": await self.now(), "limit": limit, "at": at, "after": job_id}
+        )
 
     async def next_due(self) -> float | None:
         ((at,),) = await self._fetch(_NEXT_DUE)

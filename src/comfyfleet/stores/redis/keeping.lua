@@ -255,11 +255,23 @@ define_reading('leases_of', function(s, args)
   return answer
 end)
 
--- limit
+-- limit, then where a page before ended: the time at which its last job fell due, and that job
 define_reading('due', function(s, args)
-  local answer = {}
-  for _, job_id in ipairs(call('ZRANGEBYSCORE', s.p .. 'jobs:due', '-inf', exact(now(s)), 'LIMIT', 0, args[4])) do
-    answer[#answer + 1] = call('GET', job_key(s, job_id))
+  local limit, from, last = tonumber(args[4]), args[5] or '-inf', args[6]
+  local answer, passed = {}, 0
+  while #answer < limit do
+    local page = call('ZRANGEBYSCORE', s.p .. 'jobs:due', from, exact(now(s)), 'WITHSCORES', 'LIMIT', passed, limit)
+    for place = 1, #page, 2 do
+      -- Several may fall due at one time, and the page before may have ended among them.
+      local is_behind = not last or tonumber(page[place + 1]) > tonumber(from) or page[place] > last
+      if is_behind and #answer < limit then
+        answer[#answer + 1] = call('GET', job_key(s, page[place]))
+      end
+    end
+    if #page < 2 * limit then
+      break
+    end
+    passed = passed + limit
   end
   return answer
 end)

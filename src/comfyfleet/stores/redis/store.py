@@ -283,8 +283,9 @@ class RedisStore:
     async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
         return await self._dispatches("leases_of", *worker_ids)
 
-    async def due(self, limit: int) -> list[Dispatch]:
-        return await self._dispatches("due", limit)
+    async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
+        cursor = () if after is None else (repr(after.due_at), after.job_id)
+        return await self._dispatches("due", limit, *cursor)
 
     async def next_due(self) -> float | None:
         return await self._lowest("jobs:due")

@@ -304,8 +304,8 @@ class SqliteStore:
     async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]:
         return await self._settled(lambda: self._kept.leases_of(worker_ids))
 
-    async def due(self, limit: int) -> list[Dispatch]:
-        return await self._settled(lambda: self._kept.due(limit))
+    async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
+        return await self._settled(lambda: self._kept.due(limit, after))
 
     async def next_due(self) -> float | None:
         return self._kept.next_due()
