@@ -13,6 +13,7 @@ from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.fact import Event, Fact, FactKind
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.ledger import Account, GpuPrice, HoldId, Outcome, OutputPrice
@@ -390,3 +391,54 @@ async def test_a_look_that_fails_leaves_nothing_running_behind_it(
     with pytest.raises(Fault, match="the store is away"):
         await fleet.relay.look()
     assert has_ended
+
+
+@pytest.mark.parametrize("error", [Fault("the pool is away"), RuntimeError("the disk is full")])
+async def test_a_job_in_the_queue_is_told_though_its_tenants_database_does_not_take_note(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    await fleet.tenant(granted=100)
+    await fleet.worker()
+    job_id = await fleet.submit()
+    await fleet.fail(await fleet.take())
+    heard: list[Event] = []
+    fleet.engine.bus.listen(heard.append)
+
+    async def fails(*_: object) -> bool:
+        raise error
+
+    monkeypatch.setattr(await database(fleet), "mark_sent", fails)
+    assert (await fleet.engine.retry(job_id)).phase is Phase.QUEUED
+    other = await fleet.submit()
+    assert [(event.job_id, event.kind) for event in heard if isinstance(event, Fact)] == [
+        (job_id, FactKind.QUEUED),
+        (other, FactKind.QUEUED),
+    ]
+    monkeypatch.undo()
+    await fleet.relay.look(at_once=True)
+    for _ in range(2):
+        await fleet.complete(await fleet.take())
+    assert await fleet.account() == Account(ACME, 80)
+    await fleet.check()
+
+
+async def test_an_end_that_cannot_be_settled_now_is_told(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.tenant(granted=100)
+    await fleet.worker()
+    await fleet.submit()
+    leased = await fleet.take()
+    heard: list[Event] = []
+    fleet.engine.bus.listen(heard.append)
+
+    async def fails(*_: object) -> Ended:
+        raise RuntimeError("the disk is full")
+
+    monkeypatch.setattr(await database(fleet), "end_round", fails)
+    await fleet.complete(leased)
+    assert [event.kind for event in heard if isinstance(event, Fact)] == [FactKind.COMPLETED]
+    monkeypatch.undo()
+    await fleet.relay.look(at_once=True)
+    assert await fleet.account() == Account(ACME, 90)
+    await fleet.check()

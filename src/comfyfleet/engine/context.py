@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.fleet import Fleet
 from comfyfleet.engine.gate import Gate, OpenGate
 from comfyfleet.model.block import Block
@@ -67,14 +68,17 @@ class Context:
         return self.clock.now() + self._ahead_s
 
     def publish(self, written: Written) -> None:
-        """After every write: the facts go out, and the sweeper hears of the next time something is due."""
-        self.wake_by(written.dispatch.due_at)
-        self.wrote(written)
+        """Directly after every write, before anything that can fail: whoever waits hears of the change now or never.
+
+        The facts go out, and the sweeper hears of the next time something is due."""
         for fact in written.facts:
             self.bus.publish(fact)
         dispatch = written.dispatch
+        self.wake_by(dispatch.due_at)
         if (dispatch.is_awaited or dispatch.is_held) and dispatch.phase.is_final:
             self.awaited_ended(dispatch)
+        with best_effort(f"measure a write of job {dispatch.job_id}"):
+            self.wrote(written)
 
     def tell(self, kind: str, worker_id: WorkerId, **data: object) -> None:
         self.bus.publish(FleetEvent(kind, self.clock.now(), worker_id, data))

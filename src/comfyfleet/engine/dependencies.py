@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.inputs import Inputs, with_files
 from comfyfleet.engine.rounds import Rounds
@@ -159,7 +160,8 @@ class Dependencies:
             context.publish(written)
             if written.dispatch.stands_in_lane:
                 self._rounds.job_arrived(written.dispatch.class_key)
-            await self._forget(after, job_id)
+            with best_effort(f"forget what job {job_id} waited for"):
+                await self._forget(after, job_id)
             return True
 
     async def _standing(self, awaited: JobId, job: Job) -> tuple[Phase | None, dict[int, str] | Failure]:

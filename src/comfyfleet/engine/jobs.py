@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 import msgspec
 
+from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.inputs import Inputs
@@ -92,7 +93,8 @@ class JobDesk:
 
         dispatch, written = await self._change(job_id, decide)
         if written is not None and dispatch.phase is Phase.LEASED:
-            await self._tell_worker(dispatch)
+            with best_effort(f"tell the worker of job {job_id} to cancel it; its next heartbeat does"):
+                await self._tell_worker(dispatch)
         return CancelAnswer(dispatch.phase, dispatch.cancel_requested_at is not None)
 
     async def retry(self, job_id: JobId) -> Submitted:
@@ -181,7 +183,8 @@ class JobDesk:
                 await self._dependencies.announce(submission.after, job_id)
             dispatch, _ = await self._change(job_id, decide, needed=place.classes)
         if is_held:
-            await self._dependencies.look(job_id)
+            with best_effort(f"look at what job {job_id} waits for; the sweeper does later"):
+                await self._dependencies.look(job_id)
         return Submitted(job_id, dispatch.phase, workflow_hash)
 
     async def pause(self, job_id: JobId) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies, held
@@ -289,7 +290,8 @@ class SubmitDesk:
             self._rounds.job_arrived(dispatch.class_key)
         if dispatch.is_held:
             # What it waits for may have ended before it was written, when nobody could be told.
-            await self._dependencies.look(dispatch.job_id)
+            with best_effort(f"look at what job {dispatch.job_id} waits for; the sweeper does later"):
+                await self._dependencies.look(dispatch.job_id)
 
 
 def _same(known: Job, submission: Submission) -> Submitted:

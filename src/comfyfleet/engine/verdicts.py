@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.block import Block, BlockReason, Pair
@@ -70,14 +71,19 @@ class Verdicts:
         written = await context.store.write(write)
         if written is None:
             return None
-        await context.fleet.note_failure(worker_id)
+        context.publish(written)
         for each in blocks:
             context.blocked(each, failure.message)
-        if blocks:
-            await self._quarantine(worker_id, now)
-        context.publish(written)
-        if written.dispatch.stands_in_lane:
-            self._rounds.job_arrived(written.dispatch.class_key)
+        try:
+            with best_effort(f"count a failure of worker {worker_id}"):
+                await context.fleet.note_failure(worker_id)
+            if blocks:
+                with best_effort(f"look whether worker {worker_id} is to be quarantined"):
+                    await self._quarantine(worker_id, now)
+        finally:
+            # Only now, so that it does not go to the worker it failed on; and now for certain, as nobody else looks.
+            if written.dispatch.stands_in_lane:
+                self._rounds.job_arrived(written.dispatch.class_key)
         return written.dispatch
 
     async def released(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
@@ -112,9 +118,9 @@ class Verdicts:
         )
         if written is None:
             return None
+        context.publish(written)
         for block in blocks:
             context.blocked(block, reason)
-        context.publish(written)
         self._rounds.job_arrived(written.dispatch.class_key)
         return written.dispatch
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from comfyfleet.engine import definitions, inputs
+from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds, Slot
@@ -319,10 +320,11 @@ class WorkerDesk:
         written = await context.store.write(write)
         if written is None:
             return await self._too_late(ref, AttemptOutcome.COMPLETED)
-        await self._succeeded(dispatch, worker_id, seconds, known)
         context.publish(written)
+        await self._succeeded(dispatch, worker_id, seconds, known)
         if record is not None:
-            await inputs.forget(context.store.cabinet, record)
+            with best_effort(f"forget which files job {ref.job_id} used"):
+                await inputs.forget(context.store.cabinet, record)
         return Settled(Phase.COMPLETED)
 
     async def finished(self, run: FinishedRun) -> None:
@@ -339,11 +341,14 @@ class WorkerDesk:
     async def _succeeded(
         self, dispatch: Dispatch, worker_id: WorkerId, seconds: float, lifted: Sequence[Block]
     ) -> None:
-        context = self._context
-        context.strategy.record_success(worker_id, dispatch.workflow_hash, await context.store.now())
-        await self._remember_run(dispatch, worker_id, seconds)
+        context, job_id = self._context, dispatch.job_id
+        with best_effort(f"tell the failover strategy that job {job_id} succeeded"):
+            context.strategy.record_success(worker_id, dispatch.workflow_hash, await context.store.now())
+        with best_effort(f"learn from the run of job {job_id}"):
+            await self._remember_run(dispatch, worker_id, seconds)
         for block in lifted:
-            await context.unblocked(block, "it succeeded")
+            with best_effort(f"tell that worker {worker_id} is not blocked any more"):
+                await context.unblocked(block, "it succeeded")
         if lifted:
             self._rounds.worker_freed(worker_id)
 

@@ -28,7 +28,7 @@ from comfyfleet.model.dispatch import (
     Write,
     Written,
 )
-from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, TenantId
@@ -133,8 +133,18 @@ class ApartStore:
         if written is not None and written.dispatch.round < dispatch.round:
             written = await self._next_round(written.dispatch, dispatch, facts)
         if written is not None:
-            await home.database.mark_sent(hold_id)
+            await self._mark_sent(home, hold_id)
         return written
+
+    async def _mark_sent(self, home: Home, hold_id: HoldId) -> None:
+        """S3. The job is in the queue, whatever happens here: whoever wrote it goes on to publish it."""
+        try:
+            await home.database.mark_sent(hold_id)
+        except Exception as error:
+            _LOG.warning(
+                "job %s is in the queue, which its tenant's database learns later: %s", hold_id, error
+            )
+            self.left_behind()
 
     async def _next_round(
         self, there: Dispatch, dispatch: Dispatch, facts: Sequence[FactDraft]
@@ -324,7 +334,7 @@ class ApartStore:
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 await self.settler.settle(dispatch)
-        except (ComfyFleetError, TimeoutError) as error:
+        except Exception as error:
             _LOG.warning("job %s is settled when its tenant's database takes it: %s", dispatch.job_id, error)
             self.left_behind()
 
@@ -352,7 +362,7 @@ class ApartStore:
             # The relay was quicker, or the next try will be.
             there = await self.central.load(dispatch.job_id)
             return Written(there, ()) if there is not None and there.round >= opening.round else None
-        await home.database.mark_sent(hold_of(opening))
+        await self._mark_sent(home, hold_of(opening))
         return written
 
     async def _home(self, tenant: TenantId) -> Home | None:
