@@ -113,7 +113,7 @@ def test_only_a_list_of_nodes_makes_a_workflow_of_the_editor() -> None:
             {"how": "to size", "how.width": 8, "how.height": 9, "method": "nearest"},
         ),
         ("CurveEditor", [[[0, 0], [1, 1]]], {"curve": {"__type__": "CURVE", "__value__": [[0, 0], [1, 1]]}}),
-        ("SaveImage", [["5", 0]], {"filename_prefix": {"__value__": ["5", 0]}}),
+        ("SaveImage", [["5", "6"]], {"filename_prefix": {"__value__": ["5", "6"]}}),
         ("SaveImage", None, {"filename_prefix": "ComfyUI"}),
         (
             "VHS_VideoCombine",

@@ -89,7 +89,18 @@ def test_a_value_that_is_neither_mapping_nor_text_is_refused() -> None:
             "linked_node_missing",
             "node '77', which is not in",
         ),
-        ({"class_type": "A", "inputs": {"x": ["euler", 0.5]}}, "linked_node_missing", "__value__"),
+        ({"class_type": "A", "inputs": {"x": ["euler", 0.5]}}, "linked_node_missing", "always a wire"),
+        *(
+            ({"class_type": "A", "inputs": {"x": value}}, "value_looks_like_link", "Input 'x' holds the list")
+            for value in (
+                {"__value__": ["a", 1]},
+                {"__value__": ["1", 0]},
+                {"__value__": ["a", 0.5]},
+                {"__value__": ["a", True]},
+                {"__value__": {"__value__": ["a", 1]}},
+                {"__type__": "CURVE", "__value__": ["a", 1]},
+            )
+        ),
         ({"class_type": "A", "inputs": {"x": ["1", -1]}}, "bad_linked_input", "output -1 of node '1'"),
         ({"class_type": "A", "inputs": {"x": ["1", 0.0]}}, "bad_linked_input", "output 0.0 of node '1'"),
         ({"class_type": "A", "inputs": {"x": ["1", True]}}, "bad_linked_input", "output True of node '1'"),
@@ -192,7 +203,11 @@ def test_a_long_chain_behind_a_cycle_is_refused_quickly_and_by_the_cycle_alone()
         [],
         ["1", 0, 1],
         [["1", 0]],
-        {"__value__": ["1", 0]},
+        {"__value__": ["1", "0"]},
+        {"__value__": ["1", 0, 1]},
+        {"__value__": [["1", 0]]},
+        {"a": {"__value__": ["1", 0]}},
+        [{"__value__": ["1", 0]}],
         ["1", None],
         {"a": ["77", 0]},
     ],

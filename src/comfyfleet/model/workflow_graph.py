@@ -21,6 +21,9 @@ MAX_CHAIN = 400
 
 MAX_SLOT = 65_535
 
+WRAPPED = "__value__"
+"""The key under which a list that is meant as a value is given: ComfyUI's own notation."""
+
 _PLAIN = 1 << 64
 _CHECKED_PARTS = frozenset({"class_type", "inputs"})
 
@@ -252,6 +255,8 @@ def _read_node(node_id: str, content: Any, graph: Mapping[str, Any], problems: _
                 _explain_link(node_id, name, value, graph, problems)
                 continue
         _check_value(node_id, name, value, problems)
+        if kind is dict and WRAPPED in value:
+            _check_wrapped(node_id, name, value, problems)
     if len(links) > 1:
         links = dict(sorted(links.items()))
     for name in content:
@@ -272,8 +277,8 @@ def _explain_link(node_id: str, name: str, value: Any, graph: Mapping[str, Any],
         problems.add(
             node_id,
             "linked_node_missing",
-            f"Input {name!r} is wired to node {source!r}, which is not in the workflow; a list meant as a value is "
-            'written {"__value__": [...]}',
+            f"Input {name!r} is wired to node {source!r}, which is not in the workflow; a list of a string "
+            "and a number is always a wire",
             name,
             **extra,
         )
@@ -285,6 +290,23 @@ def _explain_link(node_id: str, name: str, value: Any, graph: Mapping[str, Any],
             f"an output is an integer from 0 to {MAX_SLOT}",
             name,
             **extra,
+        )
+
+
+def _check_wrapped(node_id: str, name: str, value: Any, problems: _Problems) -> None:
+    """A server unwraps such a value in place while it validates, and afterwards takes what it finds for a wire: where
+    no node has that name, its only execution thread dies."""
+    while type(value) is dict and WRAPPED in value:
+        value = value[WRAPPED]
+    if is_wire(value):
+        problems.add(
+            node_id,
+            "value_looks_like_link",
+            f"Input {name!r} holds the list {value!r} as a value, which ComfyUI would take for a wire and stop "
+            "working: a list of a string and a number cannot be a value",
+            name,
+            input_name=name,
+            received_value=value,
         )
 
 
