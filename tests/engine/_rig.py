@@ -33,9 +33,14 @@ def graph(kind: str = "KSampler", model: str | None = None, **inputs: Any) -> di
 
 
 def offers(
-    *kinds: str, models: tuple[str, ...] = (), vram_gb: float = 24, name: str = "comfyui"
+    *kinds: str,
+    models: tuple[str, ...] = (),
+    vram_gb: float = 24,
+    name: str = "comfyui",
+    signature: str | None = None,
 ) -> Capabilities:
-    service = Service(name, models=frozenset(models), node_classes=frozenset({*kinds, "SaveImage"}))
+    node_classes = frozenset({*kinds, "SaveImage"})
+    service = Service(name, models=frozenset(models), node_classes=node_classes, signature=signature)
     return Capabilities((service,), Hardware(gpu=Gpu(1, vram_gb, "RTX")))
 
 

@@ -35,6 +35,7 @@ from comfyfleet.model.worker import (
 MODELS = ("flux.safetensors", "sdxl/base.safetensors", "sd15/base.safetensors", "sdxl\\refiner.safetensors")
 ASKED_MODELS = (*MODELS, "base.safetensors", "refiner.safetensors", "sdxl/refiner.safetensors")
 NODE_CLASSES = ("KSampler", "FaceDetailer", "SaveImage")
+SIGNATURES = ("0.3.64", "0.7.0", "0.33.0")
 ISOLATIONS: tuple[Isolation, ...] = ("strict", "loose", "none")
 ENVIRONMENTS: tuple[Environment, ...] = ("cloud", "self_hosted")
 TENANTS = tuple(map(TenantId, ("acme", "globex", "initech")))
@@ -71,6 +72,7 @@ services = st.builds(
     providers=some("local", "cloud"),
     models=st.none() | st.frozensets(st.sampled_from(MODELS)),
     node_classes=st.none() | st.frozensets(st.sampled_from(NODE_CLASSES)),
+    signature=optional(*SIGNATURES),
 )
 
 OFFERS: dict[str, st.SearchStrategy[Any]] = {
@@ -118,6 +120,7 @@ NEEDS: dict[str, st.SearchStrategy[Any]] = {
     **HARDWARE_NEEDS,
     "models": some(*ASKED_MODELS),
     "node_classes": some(*NODE_CLASSES),
+    "refused_by": some(*SIGNATURES),
     "isolation": st.sampled_from(ISOLATIONS),
     "location": st.builds(LocationNeed, optional("eu", "US"), some("gdpr", "HIPAA")),
     "max_processing_s": optional(1.0, 10.0),
@@ -131,7 +134,7 @@ NEEDS: dict[str, st.SearchStrategy[Any]] = {
 
 
 DECIDED_BY = {
-    **dict.fromkeys(("service", "provider", "models", "node_classes"), "services"),
+    **dict.fromkeys(("service", "provider", "models", "node_classes", "refused_by"), "services"),
     **dict.fromkeys((*HARDWARE_NEEDS, "max_processing_s"), "hardware"),
     "isolation": "tenant_access",
     "location": "location",
@@ -152,6 +155,7 @@ NARROW_OFFERS: dict[str, st.SearchStrategy[Any]] = {
     "node_classes": st.frozensets(st.sampled_from(NODE_CLASSES)).map(
         lambda names: (replace(SERVICE, node_classes=names),)
     ),
+    "refused_by": optional(*SIGNATURES).map(lambda name: (replace(SERVICE, signature=name),)),
     "isolation": st.lists(tenants, unique=True).map(
         lambda denied: TenantAccess("strict", TENANTS, tuple(denied))
     ),

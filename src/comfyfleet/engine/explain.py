@@ -4,7 +4,7 @@ that does not wait, what became of it."""
 from __future__ import annotations
 
 from comfyfleet.engine.context import Context
-from comfyfleet.model.block import Pair
+from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.calls import Explanation, MissingFor
 from comfyfleet.model.dispatch import Dispatch, Phase, Standing
 from comfyfleet.model.ids import WorkerId
@@ -79,6 +79,9 @@ async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord,
                 )
                 continue
             what = "this workflow" if target == dispatch.workflow_hash else "this job"
+            if block.reason is BlockReason.REFUSED:
+                why.append(f"refused {what}: its versions of the nodes do not accept it")
+                continue
             why.append(
                 f"is blocked for {what} for another {block.blocked_until - now:.0f} s ({block.reason.value})"
             )

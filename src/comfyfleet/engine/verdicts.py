@@ -23,11 +23,13 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
-from comfyfleet.model.ids import WorkerId
-from comfyfleet.policy.failover import is_quarantined
+from comfyfleet.model.ids import ClassKey, WorkerId
+from comfyfleet.policy.failover import is_quarantined, lifted_by_inventory
 from comfyfleet.policy.fairness import used_s
+from comfyfleet.policy.feasibility import is_feasible
 from comfyfleet.policy.learning import after_out_of_memory, no_lesson, with_memory
 from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
+from comfyfleet.policy.refusals import is_refusal, refusing_signatures, without_signatures
 from comfyfleet.policy.retry import Choice, Verdict, after_failure
 from comfyfleet.policy.timing import returned
 
@@ -49,22 +51,25 @@ class Verdicts:
             worker_id, dispatch.workflow_hash, failure, await context.store.get_block(pair), now
         )
         job = await context.store.records.get(dispatch.job_id)
+        choice = await self._choice(dispatch, worker_id, block, now)
+        refusing: frozenset[str] = frozenset()
+        if is_refusal(failure):
+            refusing = self._refusing(dispatch, worker_id, failure)
+            may_accept = await self._may_accept(dispatch, worker_id, refusing, now)
+            choice = msgspec.structs.replace(choice, may_accept=may_accept)
         verdict = after_failure(
             dispatch,
             worker_id,
             failure,
-            await self._choice(dispatch, worker_id, block, now),
+            choice,
             rules=context.rules,
             now=now,
             fraction=context.chance.fraction(),
             retry_delay_s=None if job is None else job.payload.retry_delay_s,
         )
-        blocks = [block] if block is not None else []
-        if verdict.keep_off_worker and (block is None or not block.is_in_force(now)):
-            until = now + context.rules.cooldown_s
-            blocks.append(Block(worker_id, dispatch.job_id, BlockReason.JOB, 1, until))
+        blocks = self._blocks(dispatch, worker_id, failure, verdict, block, refusing, now)
         if verdict.will_retry:
-            placed = await self._placed(dispatch, failure, now)
+            placed = await self._placed(dispatch, failure, refusing, now)
             write = self._retry(placed, guard, failure, verdict, tuple(blocks), now)
         else:
             write = self._give_up(dispatch, guard, failure, verdict, tuple(blocks), now)
@@ -235,6 +240,31 @@ class Verdicts:
             },
         )
 
+    def _blocks(
+        self,
+        dispatch: Dispatch,
+        worker_id: WorkerId,
+        failure: Failure,
+        verdict: Verdict,
+        block: Block | None,
+        refusing: frozenset[str],
+        now: float,
+    ) -> list[Block]:
+        """Of the pair, and of this job with this worker where that says more."""
+        rules, is_refused = self._context.rules, is_refusal(failure)
+        if is_refused and not verdict.will_retry:
+            # Nobody else is there to take such workflows: the next one is to hear at once that it is refused.
+            return []
+        if block is not None and block.is_in_force(now):
+            return [block]
+        blocks = [block] if block is not None else []
+        # Where its signature is known to refuse the job, the job's next class keeps it off, and all its equals.
+        if verdict.keep_off_worker and not refusing:
+            reason = BlockReason.REFUSED if is_refused else BlockReason.JOB
+            until = now + (rules.inventory_block_s if is_refused else rules.cooldown_s)
+            blocks.append(Block(worker_id, dispatch.job_id, reason, 1, until))
+        return blocks
+
     # what policy needs to know
 
     async def _choice(
@@ -257,6 +287,35 @@ class Verdicts:
             is_blocked_everywhere &= is_blocked
         return Choice(others, is_blocked_everywhere)
 
+    def _refusing(self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure) -> frozenset[str]:
+        fleet = self._context.fleet
+        service = fleet.classes[dispatch.class_key].requirements.service
+        return refusing_signatures(failure, service, fleet.workers.get(worker_id))
+
+    async def _may_accept(
+        self, dispatch: Dispatch, worker_id: WorkerId, refusing: frozenset[str], now: float
+    ) -> int:
+        """Live workers that could run it, other than those that have refused it or are equal to one that has."""
+        fleet = self._context.fleet
+        cls = without_signatures(fleet.classes[dispatch.relaxed_class or dispatch.class_key], refusing)
+        count = 0
+        for worker in list(fleet.workers.values()):
+            if worker.worker_id == worker_id or worker.is_offline or worker.is_draining:
+                continue
+            if is_feasible(cls, worker.worker_id, worker.capabilities):
+                count += not await self._cannot(dispatch, worker.worker_id, now)
+        return count
+
+    async def _cannot(self, dispatch: Dispatch, worker_id: WorkerId, now: float) -> bool:
+        """Whether the worker is known to lack something, or to refuse it. Other blocks are only a matter of time."""
+        if worker_id not in self._context.fleet.with_blocks:
+            return False
+        for block_target in (dispatch.workflow_hash, dispatch.job_id):
+            block = await self._context.store.get_block(Pair(worker_id, block_target))
+            if block is not None and block.is_in_force(now) and block in lifted_by_inventory([block]):
+                return True
+        return False
+
     async def _is_blocked(self, worker_id: WorkerId, block_target: str, now: float) -> bool:
         if worker_id not in self._context.fleet.with_blocks:
             return False
@@ -270,15 +329,35 @@ class Verdicts:
             return failure
         return msgspec.structs.replace(failure, vram_gb=worker.capabilities.hardware.gpu.memory_gb)
 
-    async def _placed(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
+    async def _placed(
+        self, dispatch: Dispatch, failure: Failure, refusing: frozenset[str], now: float
+    ) -> Dispatch:
         """Where the next attempt stands: with bigger cards, or no longer with those it preferred."""
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             return await self._with_more_memory(dispatch, failure, now)
+        if refusing:
+            dispatch = await self._with_others(dispatch, refusing)
         if self._context.fleet.waits_for_memory(dispatch):
             return dispatch
         # The preferred worker had its chance: a retry goes wherever it may.
         anywhere = dispatch.relaxed_class or dispatch.class_key
         return msgspec.structs.replace(dispatch, class_key=anywhere, relaxed_class=None, relax_at=None)
+
+    async def _with_others(self, dispatch: Dispatch, refusing: frozenset[str]) -> Dispatch:
+        """Among servers that differ from the one that refused it: one refusal speaks for all its equals."""
+        fleet = self._context.fleet
+
+        async def moved(key: ClassKey) -> ClassKey:
+            cls = fleet.classes[key]
+            others = without_signatures(cls, refusing)
+            return key if others is cls else await fleet.ensure_class(others)
+
+        later = dispatch.relaxed_class
+        return msgspec.structs.replace(
+            dispatch,
+            class_key=await moved(dispatch.class_key),
+            relaxed_class=None if later is None else await moved(later),
+        )
 
     async def _with_more_memory(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
         """Learned for the workflow; this job asks for a bigger card, as long as there is one that could take it."""

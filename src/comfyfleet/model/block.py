@@ -19,6 +19,8 @@ class BlockReason(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     INVENTORY = "inventory"
     """Something is not installed; lifted when the worker's inventory changes."""
+    REFUSED = "refused"
+    """The server's versions of the nodes do not accept the workflow; lifted when the worker's inventory changes."""
     JOB = "job"
     """One job is kept off one worker while another can run it."""
     OPERATOR = "operator"

@@ -68,12 +68,35 @@ def bounded(failure: Failure) -> Failure:
     while sum(map(len, lines)) > _MAX_TRACEBACK:
         lines = lines[1:]
     errors = failure.node_errors
-    if errors is not None and len(msgspec.json.encode(errors)) > _MAX_NODE_ERRORS:
-        errors = None
+    if errors is not None and _size(errors) > _MAX_NODE_ERRORS:
+        errors = _shortened(errors)
     changed = msgspec.structs.replace(
         failure, message=failure.message[:_MAX_MESSAGE], traceback=lines, node_errors=errors
     )
     return failure if changed == failure else changed
+
+
+def _shortened(errors: dict[str, Any]) -> dict[str, Any] | None:
+    """Without the whole list of choices that some servers send with each complaint; then as many nodes as fit."""
+    kept: dict[str, Any] = {}
+    left = _MAX_NODE_ERRORS
+    for node_id, entry in errors.items():
+        brief = _without_config(entry)
+        left -= _size(brief) + len(node_id)
+        if left < 0:
+            break
+        kept[node_id] = brief
+    return kept or None
+
+
+def _without_config(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_config(each) for name, each in value.items() if name != "input_config"}
+    return [_without_config(each) for each in value] if isinstance(value, list) else value
+
+
+def _size(value: Any) -> int:
+    return len(msgspec.json.encode(value))
 
 
 class ServiceFailed(ComfyFleetError):

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from comfyfleet.model.workflow_hash import MODEL_EXTENSIONS, RESOURCE_INPUTS
+
 MAX_DEPTH = 8
 """Choices within choices of a dynamic combo."""
 MAX_TEXT = 200
@@ -42,6 +44,9 @@ _WIDGET_TYPES = frozenset(
 _DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"
 _SEEDS = ("seed", "noise_seed")
 _UPLOADS = ("image_upload", "animated_image_upload", "video_upload", "audio_upload")
+_LIBRARIES = (*_UPLOADS, "file_upload", "remote")
+_MAX_CHOICES = 1_000
+"""A longer list is no list of modes."""
 
 Trait = Literal["", "control", "control_and_filter", "curve", "button"]
 """`control`: a control_after_generate follows; `button`: the editor's own upload button, which is no input."""
@@ -82,7 +87,7 @@ def _widgets(
             names = list(inputs)
         has_button = False
         for name in names:
-            kind, options = _spec(inputs[name])
+            kind, options = read_spec(inputs[name])
             # Of an optional input, "as an input by default" means that it has no value of its own.
             is_socket = options.get("forceInput") or (group == "optional" and options.get("defaultInput"))
             if is_socket:
@@ -91,12 +96,12 @@ def _widgets(
                 yield _dynamic(prefix + name, options, depth)
             elif kind in _WIDGET_TYPES:
                 has_button = has_button or any(options.get(upload) for upload in _UPLOADS)
-                yield Widget(prefix + name, _default(kind, options), _trait(name, kind, options))
+                yield Widget(prefix + name, _default(name, kind, options), _trait(name, kind, options))
         if has_button:
             yield Widget("", trait="button")
 
 
-def _spec(spec: Any) -> tuple[str, Mapping[str, Any]]:
+def read_spec(spec: Any) -> tuple[str, Mapping[str, Any]]:
     """The type and the options of an input; a list of choices is a combo, as in older servers."""
     if not isinstance(spec, list) or not spec:
         return "", {}
@@ -116,11 +121,34 @@ def _dynamic(name: str, options: Mapping[str, Any], depth: int) -> Widget:
     return Widget(name, options.get("default", next(iter(choices), None)), choices=choices)
 
 
-def _default(kind: str, options: Mapping[str, Any]) -> Any:
+def fixed_choices(name: str, options: Mapping[str, Any]) -> list[Any]:
+    """The choices of a combo, where they come with the node's code. Empty: it has none, or they list what lies on the
+    server's disk (models, pictures, folders), which differs from machine to machine."""
+    choices = options.get("options")
+    if not isinstance(choices, list) or len(choices) > _MAX_CHOICES:
+        return []
+    is_library = (
+        any(options.get(library) for library in _LIBRARIES)
+        or name.rstrip("0123456789") in RESOURCE_INPUTS
+        or any(isinstance(choice, str) and _is_path(choice) for choice in choices)
+    )
+    return [] if is_library else choices
+
+
+def _is_path(choice: str) -> bool:
+    stem, _, extension = choice.rpartition(".")
+    return (
+        "/" in choice
+        or "\\" in choice
+        or choice.lower().endswith(MODEL_EXTENSIONS)
+        or bool(stem and 1 < len(extension) <= 5 and extension.isalnum() and not extension.isdigit())
+    )
+
+
+def _default(name: str, kind: str, options: Mapping[str, Any]) -> Any:
     value = options.get("default")
     if value is None and kind == "COMBO":
-        choices = options.get("options")
-        value = choices[0] if isinstance(choices, list) and choices else None
+        value = next(iter(fixed_choices(name, options)), None)
     if value is None:
         value = {"INT": 0, "FLOAT": 0, "BOOLEAN": False, "STRING": ""}.get(kind)
     if isinstance(value, str) and len(value) <= MAX_TEXT:

@@ -48,6 +48,8 @@ class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     max_processing_s: float | None = None
     slow_worker_classes: tuple[str, ...] = ()
     """Learned, not asked for: classes of workers on which this workflow takes longer than `max_processing_s`."""
+    refused_by: tuple[str, ...] = ()
+    """Learned, not asked for: signatures of servers whose versions of the nodes do not accept this workflow."""
     environment: Environment | None = None
     max_cost_tier: CostTier | None = None
     workers: tuple[WorkerId, ...] | None = None
@@ -100,6 +102,7 @@ def _normal(cls: RequirementClass) -> RequirementClass:
             workers=None if needs.workers is None else tuple(sorted(set(needs.workers))),
             exclude_workers=tuple(sorted(set(needs.exclude_workers))),
             slow_worker_classes=tuple(sorted(set(needs.slow_worker_classes))),
+            refused_by=tuple(sorted(set(needs.refused_by))),
         ),
         preferences=msgspec.structs.replace(wishes, models=tuple(sorted(set(wishes.models)))),
     )

@@ -43,6 +43,9 @@ class Service(msgspec.Struct, frozen=True, omit_defaults=True):
     version: str | None = None
     models: frozenset[str] | None = None
     node_classes: frozenset[str] | None = None
+    signature: str | None = None
+    """Hash of what its nodes accept (`model/node_signatures.py`): servers with one signature accept the same workflows.
+    None: it is not known."""
 
 
 class TenantAccess(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -14,7 +14,8 @@ import msgspec
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.policy.retry import TABLE, BlockRule
+from comfyfleet.policy.refusals import concerns_structure
+from comfyfleet.policy.retry import BlockRule, row_of
 from comfyfleet.policy.rules import Rules
 
 
@@ -63,9 +64,14 @@ class SmartFailover:
         failures = 1 + (previous.failures if previous is not None else 0)
         until: float | None
         missing: tuple[str, ...] = ()
-        match TABLE[failure.kind].block:
+        match row_of(failure).block:
             case BlockRule.NONE:
                 return None
+            case BlockRule.REFUSAL if not concerns_structure(failure):
+                # Another job of this workflow has other values, which the server may accept.
+                return None
+            case BlockRule.REFUSAL:
+                reason, until = BlockReason.REFUSED, now + rules.inventory_block_s
             case BlockRule.INVENTORY:
                 reason, until = BlockReason.INVENTORY, now + rules.inventory_block_s
                 missing = failure.missing
@@ -87,8 +93,8 @@ class SmartFailover:
 
 
 def lifted_by_inventory(blocks: Iterable[Block]) -> list[Block]:
-    """A new look at the inventory is reason to try again whatever was missing before."""
-    return [block for block in blocks if block.reason is BlockReason.INVENTORY]
+    """A new look at the inventory is reason to try again whatever was missing or refused before."""
+    return [block for block in blocks if block.reason in (BlockReason.INVENTORY, BlockReason.REFUSED)]
 
 
 def is_quarantined(blocks: Iterable[Block], rules: Rules, now: float) -> bool:

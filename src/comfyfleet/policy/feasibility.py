@@ -121,6 +121,8 @@ def _inventory_misses(needs: Requirements, service: Service) -> Iterator[Miss]:
         for name in needs.models:
             if not has_model(service.models, name):
                 yield Miss("models", f"does not have the model '{name}'")
+    if service.signature is not None and service.signature in needs.refused_by:
+        yield Miss("models", "has versions of the nodes that do not accept this workflow")
 
 
 def normal_model(name: str) -> str:

@@ -46,6 +46,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     cpu_cores: frozenset[int] = frozenset()
     ram_gb: frozenset[float] = frozenset()
     slow_worker_classes: frozenset[str] = frozenset()
+    refusing_signatures: frozenset[str] = frozenset()
     files: frozenset[bool] = frozenset()
     hubs: frozenset[str] = frozenset()
 
@@ -92,6 +93,7 @@ def _words(requirement_class: RequirementClass) -> dict[str, Iterable[Any]]:
         "cpu_cores": _bound(hardware.cpu_cores),
         "ram_gb": _bound(hardware.ram_gb),
         "slow_worker_classes": needs.slow_worker_classes,
+        "refusing_signatures": needs.refused_by,
         "files": (True,) if needs.needs_files else (),
         "hubs": ("hub",) if needs.needs_hub else (),
     }
@@ -130,6 +132,8 @@ def _project_service(service: Service, vocabulary: Vocabulary) -> tuple[Any, ...
         None
         if models is None
         else (vocabulary.models & models) | (vocabulary.models & model_aliases(models)),
+        # As with excluded workers: its own signature is the one that is absent.
+        vocabulary.refusing_signatures - {service.signature},
     )
 
 

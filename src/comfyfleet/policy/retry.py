@@ -13,6 +13,7 @@ import msgspec
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import WorkerId
+from comfyfleet.policy.refusals import is_refusal
 from comfyfleet.policy.rules import Rules
 
 
@@ -27,6 +28,7 @@ class BlockRule(StrEnum):
     INVENTORY = "inventory"
     AT_ONCE = "at_once"
     COUNTED = "counted"
+    REFUSAL = "refusal"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -38,6 +40,7 @@ class Row(msgspec.Struct, frozen=True):
 
 _CALLERS_FAULT = Row(Charge.NOTHING, BlockRule.NONE, is_final=True)
 _WORKER_CANNOT = Row(Charge.WORKER_FAULTS, BlockRule.INVENTORY)
+_SERVER_REFUSES = Row(Charge.NOTHING, BlockRule.REFUSAL)
 _MAY_WORK_LATER = Row(Charge.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
 _WORKER_IS_GONE = Row(Charge.WORKER_FAULTS, BlockRule.COUNTED)
 _JOBS_OWN_LIMIT = Row(Charge.NOTHING, BlockRule.NONE, is_final=True)
@@ -65,6 +68,11 @@ TABLE: dict[FailureKind, Row] = {
 }
 
 
+def row_of(failure: Failure) -> Row:
+    """An invalid workflow ends the job at once, unless it is only this server that says so."""
+    return _SERVER_REFUSES if is_refusal(failure) else TABLE[failure.kind]
+
+
 class Choice(msgspec.Struct, frozen=True):
     """What the fleet offers this job after the failure."""
 
@@ -72,6 +80,8 @@ class Choice(msgspec.Struct, frozen=True):
     """Live workers, beside the one that failed, that may take it now."""
     is_blocked_everywhere: bool
     """Every compatible worker is blocked for its workflow."""
+    may_accept: int = 0
+    """After a refusal: live workers that could run it and have not refused it, whether or not they are free now."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -105,17 +115,21 @@ def after_failure(
     fraction: float,
     retry_delay_s: float | None = None,
 ) -> Verdict:
-    row = TABLE[failure.kind]
+    row = row_of(failure)
+    is_refused = row.block is BlockRule.REFUSAL
     charged = dispatch.charged + (row.charge is Charge.ATTEMPTS)
     worker_faults = dispatch.worker_faults + (row.charge is Charge.WORKER_FAULTS)
-    failed_on = _with(dispatch.failed_on, worker_id)
+    # A refusal is no failure of the worker: it says nothing about what the workflow does where it runs.
+    failed_on = dispatch.failed_on if is_refused else _with(dispatch.failed_on, worker_id)
     expired_on = dispatch.expired_on
     if failure.kind is FailureKind.LEASE_EXPIRED:
         expired_on = _with(expired_on, worker_id)
 
     why = ""
-    if row.is_final:
+    if row.is_final or (is_refused and not choice.may_accept):
         why = failure.message
+    elif is_refused:
+        pass
     elif len(expired_on) >= rules.give_up_workers:
         why = f"its lease expired on {len(expired_on)} different workers: the workflow is to blame"
     elif len(failed_on) >= rules.give_up_workers and choice.is_blocked_everywhere:
@@ -137,7 +151,7 @@ def after_failure(
         failed_on=failed_on,
         expired_on=expired_on,
         not_before=not_before,
-        keep_off_worker=will_retry and choice.others > 0,
+        keep_off_worker=will_retry and (is_refused or choice.others > 0),
         why=why,
     )
 

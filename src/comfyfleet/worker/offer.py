@@ -65,6 +65,7 @@ def _join_service(declared: Service | None, found: Service) -> Service:
         declared.version or found.version,
         _union(declared.models, found.models),
         _union(declared.node_classes, found.node_classes),
+        found.signature,
     )
 
 

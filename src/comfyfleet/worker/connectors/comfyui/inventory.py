@@ -16,13 +16,17 @@ from urllib.parse import quote
 import msgspec
 
 from comfyfleet.model.node_definitions import NodeDefinitions, read_definitions
+from comfyfleet.model.node_signatures import read_signatures, signature_hash
 from comfyfleet.model.worker import Gpu, Hardware, Memory, Service
 from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
 from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
+from comfyfleet.worker.connectors.comfyui.stopping import parse_version
 
 GIGABYTE = 1024**3
 MAX_FOLDERS = 200
 NOT_MODELS = frozenset({"configs", "custom_nodes"})
+_LAST_UNCHECKED = (0, 7, 0)
+"""The last release known to accept any value for a combo of a new-style node."""
 _DEVICE = re.compile(r"^(?:\w+:\d+ )?(?P<name>.*?)(?: : .*)?$")
 
 
@@ -84,6 +88,8 @@ async def ask(
     ]
     machine = read_machine(stats)
     models = combo_models(nodes).union(embeddings, *listings)
+    definitions = read_definitions(nodes)
+    signatures = read_signatures(nodes, checks_new_style=_checks_new_style(machine.version))
     service = Service(
         name="comfyui",
         providers=providers,
@@ -91,8 +97,13 @@ async def ask(
         # A graph names models with '/' between folders, whatever the server's system writes.
         models=frozenset(model.replace("\\", "/") for model in models),
         node_classes=frozenset(nodes),
+        signature=signature_hash(signatures, definitions),
     )
-    return service, machine, read_definitions(nodes)
+    return service, machine, definitions
+
+
+def _checks_new_style(version: str | None) -> bool:
+    return (parse_version(version) or ()) > _LAST_UNCHECKED
 
 
 def combo_models(object_info: Mapping[str, Any]) -> set[str]:
