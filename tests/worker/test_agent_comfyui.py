@@ -88,7 +88,7 @@ async def test_a_server_with_a_dead_worker_thread_is_offline_until_it_is_restart
         fake.faults.dead_worker = True
         api.give(job("1"), job("2"))
         await until(lambda: agent.state.status is AgentStatus.OFFLINE)
-        assert "its worker thread is dead" in agent.state.reason
+        assert "its execution thread is dead" in agent.state.reason
         assert "Restart the server" in agent.state.reason
         assert [call.failure.kind for call in api.named("fail")] == [FailureKind.DEAD_WORKER]
         fake.faults.dead_worker = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
+import pytest
 from tests.worker._comfyui import Attempt, eventually, leased, picture, server_and_connector, slow, tuned
 
 from comfyfleet.model.fact import NewsKind
@@ -19,7 +20,7 @@ async def test_a_worker_thread_that_died_idle_is_noticed() -> None:
     async with server_and_connector() as (fake, connector):
         fake.faults.dead_worker = True
         failure = await Attempt(connector, leased(picture())).failure()
-        assert failure.kind is FailureKind.DEAD_WORKER
+        assert (failure.kind, failure.server_died) == (FailureKind.DEAD_WORKER, None)
 
 
 async def test_a_server_with_a_dead_worker_thread_is_unhealthy_until_it_was_restarted() -> None:
@@ -73,19 +74,71 @@ async def test_a_worker_thread_that_dies_in_a_run_is_noticed() -> None:
         attempt = Attempt(connector, leased(slow(steps=10)))
         await attempt.heard(NewsKind.STARTED)
         fake.faults.dead_worker = True
-        assert (await attempt.failure()).kind is FailureKind.DEAD_WORKER
+        failure = await attempt.failure()
+        assert (failure.kind, failure.server_died) == (FailureKind.DEAD_WORKER, "thread")
 
 
 class Careless(ComfyUI):
-    """Sends a node without inputs along, which kills the worker thread of a real server."""
+    """Sends what kills the execution thread of a real server, past all checks."""
+
+    deadly: ClassVar[dict[str, Any]] = {}
 
     async def _submit(self, run: Run, graph: dict[str, Any], accept_s: float | None) -> Accepted:
-        return await super()._submit(run, {**graph, "9": {"class_type": "EmptyImage"}}, accept_s)
+        return await super()._submit(run, {**graph, **self.deadly}, accept_s)
 
 
-async def test_a_worker_thread_that_died_of_our_prompt_is_noticed() -> None:
-    async with FakeComfyUI() as fake, Careless(fake.url, tuned(stop_s=0.2)) as connector:
-        attempt = Attempt(connector, leased(picture()))
-        assert (await attempt.failure()).kind is FailureKind.DEAD_WORKER
+class NoInputs(Careless):
+    deadly: ClassVar[dict[str, Any]] = {"9": {"class_type": "EmptyImage"}}
+
+
+class LooksLikeALink(Careless):
+    """As recorded in 18d: `execution_start`, `execution_cached`, and nothing more."""
+
+    deadly: ClassVar[dict[str, Any]] = {
+        "9": {"class_type": "PreviewAny", "inputs": {"source": {"__value__": ["a", 1]}}}
+    }
+
+
+@pytest.mark.parametrize("careless", [NoInputs, LooksLikeALink])
+async def test_a_worker_thread_that_died_of_our_prompt_is_noticed_at_its_start(
+    careless: type[Careless],
+) -> None:
+    """Within the patience for a start, however long a run may be silent."""
+    async with FakeComfyUI() as fake, careless(fake.url, tuned(stop_s=0.2)) as connector:
+        attempt = Attempt(connector, leased(picture(), timeouts=Timeouts(start_s=30.0, stall_s=30.0)))
+        failure = await attempt.failure(within_s=8.0)
+        assert (failure.kind, failure.server_died) == (FailureKind.DEAD_WORKER, "thread")
+        assert "execution thread is dead" in failure.message
         assert attempt.of(NewsKind.STARTED)
-        assert not attempt.of(NewsKind.PROGRESS)
+        assert not attempt.of(NewsKind.OUTPUT)
+
+
+async def test_a_run_whose_first_node_is_slow_is_not_taken_for_dead() -> None:
+    async with server_and_connector(tuned(silent_start_s=0.2)) as (_, connector):
+        block = {"class_type": "LabBlock", "inputs": {"seconds": 1.0, "seed": 1}}
+        graph = {**picture(), "1": block}
+        assert (await Attempt(connector, leased(graph)).result()).files
+
+
+async def test_a_server_that_goes_down_under_a_run_is_said_to_have_died_of_it() -> None:
+    async with server_and_connector() as (fake, connector):
+        attempt = Attempt(connector, leased(slow(steps=50)))
+        await attempt.heard(NewsKind.PROGRESS)
+        await fake.restart()
+        failure = await attempt.failure()
+        assert (failure.kind, failure.server_died) == (FailureKind.CRASHED, "process")
+        attempt = Attempt(connector, leased(slow(steps=50)))
+        await attempt.heard(NewsKind.PROGRESS)
+        await fake.crash()
+        failure = await attempt.failure()
+        assert (failure.kind, failure.server_died) == (FailureKind.CRASHED, "process")
+
+
+async def test_a_server_that_goes_down_before_the_prompt_started_did_not_die_of_it() -> None:
+    async with server_and_connector(tuned(idle_queue_s=30.0)) as (fake, connector):
+        fake.faults.never_start = True
+        attempt = Attempt(connector, leased(picture()))
+        await attempt.heard(NewsKind.ACCEPTED)
+        await fake.restart()
+        failure = await attempt.failure()
+        assert (failure.kind, failure.server_died) == (FailureKind.CRASHED, None)

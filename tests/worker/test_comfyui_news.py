@@ -148,7 +148,7 @@ def test_an_expansion_is_included_by_the_name_of_the_node_it_came_from() -> None
 def test_a_run_that_never_told_its_cached_nodes_is_stuck_at_its_start() -> None:
     tracker, _ = play("18a", "orphan")
     assert tracker.is_heard
-    assert not tracker.is_cached_told
+    assert not tracker.is_under_way
 
 
 def test_nan_is_read() -> None:

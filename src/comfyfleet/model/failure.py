@@ -6,7 +6,7 @@ A failure is a value. `policy/retry.py` holds the table that says what follows f
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -53,6 +53,9 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     """Names of the node classes, models or files that were not there."""
     vram_gb: float | None = None
     """Memory of the card that was too small."""
+    server_died: Literal["thread", "process"] | None = None
+    """What of the server died while it ran this very prompt: its execution thread, or the whole of it. Not set where
+    that happened before the prompt started, or is merely likely."""
 
 
 _MAX_MESSAGE = 10_000

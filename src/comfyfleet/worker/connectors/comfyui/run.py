@@ -222,6 +222,7 @@ class Run:
             return Failure(
                 FailureKind.CRASHED,
                 f"The server was gone and came back without knowledge of prompt {self.prompt_id}: it was restarted.",
+                server_died=None if self._started_at is None else "process",
             )
         return Failure(
             FailureKind.INTERRUPTED,
@@ -241,6 +242,8 @@ class Run:
         return Failure(
             FailureKind.CRASHED,
             f"The server could not be reached for {patience_s:g} s during the run: {error}",
+            # Only a process that is gone refuses connections; one that does not answer may be cut off from us.
+            server_died="process" if error.is_refused and self._started_at is not None else None,
         )
 
     def _heard(self) -> JobResult | Failure | None:
@@ -271,7 +274,7 @@ class Run:
                 return Failure(
                     FailureKind.DEAD_WORKER,
                     f"The server answers, prompts wait, and for {self._settings.idle_queue_s:g} s nothing has run: "
-                    "its worker thread is dead. Restart the server.",
+                    "its execution thread is dead. Restart the server.",
                 )
             return None
         if timeouts.stall_s is not None:
@@ -291,15 +294,16 @@ class Run:
         return Failure(
             FailureKind.DEAD_WORKER,
             f"The server answers and calls the prompt running, but for {silence_s:g} s there was no sign of it: "
-            "its worker thread is dead. Restart the server.",
+            "its execution thread is dead. Restart the server.",
             node_id=self._tracker.node,
+            server_died="thread",
         )
 
     def _is_stuck_at_start(self) -> bool:
-        """The start was heard on a socket that was never lost, and what follows it at once never was."""
+        """The start was heard on a socket that was never lost, and the first node, which follows at once, never was."""
         return (
             self._tracker.is_heard
-            and not self._tracker.is_cached_told
+            and not self._tracker.is_under_way
             and self._listener.losses == self._losses_at_submit
         )
 

@@ -60,7 +60,7 @@ class ComfyUISettings(msgspec.Struct, frozen=True, kw_only=True):
     idle_queue_s: float = 30.0
     """Prompts wait and none runs for so long: the server's worker thread is dead."""
     silent_start_s: float = 120.0
-    """A run that began and never told which nodes are cached: the server's worker thread died on it."""
+    """A run that began and never came to its first node: the server's execution thread died on it."""
     silent_run_s: float = 3600.0
     """A run without any sign for so long, where the attempt sets no stall timeout: dead as well."""
 

@@ -59,8 +59,8 @@ class Tracker:
         self._cached: tuple[str, ...] = ()
         self.is_started = False
         self.is_heard = False
-        self.is_cached_told = False
-        """`execution_cached` came, or anything that comes after it: the run got past its beginning."""
+        self.is_under_way = False
+        """Anything came that comes after `execution_cached`: the run got past its beginning."""
         self.is_success_told = False
         self.is_end_told = False
         self._failure: Failure | None = None
@@ -70,8 +70,8 @@ class Tracker:
         data = message.data
         self.is_heard = True
         news = self.begin()
-        if message.kind != "execution_start":
-            self.is_cached_told = True
+        if message.kind not in ("execution_start", "execution_cached"):
+            self.is_under_way = True
         match message.kind:
             case "execution_cached":
                 nodes = data.get("nodes")
