@@ -330,6 +330,9 @@ class Cabinet(Protocol):
 class Subscription(Protocol):
     """A bounded view of the bus. Facts are never dropped from it; news is, newest wins."""
 
+    def offer(self, event: Event) -> None:
+        """As if the bus had told of it, to this one alone."""
+
     def __aiter__(self) -> AsyncIterator[Event]: ...
     def close(self) -> None: ...
 

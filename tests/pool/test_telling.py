@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from tests.pool._fleet import Told, fleet, quick, text_to_image
 
-from comfyfleet import BlockedWorkflow, OutputFile, Server, WorkflowPool, hash_workflow
+from comfyfleet import BlockedWorkflow, JobCancelled, OutputFile, Server, WorkflowPool, hash_workflow
 from comfyfleet.model.calls import LeasedJob, Report
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.job import JobResult
+from comfyfleet.policy.rules import Rules
 from comfyfleet.sim.fake_comfyui import NodeFault
 from comfyfleet.worker.connectors.simulated import Reporter, SimulatedConnector
 
@@ -115,3 +116,21 @@ async def test_a_block_is_told_of_with_the_error_and_its_end_with_the_reason() -
         assert await it.pool.blocks() == [block]
         await it.pool.unblock(block.client_id, block.workflow_hash)
         assert (await it.told.until("client:unblocked_workflow")).reason == "by hand"
+
+
+async def test_waiting_and_watching_end_though_nobody_is_told_of_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with WorkflowPool(rules=Rules(recheck_s=0.05)) as pool:
+        job_id = await pool.enqueue(text_to_image())
+        monkeypatch.setattr(pool._engine.bus, "publish", lambda _: None)
+
+        async def names() -> list[str]:
+            return [event.name async for event in pool.events(job_id)]
+
+        waiting, watching = asyncio.create_task(pool.wait(job_id)), asyncio.create_task(names())
+        await pool.cancel(job_id)
+        async with asyncio.timeout(20):
+            with pytest.raises(JobCancelled):
+                await waiting
+            assert await watching == ["job:queued", "job:cancelled"]

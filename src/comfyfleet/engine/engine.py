@@ -178,30 +178,35 @@ class Engine:
         return await list_jobs(self.store.records, filter_, limit, after, newest_first=newest_first)
 
     async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | News, None]:
-        """The facts after that number, then what happens, to the end of the job. No gap and no repeat."""
+        """The facts after that number, then what happens, to the end of the job. No gap and no repeat.
+
+        Facts are read from the store, whose last one alone says whether the job has ended: nothing else is read that
+        could be older or newer. What the bus tells is only a reason to look."""
         subscription = self.bus.subscribe(job_id)
         try:
-            dispatch = await self.store.load(job_id)
-            if dispatch is None:
+            facts = await self.store.facts(job_id)
+            if not facts:
                 raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
-            for fact in await self.store.facts(job_id, after):
-                after = fact.number
-                yield fact
-            if dispatch.phase.is_final:
+            last = facts[-1]
+            for fact in facts:
+                if fact.number > after:
+                    yield fact
+            if last.kind.is_final:
                 return
-            with self.following(job_id, after):
+            with self.following(job_id, last.number, lambda: subscription.offer(last)):
                 async for event in subscription:
                     if isinstance(event, News):
                         yield event
-                    elif isinstance(event, Fact):
-                        # The bus may lose a message; the store does not. The phase is read first: a job that had
-                        # ended by then has its last fact among those read after it.
-                        current = await self.store.load(job_id)
-                        for fact in await self.store.facts(job_id, after):
-                            after = fact.number
-                            yield fact
-                        if current is None or current.phase.is_final:
-                            return
+                        continue
+                    facts = await self.store.facts(job_id, last.number)
+                    if not facts and await self.store.load(job_id) is None:
+                        # Purged under the eyes of its watcher.
+                        return
+                    for fact in facts:
+                        last = fact
+                        yield fact
+                    if last.kind.is_final:
+                        return
         finally:
             subscription.close()
 
@@ -209,9 +214,12 @@ class Engine:
         """Whether a job that is open brings it."""
         return await self._inputs.is_used(file_id)
 
-    def following(self, job_id: JobId, after: int = 0) -> AbstractContextManager[None]:
-        """While this lasts, the bus tells of what other engines do to the job too."""
-        return self._follower.follow(job_id, after)
+    def following(
+        self, job_id: JobId, after: int = 0, look: Callable[[], None] = lambda: None
+    ) -> AbstractContextManager[None]:
+        """While this lasts, the bus tells of what other engines do to the job too, and `look` is called every few
+        seconds: whoever waits looks for itself then, as news may be lost."""
+        return self._follower.follow(job_id, after, look)
 
     async def newest(self, dispatch: Dispatch) -> News | None:
         """The last progress that was heard of the lease the job is under."""

@@ -2,6 +2,8 @@
 
 The bus of a process tells what its own engine did. For the jobs somebody follows, the store is asked once a second for
 facts the bus has not told of, and they are published here. A fact is told once, by whoever is first.
+
+All of this is news, which may be lost. So whoever follows a job also looks at it every few seconds (`rechecking.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.rechecking import Rechecks
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Timer
@@ -31,6 +35,7 @@ class Follower:
         self._timer: Timer | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_closed = False
+        self._rechecks = Rechecks(context.clock, context.rules.recheck_s)
         self.is_passing_on = False
         """What the bus is being told was done by another engine."""
         self.followed: Callable[[JobId], None] = lambda _: None
@@ -65,8 +70,16 @@ class Follower:
             self.is_passing_on = False
 
     @contextmanager
-    def follow(self, job_id: JobId, after: int = 0) -> Iterator[None]:
-        """What happens to the job from that fact on is published here, wherever it happens."""
+    def follow(
+        self, job_id: JobId, after: int = 0, look: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """What happens to the job from that fact on is published here, wherever it happens. `look` is called every few
+        seconds, heard or not: it reads the job from the store."""
+        with self._rechecks.calling(look), self._hearing_of(job_id, after):
+            yield
+
+    @contextmanager
+    def _hearing_of(self, job_id: JobId, after: int) -> Iterator[None]:
         if not self._context.store.is_shared:
             yield
             return
@@ -111,12 +124,19 @@ class Follower:
                 self._arm()
 
     async def _look_at(self, job_id: JobId) -> None:
-        for fact in await self._context.store.facts(job_id, self._told.get(job_id, 0)):
+        try:
+            facts = await self._context.store.facts(job_id, self._told.get(job_id, 0))
+        except Fault as fault:
+            # One whose facts cannot be read, as without its tenant's key, hides no other's.
+            _LOG.info("the facts of job %s could not be read; the next look tries again: %s", job_id, fault)
+            return
+        for fact in facts:
             if fact.number > self._told.get(job_id, fact.number):
                 self._publish(fact)
 
     async def close(self) -> None:
         self._is_closed = True
+        self._rechecks.close()
         if self._timer is not None:
             self._timer.cancel()
         if self._running is not None:

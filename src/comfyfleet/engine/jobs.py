@@ -13,6 +13,7 @@ from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.placing import class_of, first_place
 from comfyfleet.engine.rounds import Rounds
+from comfyfleet.engine.together import read_together
 from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
 from comfyfleet.model.dispatch import (
     AtRevision,
@@ -61,9 +62,10 @@ class JobDesk:
     # look
 
     async def get(self, job_id: JobId) -> JobView:
-        dispatch = await self._load(job_id)
-        job = await self._context.store.records.get(job_id)
-        assert job is not None, "a dispatch without a record is never leased nor shown"
+        found = await read_together(self._context.store, job_id)
+        if found is None:
+            raise _no_job(job_id)
+        dispatch, job = found
         return JobView(job, dispatch, tuple(await self._context.store.attempts(job_id)))
 
     async def by_reference(self, reference: str, tenant: TenantId) -> JobId | None:
@@ -252,7 +254,7 @@ class JobDesk:
     async def _load(self, job_id: JobId) -> Dispatch:
         dispatch = await self._context.store.load(job_id)
         if dispatch is None:
-            raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+            raise _no_job(job_id)
         return dispatch
 
     async def _change(
@@ -275,6 +277,10 @@ class JobDesk:
                 if written.dispatch.stands_in_lane:
                     self._rounds.job_arrived(written.dispatch.class_key)
                 return written.dispatch, written
+
+
+def _no_job(job_id: JobId) -> Refusal:
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
 
 
 def _write(

@@ -27,7 +27,6 @@ from comfyfleet.outbound.guard import Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.tenancy.deliveries import Deliveries, Noted, delivery_in, submitted_at
 from comfyfleet.tenancy.webhooks import Webhooks
-from comfyfleet.wire.progress import FINAL
 
 _LOG = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Delivering:
             return
         round_ = (event.job_id, event.round)
         if round_ in self._unheard:
-            if event.kind in FINAL:
+            if event.kind.is_final:
                 del self._unheard[round_]
         elif len(self._heard) < _MAX_HEARD:
             self._heard[round_] = None
@@ -211,7 +210,7 @@ class Delivering:
             entered = await self._book.add(delivery)
             if entered is not None:
                 self._outgoing.offer(entered.name, entered.host, entered.owner)
-        if facts[-1].kind in FINAL:
+        if facts[-1].kind.is_final:
             await self._book.forget_note(noted)
         else:
             await self._book.told(noted, facts[-1].number)

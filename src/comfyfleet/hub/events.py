@@ -16,7 +16,7 @@ from comfyfleet.hub.feeds import Entry, Feed
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, FleetEvent, NewsKind
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.wire.progress import FINAL, EventsQuery, FleetBody, fleet_body
+from comfyfleet.wire.progress import EventsQuery, FleetBody, fleet_body
 
 _LOG = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class FleetFeed(Feed):
         if isinstance(event, FleetEvent):
             return fleet_body(event)
         tenant, metadata = await self._label(event.job_id)
-        if isinstance(event, Fact) and event.kind in FINAL:
+        if isinstance(event, Fact) and event.kind.is_final:
             self._labels.pop(event.job_id, None)
         return fleet_body(event, tenant, metadata)
 

@@ -1,7 +1,8 @@
 """A room for each job that is watched: its facts and its newest progress, read from the store once for everybody in it.
 
-The bus only says that something happened. Facts are then read from the store, in their order and after the phase, so
-that none is missed, none comes twice, and the last one is known to be the last; progress goes out as it comes.
+The bus only says that something happened, and may lose that; every few seconds the room looks by itself. Facts are
+read from the store in their order, so that none is missed and none comes twice, and the last of them alone says whether
+the job has ended. An end goes out with what came of it (docs/decisions/0030). Progress goes out as it comes.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.together import read_together
 from comfyfleet.hub.feeds import Entry, Feed
 from comfyfleet.hub.progress import Standing, standing_of
 from comfyfleet.model.dispatch import Dispatch
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News, NewsKind
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.wire.progress import FINAL, ProgressBody, fact_body, news_body
+from comfyfleet.model.job import Job
+from comfyfleet.wire.progress import ProgressBody, fact_body, news_body
 
 _LOG = logging.getLogger(__name__)
 
 _KEEP_NEWS = 64
 _AGAIN_S = 1.0
+_TRIES = 20
 
 
 class Room(Feed):
@@ -94,7 +98,7 @@ class Room(Feed):
     def look(self) -> None:
         if self._reading is not None:
             self._is_asked_again = True
-        else:
+        elif not self.is_over:
             self._reading = asyncio.get_running_loop().create_task(self._follow(), name="room")
 
     async def _follow(self) -> None:
@@ -107,32 +111,46 @@ class Room(Feed):
         except Refusal:
             # Purged under the eyes of its watchers: there is nothing more to come.
             self.end()
+        except Fault as fault:
+            _LOG.warning(
+                "job %s could not be read for its watchers; the next look tries: %s", self.job_id, fault
+            )
+            self._look_later()
         except Exception:
-            _LOG.exception("the facts of job %s could not be read; the next look tries again", self.job_id)
-            self._timer = asyncio.get_running_loop().call_later(_AGAIN_S, self.look)
+            _LOG.exception(
+                "job %s could not be read for its watchers; the next look tries again", self.job_id
+            )
+            self._look_later()
         finally:
             self._reading = None
 
-    async def _read(self) -> None:
-        store = self._engine.store
-        while True:
-            dispatch = await store.load(self.job_id)
-            if dispatch is None:
-                raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {self.job_id!r} (any more)")
-            facts = await store.facts(self.job_id, self.told)
-            is_over = dispatch.phase.is_final
-            if not is_over or not facts or facts[-1].kind in FINAL:
-                break
-            # It ended and was taken up again between the two looks.
-        await self._tell(dispatch, facts)
+    def _look_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_AGAIN_S, self.look)
 
-    async def _tell(self, dispatch: Dispatch, facts: list[Fact]) -> None:
-        record = await self._engine.store.records.get(self.job_id)
-        if record is None:
-            raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {self.job_id!r} (any more)")
+    async def _read(self) -> None:
+        """Facts first, then the job as it is. Where they do not tell of the same end, or only one of them tells of one,
+        somebody has changed it in between and both are read again: an end is told with what came of it, or not yet."""
+        store = self._engine.store
+        for _ in range(_TRIES):
+            facts = await store.facts(self.job_id, self.told)
+            if not facts and self.facts:
+                # Nothing new. One that is gone has no facts either.
+                if await store.load(self.job_id) is None:
+                    raise _no_job(self.job_id)
+                return
+            found = await read_together(store, self.job_id)
+            if found is None or not facts:
+                raise _no_job(self.job_id)
+            dispatch, record = found
+            if _end_of(facts[-1]) == (dispatch.round if dispatch.phase.is_final else None):
+                await self._tell(dispatch, record, facts)
+                return
+        raise Fault(f"job {self.job_id} changes faster than it can be read; try again")
+
+    async def _tell(self, dispatch: Dispatch, record: Job, facts: list[Fact]) -> None:
         self.tenant = record.tenant
         self._standing = await standing_of(self._engine, dispatch, record)
-        is_over = dispatch.phase.is_final
+        is_over = facts[-1].kind.is_final
         for fact in facts:
             came_of_it = (record.result, record.failure) if is_over and fact is facts[-1] else ()
             entry = Entry(fact.kind.value, fact_body(fact, *came_of_it), fact.number)
@@ -140,8 +158,17 @@ class Room(Feed):
             self.add(entry)
         if is_over:
             self.end()
-        elif facts:
+        else:
             self.add(Entry("progress", self.progress))
+
+
+def _end_of(fact: Fact) -> int | None:
+    """The round that it ends, if any."""
+    return fact.round if fact.kind.is_final else None
+
+
+def _no_job(job_id: JobId) -> Refusal:
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
 
 
 class Rooms:
@@ -188,7 +215,7 @@ class Rooms:
         if not room.is_over:
             self._open[job_id] = room
             following = self._following[job_id] = ExitStack()
-            following.enter_context(self._engine.following(job_id, room.told))
+            following.enter_context(self._engine.following(job_id, room.told, room.look))
             # What happened between the look and now was told to nobody.
             room.look()
         return room

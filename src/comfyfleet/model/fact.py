@@ -28,6 +28,14 @@ class FactKind(StrEnum):
     PRIORITY_CHANGED = "priority_changed"
     LATE = "late"
 
+    @property
+    def is_final(self) -> bool:
+        """It ends its round: no fact of the same round follows it."""
+        return self in _FINAL
+
+
+_FINAL = frozenset({FactKind.COMPLETED, FactKind.FAILED, FactKind.CANCELLED})
+
 
 class FactDraft(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """A fact before the store has numbered it."""

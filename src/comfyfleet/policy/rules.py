@@ -76,6 +76,10 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """… to this much above its own, in steps."""
     deadline_steps: int = 10
 
+    # watching
+    recheck_s: float = 5.0
+    """Whoever waits for a job looks at it at least this often, should nobody have been told of its end."""
+
     # dependencies
     max_dependencies: int = 100
     held_look_s: float = 5.0

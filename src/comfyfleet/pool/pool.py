@@ -283,7 +283,7 @@ class WorkflowPool:
         """The record of the ended job, however it ended."""
         check(WAIT, locals())
         inner = await self._inner(job_id)
-        with self._waiting.for_end_of(inner) as ended, self._engine.following(inner):
+        with self._waiting.for_end_of(inner) as ended, self._engine.following(inner, look=ended.set):
             try:
                 async with within(seconds(timeout)):
                     while True:

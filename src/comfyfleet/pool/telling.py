@@ -20,8 +20,6 @@ from comfyfleet.pool.events import Handler, Listeners, PoolEvent
 from comfyfleet.pool.translation import Label, of_fact, of_fleet, of_news
 from comfyfleet.ports import Clock
 
-FINAL = frozenset({FactKind.COMPLETED, FactKind.FAILED, FactKind.CANCELLED})
-
 _LOG = logging.getLogger(__name__)
 
 
@@ -78,7 +76,7 @@ class Teller:
             told = of_fleet(event)
             return () if told is None else (told,)
         label = self._labels.get(event.job_id) or await self._read_label(event.job_id)
-        if isinstance(event, Fact) and event.kind in FINAL:
+        if isinstance(event, Fact) and event.kind.is_final:
             self._labels.pop(event.job_id, None)
         else:
             self._labels[event.job_id] = label

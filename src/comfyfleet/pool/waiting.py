@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager, contextmanager
 
 from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.ids import JobId
-from comfyfleet.pool.telling import FINAL
 
 
 class Waiting:
@@ -28,7 +27,7 @@ class Waiting:
                 self._waiting.pop(job_id, None)
 
     def hear(self, event: Event) -> None:
-        if isinstance(event, Fact) and event.kind in FINAL:
+        if isinstance(event, Fact) and event.kind.is_final:
             for ended in self._waiting.get(event.job_id, ()):
                 ended.set()
 

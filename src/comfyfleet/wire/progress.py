@@ -21,8 +21,6 @@ from comfyfleet.wire.spelling import spell
 
 EventNumber = Annotated[int, Meta(ge=0, le=2**53)]
 
-FINAL = frozenset({FactKind.COMPLETED, FactKind.FAILED, FactKind.CANCELLED})
-
 _PHASES = {
     FactKind.QUEUED: Phase.QUEUED,
     FactKind.RETRYING: Phase.QUEUED,

@@ -18,7 +18,7 @@ from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.webhook import Delivery, DeliveryStatus, StandingWebhook
 from comfyfleet.wire.bodies import Events, Name, Seconds, Url
-from comfyfleet.wire.progress import FINAL, fact_body
+from comfyfleet.wire.progress import fact_body
 
 MAX_EVENT_BYTES = 256 * 1024
 """A result that makes it larger is left out: it can be asked for."""
@@ -126,7 +126,7 @@ def event_name(kind: FactKind) -> str:
 def event(fact: Fact, job: Job) -> bytes:
     """What a receiver is sent. A job that was taken up again since then tells nothing of its new round here."""
     told = fact_body(fact)
-    is_last_word = fact.kind in FINAL and job.round == fact.round
+    is_last_word = fact.kind.is_final and job.round == fact.round
     data = EventData(
         fact.job_id,
         fact.number,
