@@ -66,7 +66,7 @@ async def test_the_only_worker_takes_the_job_again_by_itself_when_the_cooldown_e
         assert leased is not None
         assert leased.job_id == job_id
         unblocked = rig.fleet_events("unblocked")
-        assert [event.data["target"] for event in unblocked] == [leased.workflow_hash]
+        assert [event.data["workflow_hash"] for event in unblocked] == [leased.workflow_hash]
 
 
 async def test_a_fitting_job_behind_ten_thousand_misfits_of_higher_priority_is_found_at_once() -> None:

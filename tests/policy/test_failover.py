@@ -7,13 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.block import Block, BlockReason, tenant_target
 from comfyfleet.model.failure import Failure, FailureKind
-from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.policy.failover import SmartFailover, is_quarantined, lifted_by_inventory
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.requirement import Requirements
+from comfyfleet.policy.failover import (
+    SmartFailover,
+    blocked_target,
+    is_quarantined,
+    lifted_by_inventory,
+    met_by_two,
+)
 from comfyfleet.policy.rules import Rules
 
 A, HASH = WorkerId("a"), WorkflowHash("hash")
+ANN, BOB = TenantId("ann"), TenantId("bob")
 NODE_ERROR = Failure(FailureKind.NODE_ERROR, "it broke")
 OUT_OF_MEMORY = Failure(FailureKind.OUT_OF_MEMORY, "too little")
 MISSING = Failure(FailureKind.MISSING_MODEL, "not there", missing=("x.safetensors",))
@@ -105,3 +113,72 @@ def test_a_worker_with_more_than_32_blocks_in_force_is_quarantined() -> None:
     more = [*blocks, Block(A, "one more", BlockReason.OUT_OF_MEMORY, 1, 100.0)]
     assert is_quarantined(more, rules, 50.0)
     assert not is_quarantined(more, rules, 100.0)
+
+
+def of(tenant: TenantId | None, until: float | None = 100.0, **more: object) -> Block:
+    block = Block(A, HASH if tenant is None else tenant_target(HASH, tenant), BlockReason.FAILURES, 1, until)
+    return msgspec.structs.replace(block, **more)
+
+
+def test_a_block_says_whose_it_is() -> None:
+    assert (of(ANN).workflow_hash, of(ANN).tenant) == (HASH, ANN)
+    assert (of(None).workflow_hash, of(None).tenant) == (HASH, None)
+
+
+@pytest.mark.parametrize(
+    ("known", "is_for_all"),
+    [
+        ([], False),
+        ([of(ANN)], False),
+        ([of(ANN), of(BOB)], True),
+        ([of(BOB, reason=BlockReason.OUT_OF_MEMORY)], True),
+        ([of(BOB, until=None)], False),
+        ([of(BOB, until=50.0)], False),
+        ([of(BOB, reason=BlockReason.INVENTORY)], False),
+        ([of(BOB, target=tenant_target(WorkflowHash("other"), BOB))], False),
+        ([of(None, until=90.0), of(BOB)], True),
+        ([of(None), of(BOB)], False),
+        ([of(None, until=3000.0, reason=BlockReason.INVENTORY), of(BOB)], False),
+    ],
+)
+def test_a_block_counts_for_everybody_once_two_tenants_have_it(known: list[Block], is_for_all: bool) -> None:
+    found = met_by_two(of(ANN), known, 60.0)
+    assert found == (of(None) if is_for_all else None)
+    assert met_by_two(of(ANN, until=None), known, 60.0) is None, "who only counts has met nothing yet"
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing", "is_for_all"),
+    [
+        (FailureKind.MISSING_MODEL, ("sdxl\\x.safetensors",), True),
+        (FailureKind.MISSING_MODEL, ("y.safetensors",), False),
+        (FailureKind.MISSING_MODEL, ("sdxl/x.safetensors", "y.safetensors"), False),
+        (FailureKind.MISSING_MODEL, (), False),
+        (FailureKind.MISSING_NODE, ("KSampler",), True),
+        (FailureKind.MISSING_NODE, ("Other",), False),
+        (FailureKind.NODE_ERROR, ("KSampler",), False),
+        (FailureKind.OUT_OF_MEMORY, (), False),
+    ],
+)
+def test_what_the_graph_names_and_the_server_lacks_counts_for_everybody(
+    kind: FailureKind, missing: tuple[str, ...], is_for_all: bool
+) -> None:
+    needs = Requirements(models=("sdxl/x.safetensors",), node_classes=("KSampler",))
+    found = blocked_target(HASH, ANN, Failure(kind, "no", missing=missing), needs)
+    assert found == (HASH if is_for_all else tenant_target(HASH, ANN))
+
+
+def test_one_tenants_blocks_alone_quarantine_no_worker_unless_nobody_set_up_tenants() -> None:
+    rules = Rules()
+
+    def failed(tenant: TenantId, count: int) -> list[Block]:
+        return [of(tenant, target=tenant_target(WorkflowHash(f"h{each}"), tenant)) for each in range(count)]
+
+    assert not is_quarantined(failed(ANN, 1000), rules, 50.0)
+    assert is_quarantined(failed(DEFAULT_TENANT, 33), rules, 50.0)
+    assert not is_quarantined(failed(DEFAULT_TENANT, 32), rules, 50.0)
+    assert not is_quarantined([*failed(ANN, 1000), *failed(BOB, 15)], rules, 50.0)
+    assert is_quarantined([*failed(ANN, 1000), *failed(BOB, 16)], rules, 50.0)
+    for_all = [of(None, target=f"h{each}") for each in range(32)]
+    both = [*failed(ANN, 32), *failed(BOB, 32), *for_all]
+    assert not is_quarantined(both, rules, 50.0), "one workflow is counted once"

@@ -27,7 +27,7 @@ from comfyfleet.contract.bench import (
     release,
     tenant,
 )
-from comfyfleet.model.block import Block, BlockReason, Pair
+from comfyfleet.model.block import EVERY_WORKER, Block, BlockReason, Pair, tenant_target
 from comfyfleet.model.dispatch import (
     Change,
     Dispatch,
@@ -44,6 +44,13 @@ from comfyfleet.stores.memory import MemoryStore
 
 _WORKERS = st.sampled_from([(A, FAST), (B, SLOW), (B, FAST)])
 _HASHES = st.sampled_from([WorkflowHash("one"), WorkflowHash("two")])
+_BLOCKED_FOR = st.sampled_from([A, B, EVERY_WORKER])
+_TARGETS = st.sampled_from(
+    [
+        *("one", "two"),
+        *(tenant_target(WorkflowHash("one"), tenant(name)) for name in ("default", "ann", "bob")),
+    ]
+)
 _WHICH = st.integers(0, 30)
 _TENANTS = st.sampled_from(["default", "ann", "bob"])
 _USED = st.sampled_from([None, 0.0, 4.0, 45.0])
@@ -76,8 +83,8 @@ steps = st.one_of(
     st.tuples(st.just("retry"), _WHICH),
     st.tuples(st.just("settle"), st.integers(1, 3)),
     st.tuples(st.just("unsettled"), _WHICH, st.integers(1, 3)),
-    st.tuples(st.just("block"), _WORKERS, _HASHES, st.sampled_from([None, 4.0, 20.0])),
-    st.tuples(st.just("lift"), _WORKERS, _HASHES),
+    st.tuples(st.just("block"), _BLOCKED_FOR, _TARGETS, st.sampled_from([None, 4.0, 20.0])),
+    st.tuples(st.just("lift"), _BLOCKED_FOR, _TARGETS),
     st.tuples(st.just("keep_off"), _WORKERS, _WHICH, st.sampled_from([4.0])),
     st.tuples(st.just("expired_blocks")),
     st.tuples(st.just("due"), st.integers(1, 5), st.integers(1, 3)),
@@ -195,7 +202,7 @@ class Day:
             case ("unsettled", which, limit):
                 after = bench.jobs[which % len(bench.jobs)] if bench.jobs else None
                 return await store.unsettled(limit, after), await store.load_many(bench.jobs[:limit])
-            case ("block", (worker, _), target, cooldown):
+            case ("block", worker, target, cooldown):
                 until = None if cooldown is None else bench.clock.now() + cooldown
                 await store.put_block(Block(worker, target, BlockReason.FAILURES, 1, until))
                 return await store.get_block(Pair(worker, target))
@@ -205,7 +212,7 @@ class Day:
                     until = bench.clock.now() + cooldown
                     await store.put_block(Block(worker, dispatch.job_id, BlockReason.JOB, 1, until))
                 return None
-            case ("lift", (worker, _), target):
+            case ("lift", worker, target):
                 return await store.lift([Pair(worker, target)])
             case ("expired_blocks",):
                 expired = await store.expired_blocks()

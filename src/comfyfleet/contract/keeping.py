@@ -20,7 +20,7 @@ from comfyfleet.contract.bench import (
     release,
     tenant,
 )
-from comfyfleet.model.block import Block, BlockReason, Pair
+from comfyfleet.model.block import EVERY_WORKER, Block, BlockReason, Pair, tenant_target
 from comfyfleet.model.dispatch import (
     Change,
     HeldBy,
@@ -33,6 +33,8 @@ from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.job import Attachment, Job, JobResult, Submission
 from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+
+ANN, BOB = tenant("ann"), tenant("bob")
 
 
 class KeepingContract:
@@ -350,6 +352,45 @@ class KeepingContract:
         assert taken is not None
         assert taken.job_id == free.job_id
         assert await bench.lease_next(A) is None
+
+    async def test_a_tenants_block_leaves_out_its_own_jobs_and_nobody_elses(self, bench: Bench) -> None:
+        # In front of all others, so that a look must step over it.
+        blocked = await bench.enqueue(tenant=ANN, priority=1)
+        of_bob = await bench.enqueue(tenant=BOB)
+        of_ann = await bench.enqueue(tenant=ANN, workflow_hash=WorkflowHash("other"))
+        target = tenant_target(HASH, ANN)
+        block = Block(A, target, BlockReason.FAILURES, 1, 1e12)
+        await bench.store.put_block(block)
+        assert await bench.store.get_block(Pair(A, target)) == block
+        assert await bench.store.get_block(Pair(A, HASH)) is None
+        assert await bench.peek(A) == [of_bob.job_id, of_ann.job_id]
+        assert await bench.peek(B) == [blocked.job_id, of_bob.job_id, of_ann.job_id]
+        assert await bench.store.lease(blocked.job_id, bench.offer(A)) is None
+        first = await bench.lease_next(A)
+        assert first is not None and first.job_id == of_bob.job_id
+        assert await bench.store.lease(of_ann.job_id, bench.offer(A)) is not None
+        assert await bench.lease_next(A) is None
+        assert await bench.store.lift([Pair(A, HASH)]) == []
+        assert await bench.store.lift([Pair(A, target)]) == [block]
+        last = await bench.lease_next(A)
+        assert last is not None and last.job_id == blocked.job_id
+
+    async def test_what_is_blocked_for_every_worker_no_worker_gets(self, bench: Bench) -> None:
+        refused = await bench.enqueue(tenant=ANN, priority=1)
+        of_bob = await bench.enqueue(tenant=BOB)
+        target = tenant_target(HASH, ANN)
+        await bench.store.put_block(Block(EVERY_WORKER, target, BlockReason.OPERATOR, 1, 1e12))
+        # A worker's own block must not hide it, nor the other way round.
+        await bench.store.put_block(Block(B, tenant_target(HASH, BOB), BlockReason.FAILURES, 1, 1e12))
+        assert await bench.peek(A) == [of_bob.job_id]
+        assert await bench.peek(B) == []
+        assert await bench.store.lease(refused.job_id, bench.offer(A)) is None
+        assert await bench.lease_next(B) is None
+        taken = await bench.lease_next(A)
+        assert taken is not None and taken.job_id == of_bob.job_id
+        assert await bench.lease_next(A) is None
+        await bench.store.lift([Pair(EVERY_WORKER, target)])
+        assert await bench.peek(A) == await bench.peek(B) == [refused.job_id]
 
     async def test_a_count_below_the_threshold_blocks_nobody_and_survives_being_read(
         self, bench: Bench

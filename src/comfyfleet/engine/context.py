@@ -92,6 +92,7 @@ class Context:
                 "blocked",
                 block.worker_id,
                 target=block.target,
+                **_whose(block),
                 reason=block.reason.value,
                 failures=block.failures,
                 blocked_until=block.blocked_until,
@@ -104,7 +105,14 @@ class Context:
         if not any(other.is_in_force(now) for other in others):
             self.fleet.with_blocks.discard(block.worker_id)
         if block.blocked_until is not None:
-            self.tell("unblocked", block.worker_id, target=block.target, reason=block.reason.value, why=why)
+            self.tell(
+                "unblocked",
+                block.worker_id,
+                target=block.target,
+                **_whose(block),
+                reason=block.reason.value,
+                why=why,
+            )
 
     def offer(self, worker: WorkerRecord, poll_id: PollId, workflow_hash: WorkflowHash) -> LeaseOffer:
         rules = self.rules
@@ -142,3 +150,10 @@ class Context:
         self._lessons[lesson.workflow_hash] = lesson
         if len(self._lessons) > _MAX_LESSONS:
             del self._lessons[next(iter(self._lessons))]
+
+
+def _whose(block: Block) -> dict[str, object]:
+    """What is kept from the worker, and whose; nothing more to say of a block that names one job."""
+    if block.names_job:
+        return {}
+    return {"workflow_hash": block.workflow_hash, "tenant": block.tenant}

@@ -369,7 +369,9 @@ class Engine:
         return await self.store.blocks()
 
     async def unblock(self, worker_id: WorkerId, target: str) -> bool:
-        lifted = await self.store.lift([Pair(worker_id, target)])
+        """A workflow hash lifts what keeps any tenant's from the worker, too."""
+        pairs = [block.pair for block in await self.store.blocks(worker_id) if block.workflow_hash == target]
+        lifted = await self.store.lift(pairs or [Pair(worker_id, target)])
         for block in lifted:
             await self._context.unblocked(block, "by hand")
         self._rounds.worker_freed(worker_id)

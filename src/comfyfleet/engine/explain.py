@@ -7,7 +7,7 @@ from comfyfleet.engine.context import Context
 from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.calls import Explanation, MissingFor
 from comfyfleet.model.dispatch import Dispatch, Phase, Standing
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.ids import DEFAULT_TENANT, WorkerId
 from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.feasibility import Miss, misses, nearest_miss
@@ -69,7 +69,7 @@ async def _became(context: Context, dispatch: Dispatch) -> str:
 async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord, now: float) -> list[str]:
     """What keeps a worker from a job it could run."""
     why: list[str] = []
-    for target in (dispatch.workflow_hash, dispatch.job_id):
+    for target in dispatch.block_targets:
         block = await context.store.get_block(Pair(worker.worker_id, target))
         if block is not None and block.is_in_force(now):
             assert block.blocked_until is not None
@@ -78,12 +78,13 @@ async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord,
                     f"said that it lacks {', '.join(block.missing)}; it is tried again when that changes"
                 )
                 continue
-            what = "this workflow" if target == dispatch.workflow_hash else "this job"
+            what = "this job" if target == dispatch.job_id else "this workflow"
             if block.reason is BlockReason.REFUSED:
                 why.append(f"refused {what}: its versions of the nodes do not accept it")
                 continue
+            whose = "" if block.tenant in (None, DEFAULT_TENANT) else f" of tenant {block.tenant}"
             why.append(
-                f"is blocked for {what} for another {block.blocked_until - now:.0f} s ({block.reason.value})"
+                f"is blocked for {what}{whose} for another {block.blocked_until - now:.0f} s ({block.reason.value})"
             )
     if context.strategy.should_skip(worker.worker_id, dispatch.workflow_hash, now):
         why.append("is kept from this workflow by the failover strategy")

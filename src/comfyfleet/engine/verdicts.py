@@ -24,7 +24,7 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import ClassKey, WorkerId
-from comfyfleet.policy.failover import is_quarantined, lifted_by_inventory
+from comfyfleet.policy.failover import blocked_target, is_quarantined, lifted_by_inventory, met_by_two
 from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.feasibility import is_feasible
 from comfyfleet.policy.learning import after_out_of_memory, no_lesson, with_memory
@@ -46,10 +46,7 @@ class Verdicts:
         assert dispatch.lease is not None, "an attempt holds a lease"
         worker_id, now = dispatch.lease.worker_id, await context.store.now()
         failure = bounded(self._with_card(failure, worker_id))
-        pair = Pair(worker_id, dispatch.workflow_hash)
-        block = context.strategy.record_failure(
-            worker_id, dispatch.workflow_hash, failure, await context.store.get_block(pair), now
-        )
+        block = await self._recorded(dispatch, worker_id, failure, now)
         job = await context.store.records.get(dispatch.job_id)
         choice = await self._choice(dispatch, worker_id, block, now)
         refusing: frozenset[str] = frozenset()
@@ -67,7 +64,7 @@ class Verdicts:
             fraction=context.chance.fraction(),
             retry_delay_s=None if job is None else job.payload.retry_delay_s,
         )
-        blocks = self._blocks(dispatch, worker_id, failure, verdict, block, refusing, now)
+        blocks = await self._blocks(dispatch, worker_id, failure, verdict, block, refusing, now)
         if verdict.will_retry:
             placed = await self._placed(dispatch, failure, refusing, now)
             write = self._retry(placed, guard, failure, verdict, tuple(blocks), now)
@@ -240,7 +237,7 @@ class Verdicts:
             },
         )
 
-    def _blocks(
+    async def _blocks(
         self,
         dispatch: Dispatch,
         worker_id: WorkerId,
@@ -256,7 +253,8 @@ class Verdicts:
             # Nobody else is there to take such workflows: the next one is to hear at once that it is refused.
             return []
         if block is not None and block.is_in_force(now):
-            return [block]
+            for_all = met_by_two(block, await self._context.store.blocks(worker_id), now)
+            return [block] if for_all is None else [block, for_all]
         blocks = [block] if block is not None else []
         # Where its signature is known to refuse the job, the job's next class keeps it off, and all its equals.
         if verdict.keep_off_worker and not refusing:
@@ -266,6 +264,20 @@ class Verdicts:
         return blocks
 
     # what policy needs to know
+
+    async def _recorded(
+        self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
+    ) -> Block | None:
+        """The failure, counted for whom it concerns. A strategy knows workers and hashes alone."""
+        context, workflow_hash = self._context, dispatch.workflow_hash
+        cls = context.fleet.classes.get(dispatch.class_key)
+        block_target = blocked_target(
+            workflow_hash, dispatch.tenant, failure, None if cls is None else cls.requirements
+        )
+        known = await context.store.get_block(Pair(worker_id, block_target))
+        previous = known and msgspec.structs.replace(known, target=workflow_hash)
+        block = context.strategy.record_failure(worker_id, workflow_hash, failure, previous, now)
+        return block and msgspec.structs.replace(block, target=block_target)
 
     async def _choice(
         self, dispatch: Dispatch, worker_id: WorkerId, block: Block | None, now: float
@@ -279,10 +291,11 @@ class Verdicts:
             if worker.worker_id == worker_id:
                 is_blocked = block is not None and self._context.strategy.is_blocked(block, now)
             else:
-                is_blocked = await self._is_blocked(worker.worker_id, dispatch.workflow_hash, now)
+                for_all, for_tenant, for_job = dispatch.block_targets
+                is_blocked = await self._is_blocked(worker.worker_id, now, for_tenant, for_all)
                 # One that is kept off this job because it failed there too is no way out.
                 if not is_blocked and worker.takes_work(now):
-                    others += not await self._is_blocked(worker.worker_id, dispatch.job_id, now)
+                    others += not await self._is_blocked(worker.worker_id, now, for_job)
             # A worker that is offline just now is still one that may run it.
             is_blocked_everywhere &= is_blocked
         return Choice(others, is_blocked_everywhere)
@@ -310,17 +323,20 @@ class Verdicts:
         """Whether the worker is known to lack something, or to refuse it. Other blocks are only a matter of time."""
         if worker_id not in self._context.fleet.with_blocks:
             return False
-        for block_target in (dispatch.workflow_hash, dispatch.job_id):
+        for block_target in dispatch.block_targets:
             block = await self._context.store.get_block(Pair(worker_id, block_target))
             if block is not None and block.is_in_force(now) and block in lifted_by_inventory([block]):
                 return True
         return False
 
-    async def _is_blocked(self, worker_id: WorkerId, block_target: str, now: float) -> bool:
+    async def _is_blocked(self, worker_id: WorkerId, now: float, *targets: str) -> bool:
         if worker_id not in self._context.fleet.with_blocks:
             return False
-        block = await self._context.store.get_block(Pair(worker_id, block_target))
-        return block is not None and self._context.strategy.is_blocked(block, now)
+        for each in targets:
+            block = await self._context.store.get_block(Pair(worker_id, each))
+            if block is not None and self._context.strategy.is_blocked(block, now):
+                return True
+        return False
 
     def _with_card(self, failure: Failure, worker_id: WorkerId) -> Failure:
         """Out of memory is remembered with the size of the card it happened on."""

@@ -13,7 +13,7 @@ from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds, Slot
 from comfyfleet.engine.verdicts import Verdicts
-from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.block import EVERY_WORKER, Block, Pair
 from comfyfleet.model.calls import (
     Beat,
     Command,
@@ -65,6 +65,11 @@ class WorkerDesk:
 
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         context = self._context
+        if call.worker_id == EVERY_WORKER:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"{EVERY_WORKER!r} stands for every worker: give this one another name",
+            )
         known = context.fleet.workers.get(call.worker_id)
         now = await context.store.now()
         record = await context.fleet.put(call.worker_id, call.capabilities, call.slots, call.live, now)
@@ -294,7 +299,8 @@ class WorkerDesk:
         assert dispatch.lease is not None
         worker_id, now = dispatch.lease.worker_id, await context.store.now()
         pairs = _pairs(dispatch, worker_id)
-        known = [block for pair in pairs if (block := await context.store.get_block(pair)) is not None]
+        # All of the worker's at once: on a shared store each question is a way there and back.
+        known = [block for block in await context.store.blocks(worker_id) if block.pair in pairs]
         seconds = call.seconds or now - dispatch.lease.leased_at
         job: dict[str, object] = {
             "phase": Phase.COMPLETED,
@@ -418,6 +424,7 @@ class WorkerDesk:
         await context.fleet.note_run(worker_id, seconds, warm)
 
 
-def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, Pair]:
-    """The blocks that a success lifts."""
-    return Pair(worker_id, dispatch.workflow_hash), Pair(worker_id, dispatch.job_id)
+def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, ...]:
+    """The blocks that a success disproves: the job's, its tenant's, and everybody's. Another tenant's block is about
+    that tenant's inputs, and stays."""
+    return tuple(Pair(worker_id, block_target) for block_target in dispatch.block_targets)

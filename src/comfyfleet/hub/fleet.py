@@ -7,7 +7,7 @@ import msgspec
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.model.access import Caller
-from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId
@@ -123,9 +123,11 @@ class FleetHandlers:
         raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
 
     async def _may_see(self, block: Block, caller: Caller) -> bool:
-        """A block that keeps one job off a worker names the job."""
-        if caller.scope is None or block.reason is not BlockReason.JOB:
+        """A block that keeps one job off a worker names the job, and what one tenant's jobs met is that tenant's."""
+        if caller.scope is None:
             return True
+        if not block.names_job:
+            return block.tenant is None or caller.sees(block.tenant)
         dispatch = await self._engine.store.load(JobId(block.target))
         return dispatch is not None and caller.sees(dispatch.tenant)
 

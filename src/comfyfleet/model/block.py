@@ -1,7 +1,7 @@
 """A block: this worker does not get this target until then.
 
-The target is a workflow hash, or one job ("not on this worker again"). A record below the threshold only counts:
-it blocks nobody, and reading it changes nothing.
+The target is a workflow hash (for every tenant), the workflow hash of one tenant (`tenant_target`), or one job ("not on
+this worker again"). A record below the threshold only counts: it blocks nobody, and reading it changes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from typing import NamedTuple
 
 import msgspec
 
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
+
+EVERY_WORKER = WorkerId("*")
+"""Stands for all of them: no worker gets what is blocked here."""
+
+# Stores in other languages compose the same text: neither a hash nor a job id contains the sign.
+_OF = "@"
+
+
+def tenant_target(workflow_hash: WorkflowHash, tenant: TenantId) -> str:
+    """A workflow as one tenant submits it: a hash ignores values, so one tenant's say nothing about another's."""
+    return f"{workflow_hash}{_OF}{tenant}"
 
 
 class BlockReason(StrEnum):
@@ -43,6 +54,21 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def pair(self) -> Pair:
         return Pair(self.worker_id, self.target)
+
+    @property
+    def names_job(self) -> bool:
+        """Whether its target is one job. The ids of jobs have dashes, and hashes have none."""
+        return self.reason is BlockReason.JOB or (self.reason is BlockReason.REFUSED and "-" in self.target)
+
+    @property
+    def workflow_hash(self) -> WorkflowHash:
+        """Of a block whose target is no job."""
+        return WorkflowHash(self.target.partition(_OF)[0])
+
+    @property
+    def tenant(self) -> TenantId | None:
+        """None: it counts for everybody, or for one job."""
+        return TenantId(self.target.partition(_OF)[2]) or None
 
     def is_in_force(self, now: float) -> bool:
         """A worker is available again at exactly `blocked_until`."""

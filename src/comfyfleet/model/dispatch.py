@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.block import Block, Pair, tenant_target
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import (
@@ -146,6 +146,12 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     @property
     def lane(self) -> LaneKey:
         return LaneKey(self.class_key, self.tenant, self.priority, self.workflow_hash)
+
+    @property
+    def block_targets(self) -> tuple[str, str, str]:
+        """What a block may name to keep this job from a worker: its workflow for everybody or for its tenant, and
+        itself alone."""
+        return self.workflow_hash, tenant_target(self.workflow_hash, self.tenant), self.job_id
 
     @property
     def stands_in_lane(self) -> bool:

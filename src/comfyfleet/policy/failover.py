@@ -1,20 +1,25 @@
-"""Which pair (worker, workflow hash) is kept apart after a failure, and for how long.
+"""Which pair (worker, workflow hash) is kept apart after a failure, for how long, and for whom.
 
 The default strategy is stateless: the store remembers the block, the strategy says what the next one looks like. A
-strategy of one's own implements the same four methods and may keep state.
+strategy of one's own implements the same four methods and may keep state. For whom a block counts is the same for every
+strategy: for the tenant whose job failed, and for everybody once two tenants have one, or where it is the server that
+lacks something. A hash ignores values, so what one tenant asks for says nothing about another's jobs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 
-from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.failure import Failure
-from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.policy.refusals import concerns_structure
+from comfyfleet.model.block import Block, BlockReason, tenant_target
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.requirement import Requirements
+from comfyfleet.policy.feasibility import normal_model
+from comfyfleet.policy.refusals import concerns_structure, is_refusal
 from comfyfleet.policy.retry import BlockRule, row_of
 from comfyfleet.policy.rules import Rules
 
@@ -92,15 +97,57 @@ class SmartFailover:
         return block.is_in_force(now)
 
 
+_OF_A_RUN = (BlockReason.FAILURES, BlockReason.OUT_OF_MEMORY)
+
+
+def blocked_target(
+    workflow_hash: WorkflowHash, tenant: TenantId, failure: Failure, needs: Requirements | None
+) -> str:
+    """What a failure is counted for: the tenant's workflow; everybody's where the server lacks what the graph names."""
+    return workflow_hash if _is_of_server(failure, needs) else tenant_target(workflow_hash, tenant)
+
+
+def _is_of_server(failure: Failure, needs: Requirements | None) -> bool:
+    # The hash holds node classes, wires and the names of models. Any other name stands in a value, which concerns only
+    # the tenant that wrote it.
+    if is_refusal(failure):
+        return concerns_structure(failure)
+    if needs is None or not failure.missing:
+        return False
+    if failure.kind is FailureKind.MISSING_NODE:
+        return set(needs.node_classes).issuperset(failure.missing)
+    named = {normal_model(name) for name in needs.models}
+    return failure.kind is FailureKind.MISSING_MODEL and named.issuperset(map(normal_model, failure.missing))
+
+
+def met_by_two(block: Block, known: Iterable[Block], now: float) -> Block | None:
+    """The block for everybody, once a second tenant has met what the first one met. `known`: the blocks of the worker.
+    None: there is no second tenant, or everybody is kept off for at least as long already."""
+    if block.tenant is None or not block.is_in_force(now):
+        return None
+    workflow_hash, is_second = block.workflow_hash, False
+    for other in known:
+        if other.target == workflow_hash and (other.blocked_until or 0.0) >= (block.blocked_until or 0.0):
+            return None
+        if other.workflow_hash == workflow_hash and other.tenant not in (None, block.tenant):
+            is_second |= other.is_in_force(now) and other.reason in _OF_A_RUN
+    return msgspec.structs.replace(block, target=workflow_hash) if is_second else None
+
+
 def lifted_by_inventory(blocks: Iterable[Block]) -> list[Block]:
     """A new look at the inventory is reason to try again whatever was missing or refused before."""
     return [block for block in blocks if block.reason in (BlockReason.INVENTORY, BlockReason.REFUSED)]
 
 
 def is_quarantined(blocks: Iterable[Block], rules: Rules, now: float) -> bool:
-    """A worker that fails everything is taken out as a whole."""
-    in_force = sum(
-        block.is_in_force(now) and block.reason in (BlockReason.FAILURES, BlockReason.OUT_OF_MEMORY)
-        for block in blocks
+    """A worker that fails everything is taken out as a whole. One tenant alone cannot have it taken from all others,
+    whatever it submits: of the workflows that failed for nobody else, no more than half of the limit is counted."""
+    failed = [block for block in blocks if block.is_in_force(now) and block.reason in _OF_A_RUN]
+    for_all = {block.workflow_hash for block in failed if block.tenant is None}
+    alone = Counter(
+        block.tenant for block in failed if block.tenant is not None and block.workflow_hash not in for_all
     )
-    return in_force > rules.quarantine_blocks
+    # Where nobody set up tenants every job is of the default one, and there is nobody to protect.
+    most = rules.quarantine_blocks // 2 + 1
+    counted = sum(count if tenant == DEFAULT_TENANT else min(count, most) for tenant, count in alone.items())
+    return len(for_all) + counted > rules.quarantine_blocks

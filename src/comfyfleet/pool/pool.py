@@ -17,7 +17,6 @@ import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
-from comfyfleet.model.block import BlockReason
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -366,7 +365,7 @@ class WorkflowPool:
     async def blocks(self) -> list[BlockedWorkflow]:
         """Pairs (client, workflow hash) that are blocked, or counting towards it."""
         blocks = await self._engine.blocks()
-        return [block_of(block) for block in blocks if block.reason is not BlockReason.JOB]
+        return [block_of(block) for block in blocks if not block.names_job]
 
     async def unblock(self, client_id: str, workflow_hash: str) -> bool:
         """False: there was nothing to lift."""

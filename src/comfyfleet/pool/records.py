@@ -115,7 +115,7 @@ class JobCancelled(ComfyFleetError):
 
 def block_of(block: Block) -> BlockedWorkflow:
     return BlockedWorkflow(
-        block.worker_id, block.target, block.failures, block.blocked_until, block.reason.value
+        block.worker_id, block.workflow_hash, block.failures, block.blocked_until, block.reason.value
     )
 
 

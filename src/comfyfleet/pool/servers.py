@@ -13,7 +13,6 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.model.block import BlockReason
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import OutputFile
@@ -140,9 +139,7 @@ class Servers:
         records = {worker.worker_id: worker for worker in await self._engine.workers()}
         now = self._clock.now()
         blocks = [
-            block
-            for block in await self._engine.blocks()
-            if block.is_in_force(now) and block.reason is not BlockReason.JOB
+            block for block in await self._engine.blocks() if block.is_in_force(now) and not block.names_job
         ]
         found = []
         for member in self._agents.members():

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.block import BlockReason
 from comfyfleet.model.fact import Fact, FactKind, FleetEvent, News, NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, OutputFile
@@ -105,12 +104,12 @@ def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
             state=data["state"],
             message=data["message"],
         )
-    if fleet.kind not in ("blocked", "unblocked") or data["reason"] == BlockReason.JOB.value:
+    if fleet.kind not in ("blocked", "unblocked") or "workflow_hash" not in data:
         return None
     return PoolEvent(
         f"client:{fleet.kind}_workflow",
         fleet.at,
-        workflow_hash=str(data["target"]),
+        workflow_hash=str(data["workflow_hash"]),
         client_id=fleet.worker_id,
         blocked_until=data.get("blocked_until"),
         failures=data.get("failures"),

@@ -16,10 +16,11 @@ This module holds numbers only. The memory and the SQLite store share it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Container, Generator, Iterable
+from collections.abc import Collection, Container, Generator, Iterable, Set
 from contextlib import closing
 from heapq import heapify, heappop, heappush, heapreplace
 
+from comfyfleet.model.block import tenant_target
 from comfyfleet.model.dispatch import LaneKey
 from comfyfleet.model.ids import ClassKey, ProfileKey, TenantId
 
@@ -376,7 +377,7 @@ class LaneIndex:
     # choosing
 
     def first(
-        self, key: ProfileKey, skip_hashes: Container[str] = _NOTHING, skip_jobs: Container[int] = ()
+        self, key: ProfileKey, skip: Set[str] = _NOTHING, skip_jobs: Container[int] = ()
     ) -> tuple[LaneKey, int] | None:
         """The one job this profile takes next, in the store's order."""
         profile = self._profiles.get(key)
@@ -385,9 +386,9 @@ class LaneIndex:
             return None
         # Most often nothing is to be skipped: the lane on top gives the job, and no lane has to be set aside.
         first, lane = best[1].heap[0]
-        if lane.key.workflow_hash not in skip_hashes and first not in skip_jobs:
+        if first not in skip_jobs and not (skip and _is_skipped(lane.key, skip)):
             return lane.key, first
-        with closing(self._walk(key, skip_hashes, skip_jobs)) as walk:
+        with closing(self._walk(key, skip, skip_jobs)) as walk:
             for found, sequence, _ in walk:
                 return found, sequence
         return None
@@ -399,7 +400,7 @@ class LaneIndex:
         slots: int,
         lanes: int,
         quantum_s: float,
-        skip_hashes: Container[str] = _NOTHING,
+        skip: Set[str] = _NOTHING,
         skip_jobs: Container[int] = (),
     ) -> list[tuple[LaneKey, int, float]]:
         """What a round needs to see for this profile.
@@ -410,7 +411,7 @@ class LaneIndex:
         found: list[tuple[LaneKey, int, float]] = []
         seen: set[LaneKey] = set()
         level, least = 0, 0.0
-        with closing(self._walk(key, skip_hashes, skip_jobs, heads_after=slots)) as walk:
+        with closing(self._walk(key, skip, skip_jobs, heads_after=slots)) as walk:
             for lane, sequence, virtual_time in walk:
                 if len(found) >= slots:
                     if lane.priority != level or len(seen) >= lanes or virtual_time > least + quantum_s:
@@ -427,7 +428,7 @@ class LaneIndex:
     def _walk(
         self,
         key: ProfileKey,
-        skip_hashes: Container[str],
+        skip: Set[str],
         skip_jobs: Container[int],
         heads_after: int = 1,
     ) -> Generator[tuple[LaneKey, int, float], None, None]:
@@ -453,7 +454,7 @@ class LaneIndex:
                     _, lane = group.set_aside()
                     aside.append(lane)
                     profile.renew((descending, tenant), self._tenants.virtual_times)
-                    if lane.key.workflow_hash in skip_hashes:
+                    if skip and _is_skipped(lane.key, skip):
                         continue
                     at = lane.head
                     sequence = lane.items[at]
@@ -467,3 +468,8 @@ class LaneIndex:
             for lane in aside:
                 if lane:
                     profile.lower(lane, lane.first, self._tenants.virtual_times.get(lane.key.tenant, 0.0))
+
+
+def _is_skipped(lane: LaneKey, skip: Set[str]) -> bool:
+    """Its workflow is left out, for everybody or for its tenant."""
+    return lane.workflow_hash in skip or tenant_target(lane.workflow_hash, lane.tenant) in skip

@@ -158,7 +158,7 @@ class Kept(Generic[E]):
             slots=query.slots,
             lanes=query.lanes,
             quantum_s=query.quantum_s,
-            skip_hashes=blocked | query.skip if query.skip else blocked,
+            skip=blocked | query.skip if query.skip else blocked,
             skip_jobs=self._kept_off(blocked),
         )
         return [
@@ -186,7 +186,7 @@ class Kept(Generic[E]):
         if self.index.is_out(entry.dispatch.tenant):
             return None
         blocked = self.blocks.blocked_targets(offer.worker_id, now)
-        if entry.dispatch.workflow_hash in blocked or job_id in blocked:
+        if blocked and not blocked.isdisjoint(entry.dispatch.block_targets):
             return None
         return self._grant(entry, entry.dispatch.lane, offer)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from heapq import heappop, heappush
+from itertools import chain
 
-from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.block import EVERY_WORKER, Block, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.lesson import Lesson
 
@@ -42,7 +43,7 @@ class BlockShelf:
             forgotten = mine.pop(next(counting, next(iter(mine)))).pair
         if block.blocked_until is not None:
             heappush(self._ends, (block.blocked_until, block.worker_id, block.target))
-        self._targets.pop(block.worker_id, None)
+        self._look_again(block.worker_id)
         return forgotten
 
     def lift(self, pair: Pair) -> Block | None:
@@ -51,22 +52,29 @@ class BlockShelf:
         if mine is not None and not mine:
             del self._blocks[pair.worker_id]
         if block is not None:
-            self._targets.pop(pair.worker_id, None)
+            self._look_again(pair.worker_id)
         return block
 
     def forget_worker(self, worker_id: WorkerId) -> None:
         self._blocks.pop(worker_id, None)
-        self._targets.pop(worker_id, None)
+        self._look_again(worker_id)
+
+    def _look_again(self, worker_id: WorkerId) -> None:
+        if worker_id == EVERY_WORKER:
+            self._targets.clear()
+        else:
+            self._targets.pop(worker_id, None)
 
     def blocked_targets(self, worker_id: WorkerId, now: float) -> frozenset[str]:
         """What this worker must not get now. Remembered until the first of them ends."""
-        mine = self._blocks.get(worker_id)
-        if not mine:
+        mine, of_all = self._blocks.get(worker_id), self._blocks.get(EVERY_WORKER)
+        if not mine and not of_all:
             return _NOTHING
         known = self._targets.get(worker_id)
         if known is not None and now < known[0]:
             return known[1]
-        in_force = [block for block in mine.values() if block.is_in_force(now)]
+        known_blocks = chain((mine or {}).values(), (of_all or {}).values())
+        in_force = [block for block in known_blocks if block.is_in_force(now)]
         first_end = min((block.blocked_until or 0.0 for block in in_force), default=float("inf"))
         targets = frozenset(block.target for block in in_force)
         self._targets[worker_id] = (first_end, targets)

@@ -177,6 +177,10 @@ class BlockBody(_Got, frozen=True):
     failures: int = 0
     blocked_until: float | None = None
     missing: tuple[str, ...] = ()
+    workflow_hash: str | None = None
+    """None: one job is kept off the worker."""
+    tenant: str | None = None
+    """Whose jobs it counts for. None: everybody's."""
 
 
 class BlockList(_Got, frozen=True):
@@ -303,5 +307,12 @@ def summary(found: WorkerDetails) -> WorkerBody:
 
 def block(found: Block) -> BlockBody:
     return BlockBody(
-        found.worker_id, found.target, found.reason.value, found.failures, found.blocked_until, found.missing
+        found.worker_id,
+        found.target,
+        found.reason.value,
+        found.failures,
+        found.blocked_until,
+        found.missing,
+        None if found.names_job else found.workflow_hash,
+        found.tenant,
     )

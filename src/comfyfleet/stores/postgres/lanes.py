@@ -36,13 +36,19 @@ ON CONFLICT DO NOTHING RETURNING lane_id
 GATE = """
 WITH gate AS MATERIALIZED (
     SELECT moment.now, is_fair, ARRAY(
-        SELECT target FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s AND blocked_until > moment.now) AS blocked
+        SELECT target FROM comfyfleet.blocks
+        WHERE worker_id IN (%(worker_id)s, '*') AND blocked_until > moment.now) AS blocked
     FROM comfyfleet.state, (
         SELECT coalesce(%(test_now)s::float8, extract(epoch FROM clock_timestamp())::float8) AS now OFFSET 0
     ) AS moment
     WHERE NOT is_paused AND NOT EXISTS (
         SELECT FROM comfyfleet.workers w WHERE w.worker_id = %(worker_id)s AND w.profile <> %(matched)s)
 )
+"""
+
+# A workflow is blocked for everybody, or for one tenant (see `tenant_target`).
+IS_FREE = """
+workflow_hash <> ALL (gate.blocked) AND workflow_hash || '@' || l.tenant <> ALL (gate.blocked)
 """
 
 # A tenant that is held or at its cap is left out.
@@ -60,8 +66,7 @@ FROM gate CROSS JOIN LATERAL (
     FROM comfyfleet.profile_classes p
     JOIN comfyfleet.lanes l ON l.class_key = p.class_key
     LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
-    WHERE p.profile = %(profile)s AND workflow_hash <> ALL (gate.blocked) AND workflow_hash <> ALL (%(skip)s)
-        AND {MAY_HAVE}
+    WHERE p.profile = %(profile)s AND {IS_FREE} AND workflow_hash <> ALL (%(skip)s) AND {MAY_HAVE}
     ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
 ) AS top
 LEFT JOIN LATERAL (

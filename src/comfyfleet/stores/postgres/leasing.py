@@ -21,12 +21,12 @@ MAX_LOOK = 2048
 
 _TAKE = (
     lanes.GATE
-    + """
+    + f"""
 SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now, gate.is_fair
 FROM gate, comfyfleet.dispatches d
 JOIN comfyfleet.lanes l ON l.lane_id = d.lane_id
 JOIN comfyfleet.profile_classes p ON p.class_key = l.class_key AND p.profile = %(profile)s
-WHERE d.job_id = %(job_id)s AND d.job_id <> ALL (gate.blocked) AND l.workflow_hash <> ALL (gate.blocked)
+WHERE d.job_id = %(job_id)s AND d.job_id <> ALL (gate.blocked) AND {lanes.IS_FREE}
 FOR UPDATE OF d SKIP LOCKED
 """
 )
@@ -42,7 +42,7 @@ _TAKE_FIRST = (
     FROM gate, comfyfleet.profile_classes p
     JOIN comfyfleet.lanes l ON l.class_key = p.class_key
     LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
-    WHERE p.profile = %(profile)s AND workflow_hash <> ALL (gate.blocked) AND {lanes.MAY_HAVE}
+    WHERE p.profile = %(profile)s AND {lanes.IS_FREE} AND {lanes.MAY_HAVE}
     ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
 ), horizon AS MATERIALIZED (
     SELECT priority, virtual_time, head FROM top ORDER BY priority, virtual_time DESC, head DESC

@@ -1,9 +1,11 @@
--- Part 5: blocks: this worker does not get this target (a workflow hash, or one job) until then.
+-- Part 5: blocks: this worker does not get this target until then: a workflow hash, "<hash>@<tenant>" (that tenant's alone),
+-- or one job. What is blocked for the worker "*" no worker gets.
 
 local function blocked_targets(s, worker_id)
-  local text, targets = read(s, s.p .. 'blocks:' .. worker_id), {}
-  if text then
-    for _, block in ipairs(unpacked(text)) do
+  local targets = {}
+  for _, name in ipairs({worker_id, '*'}) do
+    local text = read(s, s.p .. 'blocks:' .. name)
+    for _, block in ipairs(text and unpacked(text) or {}) do
       if block[2] and now(s) < block[2] then
         targets[block[1]] = true
       end

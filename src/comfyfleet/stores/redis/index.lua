@@ -15,6 +15,11 @@ local function parts_of(lane)
   return number, priority, rest:sub(1, length), rest:sub(length + 1)
 end
 
+-- Whether a workflow is left out, for everybody or for its tenant.
+local function is_skipped(skipped, hash, tenant)
+  return skipped[hash] or skipped[hash .. '@' .. tenant]
+end
+
 -- Big-endian doubles that are not negative sort as bytes the way they sort as numbers.
 -- The level is part of it, because one job may leave a bound behind at each priority it had.
 local function entry_of(time, sequence, level, tenant)
@@ -284,8 +289,8 @@ end
 local function look_into(s, ahead, item, skipped)
   local group = item.group
   push_lane(ahead, group)
-  local _, _, hash = parts_of(item.lane)
-  if skipped[hash] then
+  local _, _, hash, tenant = parts_of(item.lane)
+  if is_skipped(skipped, hash, tenant) then
     lower(group, item.sequence)
     return
   end
@@ -306,7 +311,7 @@ local function look_into(s, ahead, item, skipped)
 end
 
 -- Visits waiting jobs in order until `visit` says true; answers that one. The first `deep` go as far into a lane as the
--- order says; beyond them only heads are seen. `skipped` holds workflow hashes and job ids.
+-- order says; beyond them only heads are seen. `skipped` holds workflow hashes, those of tenants, and job ids.
 local function walk(s, profile, skipped, deep, visit)
   local index = s.p .. 'index:' .. profile
   local entries = rows_of(s, index)
@@ -411,7 +416,7 @@ local function read_front(s, profile)
   end
   local _, _, hash = parts_of(lane)
   local front = {
-    profile = profile, lane = lane, hash = hash, jobs = jobs, at = 1, taken = {},
+    profile = profile, lane = lane, hash = hash, tenant = tenant, jobs = jobs, at = 1, taken = {},
     bound = lanes[3] and tonumber(lanes[4]) or math.huge, time = math.huge, own = 0, other = math.huge,
   }
   if entries[3] and tonumber(entries[4]) == tonumber(level) then
@@ -431,7 +436,8 @@ local function first(s, profile, skipped)
   end
   local jobs, at = front.jobs, front.at
   local job_id, sequence = jobs[at], tonumber(jobs[at + 1])
-  local is_first = job_id and not skipped[front.hash] and not skipped[job_id] and sequence <= front.bound
+  local is_first = job_id and not is_skipped(skipped, front.hash, front.tenant) and not skipped[job_id]
+    and sequence <= front.bound
     and (front.own < front.time or front.own == front.time and sequence <= front.other)
   if not is_first then
     if #front.taken > 0 then

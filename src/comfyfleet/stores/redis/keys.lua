@@ -55,7 +55,8 @@
 --   workers:seen              hash     worker -> when it last called (workers without an engine)
 --   commands:<worker>         stream   the last hundred commands to it, expires
 --   blocks                    zset     workers with blocks -> serial
---   blocks:<worker>           string   its blocks, oldest first: {target, until or false, block} (MessagePack)
+--   blocks:<worker>           string   its blocks, oldest first: {target, until or false, block} (MessagePack); the worker
+--                                      "*" stands for all of them
 --   blocks:ends               zset     "<worker>\0<target>" -> until
 --   lessons, lessons:order    hash, zset   workflow hash -> lesson (JSON), serial
 --   reports                   list     failures told by workers without an engine, for an engine to judge (JSON)

@@ -4,6 +4,7 @@ local LONGEST = 65535
 
 local function wants_worker(s, offer, names)
   names[#names + 1] = s.p .. 'blocks:' .. offer.worker_id
+  names[#names + 1] = s.p .. 'blocks:*'
   names[#names + 1] = s.p .. 'poll:' .. offer.poll_id
   names[#names + 1] = s.p .. 'jobs:active:' .. offer.worker_id
   names[#names + 1] = s.p .. 'worker_profile:' .. offer.worker_id
@@ -188,13 +189,13 @@ define('lease', function(s, args)
   if call('SISMEMBER', s.p .. 'profile:' .. offer.profile .. ':classes', job.class_key) == 0 then
     return false
   end
-  local blocked = blocked_targets(s, offer.worker_id)
-  if blocked[rest(job).workflow_hash] or blocked[job.job_id] then
+  local blocked, values = blocked_targets(s, offer.worker_id), rest(job)
+  if blocked[job.job_id] or is_skipped(blocked, values.workflow_hash, values.tenant) then
     return false
   end
   if s.meta.is_fair then
     end_holds(s)
-    if is_out(s, share_of(s, rest(job).tenant)) then
+    if is_out(s, share_of(s, values.tenant)) then
       return false
     end
   end
@@ -211,6 +212,7 @@ local function wants_offer(s, args, names, at)
   names[count + 2] = s.p .. 'poll:' .. args[at + 2]
   names[count + 3] = s.p .. 'jobs:active:' .. args[at]
   names[count + 4] = s.p .. 'worker_profile:' .. args[at]
+  names[count + 5] = s.p .. 'blocks:*'
 end
 
 -- worker, profile, poll, token, "<seconds until the first heartbeat> <seconds its tenant is charged with>"
