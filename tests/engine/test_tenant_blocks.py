@@ -150,3 +150,17 @@ async def test_no_worker_may_have_the_name_that_stands_for_all() -> None:
     async with Rig() as rig:
         with pytest.raises(Refusal, match="stands for every worker"):
             await rig.worker("*")
+
+
+async def test_a_tenants_huge_picture_sends_nobody_elses_to_the_bigger_card() -> None:
+    async with Rig() as rig:
+        await rig.worker("small", vram_gb=12)
+        await rig.worker("big", vram_gb=24)
+        await rig.submit(graph(width=100_000), tenant=EVE)
+        await rig.fail(await rig.take("small"), FailureKind.OUT_OF_MEMORY)
+        await rig.complete(await rig.take("big"))
+        of_bob = await rig.submit(graph(width=512), tenant=BOB)
+        assert (await rig.take("small")).job_id == of_bob
+        again = await rig.submit(graph(width=100_000), tenant=EVE)
+        assert await rig.poll("small") is None
+        assert (await rig.take("big")).job_id == again

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.ids import TenantId, WorkflowHash
 from comfyfleet.model.requirement import HardwareNeed, Requirements
 from comfyfleet.model.worker import Capabilities, Gpu, Hardware, LiveState, Service
 from comfyfleet.policy.learning import (
     after_out_of_memory,
     after_run,
     expected_s,
+    memory_above_gb,
     no_lesson,
     still_warm,
     warmed,
@@ -20,6 +22,7 @@ from comfyfleet.policy.learning import (
 )
 
 EMPTY = no_lesson(WorkflowHash("hash"))
+ANN, BOB, EVE = TenantId("ann"), TenantId("bob"), TenantId("eve")
 
 
 def card(memory_gb: float) -> Capabilities:
@@ -60,16 +63,16 @@ def test_the_number_of_worker_classes_in_a_lesson_is_bounded() -> None:
 
 
 def test_a_workflow_asks_for_more_than_the_largest_card_that_was_too_small() -> None:
-    lesson = after_out_of_memory(after_out_of_memory(EMPTY, 24), 12)
-    needs = with_memory(Requirements(), lesson, [card(12), card(24), card(48)])
+    lesson = after_out_of_memory(after_out_of_memory(EMPTY, ANN, 24), ANN, 12)
+    needs = with_memory(Requirements(), lesson, ANN, [card(12), card(24), card(48)])
     assert needs.hardware.gpu_memory_above_gb == 24
 
 
 def test_nothing_more_is_asked_for_when_no_card_is_bigger() -> None:
-    lesson = after_out_of_memory(EMPTY, 24)
+    lesson = after_out_of_memory(EMPTY, ANN, 24)
     needs = Requirements(hardware=HardwareNeed(gpu_count=1))
-    assert with_memory(needs, lesson, [card(12), card(24)]) is needs
-    assert with_memory(needs, None, [card(48)]) is needs
+    assert with_memory(needs, lesson, ANN, [card(12), card(24)]) is needs
+    assert with_memory(needs, None, ANN, [card(48)]) is needs
 
 
 def test_a_limited_job_is_kept_from_the_classes_of_workers_that_take_longer() -> None:
@@ -97,3 +100,26 @@ def test_the_models_of_the_last_run_are_warm_until_the_worker_says_otherwise() -
         5,
     )
     assert still_warm(live, LiveState(loaded_models=frozenset({"b"}))).loaded_models == {"b"}
+
+
+def test_memory_that_one_tenant_ran_out_of_is_asked_for_by_that_tenant_until_a_second_met_it() -> None:
+    lesson = after_out_of_memory(EMPTY, EVE, 48)
+    assert [memory_above_gb(lesson, tenant) for tenant in (EVE, BOB)] == [48, 0]
+    lesson = after_out_of_memory(lesson, ANN, 12)
+    assert [memory_above_gb(lesson, tenant) for tenant in (EVE, ANN, BOB)] == [48, 12, 12]
+    lesson = after_out_of_memory(lesson, BOB, 24)
+    assert [memory_above_gb(lesson, tenant) for tenant in (EVE, ANN, BOB)] == [48, 24, 24]
+
+
+def test_a_limit_from_before_tenants_had_their_own_counts_for_everybody() -> None:
+    old = msgspec.structs.replace(EMPTY, memory_above_gb=16.0)
+    assert memory_above_gb(old, BOB) == 16
+    assert memory_above_gb(after_out_of_memory(old, EVE, 24), BOB) == 16
+
+
+def test_the_limits_of_few_tenants_are_kept_and_everybodys_among_them() -> None:
+    lesson = EMPTY
+    for number in range(100):
+        lesson = after_out_of_memory(lesson, TenantId(f"t{number}"), 10 + number % 40)
+    assert len(lesson.memory_by_tenant) == 16
+    assert memory_above_gb(lesson, BOB) == 49

@@ -441,7 +441,7 @@ class KeepingContract:
 
     async def test_lessons_are_remembered(self, bench: Bench) -> None:
         assert await bench.store.get_lesson(HASH) is None
-        lesson = Lesson(HASH, {"card": Duration(3.0, 1)}, 24.0)
+        lesson = Lesson(HASH, {"card": Duration(3.0, 1)}, 24.0, {ANN: 48.0})
         await bench.store.put_lesson(lesson)
         assert await bench.store.get_lesson(HASH) == lesson
 

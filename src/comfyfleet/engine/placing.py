@@ -44,7 +44,7 @@ def class_of(submission: Submission, graph: GraphNeeds, lesson: Lesson | None) -
 def first_place(context: Context, cls: RequirementClass, lesson: Lesson | None, start: float) -> Place:
     """Where a job stands first: with the bigger cards it is known to need, with those it prefers, or anywhere."""
     fleet, rules = context.fleet, context.rules
-    needs = with_memory(cls.requirements, lesson, fleet.capabilities())
+    needs = with_memory(cls.requirements, lesson, cls.tenant, fleet.capabilities())
     if needs is not cls.requirements:
         bigger = msgspec.structs.replace(cls, requirements=needs)
         if fleet.is_workable(bigger):

@@ -380,11 +380,11 @@ class Verdicts:
         context, workflow_hash = self._context, dispatch.workflow_hash
         lesson = await context.lesson(workflow_hash) or no_lesson(workflow_hash)
         if failure.vram_gb:
-            lesson = after_out_of_memory(lesson, failure.vram_gb)
+            lesson = after_out_of_memory(lesson, dispatch.tenant, failure.vram_gb)
             await context.learn(lesson)
         base = dispatch.relaxed_class or dispatch.class_key
         cls = context.fleet.classes[base]
-        needs = with_memory(cls.requirements, lesson, context.fleet.capabilities())
+        needs = with_memory(cls.requirements, lesson, dispatch.tenant, context.fleet.capabilities())
         bigger = msgspec.structs.replace(cls, requirements=needs)
         if bigger == cls or not context.fleet.is_workable(bigger):
             return msgspec.structs.replace(dispatch, class_key=base, relaxed_class=None, relax_at=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.ids import TenantId, WorkflowHash
 
 
 class Duration(msgspec.Struct, frozen=True, gc=False):
@@ -19,4 +19,6 @@ class Lesson(msgspec.Struct, frozen=True, omit_defaults=True):
     durations: dict[str, Duration] = {}
     """By worker class."""
     memory_above_gb: float = 0.0
-    """The largest card that was too small."""
+    """The largest card that was too small, for everybody: learned before limits belonged to tenants."""
+    memory_by_tenant: dict[TenantId, float] = {}
+    """The largest card that was too small for the inputs of each tenant."""

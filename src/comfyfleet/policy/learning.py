@@ -1,4 +1,8 @@
-"""What the fleet learns from each run: durations by workflow hash and worker class, and the memory a workflow needs."""
+"""What the fleet learns from each run: durations by workflow hash and worker class, and the memory a workflow needs.
+
+Durations are everybody's. How much memory a run takes depends on its inputs, so what one tenant's ran out of counts for
+that tenant, and for everybody only as far as two tenants have met it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.ids import TenantId, WorkflowHash
 from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.worker import Capabilities, LiveState
@@ -14,6 +18,7 @@ from comfyfleet.model.worker import Capabilities, LiveState
 # The weight of the newest run once there are many: old runs fade, one odd run does not decide.
 _FADE = 0.2
 _MAX_WORKER_CLASSES = 64
+_MAX_TENANTS = 16
 
 
 def after_run(lesson: Lesson, worker_class: str, seconds: float) -> Lesson:
@@ -28,8 +33,20 @@ def after_run(lesson: Lesson, worker_class: str, seconds: float) -> Lesson:
     return msgspec.structs.replace(lesson, durations={**lesson.durations, worker_class: learned})
 
 
-def after_out_of_memory(lesson: Lesson, vram_gb: float) -> Lesson:
-    return msgspec.structs.replace(lesson, memory_above_gb=max(lesson.memory_above_gb, vram_gb))
+def after_out_of_memory(lesson: Lesson, tenant: TenantId, vram_gb: float) -> Lesson:
+    limits = dict(lesson.memory_by_tenant)
+    limits[tenant] = max(limits.get(tenant, 0.0), vram_gb)
+    if len(limits) > _MAX_TENANTS:
+        # The largest count for most: the second of them is everybody's.
+        del limits[min(limits, key=lambda each: limits[each])]
+    return msgspec.structs.replace(lesson, memory_by_tenant=limits)
+
+
+def memory_above_gb(lesson: Lesson, tenant: TenantId) -> float:
+    """The largest card known to be too small for this tenant: its own, or one that was for two others."""
+    limits = lesson.memory_by_tenant
+    met_by_two = sorted(limits.values())[-2] if len(limits) > 1 else 0.0
+    return max(lesson.memory_above_gb, limits.get(tenant, 0.0), met_by_two)
 
 
 def expected_s(lesson: Lesson | None, worker_class: str) -> float | None:
@@ -51,13 +68,16 @@ def without_slow(needs: Requirements, lesson: Lesson | None) -> Requirements:
     return msgspec.structs.replace(needs, slow_worker_classes=slow) if slow else needs
 
 
-def with_memory(needs: Requirements, lesson: Lesson | None, fleet: Iterable[Capabilities]) -> Requirements:
+def with_memory(
+    needs: Requirements, lesson: Lesson | None, tenant: TenantId, fleet: Iterable[Capabilities]
+) -> Requirements:
     """Ask for more memory than was seen to be too little, if any worker has more; else a hopeless need helps nobody."""
-    if lesson is None or lesson.memory_above_gb <= needs.hardware.gpu_memory_above_gb:
+    above_gb = 0.0 if lesson is None else memory_above_gb(lesson, tenant)
+    if above_gb <= needs.hardware.gpu_memory_above_gb:
         return needs
-    if not any(worker.hardware.gpu.memory_gb > lesson.memory_above_gb for worker in fleet):
+    if not any(worker.hardware.gpu.memory_gb > above_gb for worker in fleet):
         return needs
-    hardware = msgspec.structs.replace(needs.hardware, gpu_memory_above_gb=lesson.memory_above_gb)
+    hardware = msgspec.structs.replace(needs.hardware, gpu_memory_above_gb=above_gb)
     return msgspec.structs.replace(needs, hardware=hardware)
 
 
