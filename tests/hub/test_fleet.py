@@ -63,6 +63,22 @@ async def test_a_worker_is_paused_resumed_drained_and_removed(rig: HubRig) -> No
     assert (await rig.get("/api/workers")).body == {"workers": []}
 
 
+async def test_why_a_worker_is_offline_is_listed_and_explained_until_it_is_back(rig: HubRig) -> None:
+    job_id = await rig.submit()
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+    await rig.engine.unregister(GPU, "offline")
+    # It knows more by now.
+    await rig.engine.unregister(GPU, "its execution thread is dead; restart it")
+    one = (await rig.get("/api/workers/gpu-a")).body
+    assert (one["status"], one["offline_reason"]) == ("offline", "its execution thread is dead; restart it")
+    assert one["disconnects"] == 1
+    told = (await rig.get(f"/api/jobs/{job_id}/explain")).body
+    assert "its execution thread is dead; restart it" in told["summary"]
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+    one = (await rig.get("/api/workers/gpu-a")).body
+    assert (one["status"], one["offline_reason"]) == ("idle", "")
+
+
 async def test_a_worker_whose_id_has_a_slash_is_reached(rig: HubRig) -> None:
     odd = WorkerId("rack 1/gpu:8188")
     await rig.engine.register(RegisterWorker(odd, ANYTHING))

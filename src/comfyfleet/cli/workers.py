@@ -57,6 +57,9 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
         for worker in workers
     ]
     headings = ["worker", "status", "runs", "completed", "failed", "per hour", "seen"]
+    if any(worker.offline_reason for worker in workers):
+        headings.append("why")
+        rows = [[*row, worker.offline_reason] for row, worker in zip(rows, workers, strict=True)]
     print_table(headings, rows, empty="there are no workers: start one with `comfyfleet worker --server …`")
 
 
@@ -73,6 +76,8 @@ def show(worker_id: str, as_json: bool, **flags: Any) -> None:
         print_json(worker)
         return
     click.echo(f"{worker.id}  {worker.status.value}")
+    if worker.offline_reason:
+        click.echo(f"  {'why':<13} {plain(worker.offline_reason)}")
     for name in ("environment", "slots", "current_jobs", "completed", "failed", "per_hour", "disconnects"):
         click.echo(f"  {name:<13} {plain(getattr(worker, name))}")
     for service in worker.capabilities.services if worker.capabilities else ():

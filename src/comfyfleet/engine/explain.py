@@ -89,7 +89,7 @@ async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord,
     if context.strategy.should_skip(worker.worker_id, dispatch.workflow_hash, now):
         why.append("is kept from this workflow by the failover strategy")
     if worker.is_offline:
-        why.append("is offline")
+        why.append(f"is offline: {worker.offline_reason}" if worker.offline_reason else "is offline")
     elif worker.is_draining:
         why.append("is draining")
     elif worker.is_paused:

@@ -216,6 +216,7 @@ class Fleet:
                 connected_at=now if known.is_offline else known.connected_at,
                 last_seen_at=now,
                 is_offline=False,
+                offline_reason="",
                 # Draining ends with the process that drained: what comes back wants work.
                 is_draining=known.is_draining and not known.is_offline,
             )

@@ -52,6 +52,8 @@ from comfyfleet.policy.failover import lifted_by_inventory
 from comfyfleet.policy.learning import after_run, no_lesson, warmed
 from comfyfleet.policy.lifecycle import completed
 
+_MAX_REASON = 500
+
 
 class WorkerDesk:
     def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts, commands: CommandDesk) -> None:
@@ -88,10 +90,17 @@ class WorkerDesk:
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         """It takes nothing until it registers again. What it is running is its own to report."""
         worker = await self._context.fleet.newest(worker_id)
-        if worker is None or worker.is_offline:
+        reason = reason[:_MAX_REASON]
+        if worker is None or (worker.is_offline and worker.offline_reason == reason):
             return
-        gone = msgspec.structs.replace(worker, is_offline=True, disconnects=worker.disconnects + 1)
-        if not await self._context.fleet.change(gone):
+        gone = msgspec.structs.replace(
+            worker,
+            is_offline=True,
+            offline_reason=reason,
+            # Gone already, it knows by now what is wrong.
+            disconnects=worker.disconnects + (not worker.is_offline),
+        )
+        if not await self._context.fleet.change(gone) or worker.is_offline:
             return
         self._rounds.dismiss(worker_id)
         self._context.tell("offline", worker_id, reason=reason)

@@ -108,3 +108,8 @@ class ServiceFailed(ComfyFleetError):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+class ServiceOccupied(ServiceFailed):
+    """The service does not come to the job, which never began there, because of somebody else's. No fault of the job's:
+    it is given back uncharged."""

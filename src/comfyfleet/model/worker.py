@@ -119,6 +119,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_draining: bool = False
     is_paused: bool = False
     is_offline: bool = False
+    offline_reason: str = ""
+    """What was said when it went: by itself, or by whoever missed it."""
     quarantined_until: float | None = None
     completed: int = 0
     failed: int = 0

@@ -158,6 +158,8 @@ class WorkerBody(_Got, frozen=True, omit_defaults=False):
     per_hour: float = 0.0
     """Jobs completed in an hour of work."""
     disconnects: int = 0
+    offline_reason: str = ""
+    """What was said when it went offline."""
     quarantined_until: float | None = None
 
 
@@ -285,6 +287,7 @@ def worker(record: WorkerRecord, leases: list[Dispatch]) -> WorkerDetails:
         failed=record.failed,
         per_hour=round(record.completed / hours, 3) if hours else 0.0,
         disconnects=record.disconnects,
+        offline_reason=record.offline_reason,
         quarantined_until=record.quarantined_until,
         capabilities=record.capabilities,
         live=record.live,

@@ -20,7 +20,7 @@ import msgspec
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release, Report, Settled
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, bounded
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied, bounded
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.ports import Connector, InputSource, OutputKeeper, OutputSource, WorkerApi
 from comfyfleet.worker.fetching import Patience, no_source, side_by_side, with_inputs
@@ -76,6 +76,7 @@ class AttemptRun:
         "_api",
         "_connector",
         "_interrupter",
+        "_is_occupied",
         "_is_torn_off",
         "_left",
         "_news",
@@ -115,9 +116,11 @@ class AttemptRun:
         self._interrupter: asyncio.Task[None] | None = None
         self._left: asyncio.Event | None = None
         self._is_torn_off = False
+        self._is_occupied = False
+        """The service did not come to the job: that is nobody's failure."""
 
     async def run(self) -> Failure | None:
-        """Ends when nothing is left to do for the lease. Answers the failure that was reported, if one was."""
+        """Ends when nothing is left to do for the lease. Answers the failure there was, reported or given back."""
         try:
             loop = asyncio.get_running_loop()
             begun_at = loop.time()
@@ -132,6 +135,8 @@ class AttemptRun:
             if isinstance(outcome, JobResult):
                 return await self._complete(outcome, seconds)
             assert outcome is not None, "a run that nobody stopped has an outcome"
+            if self._is_occupied:
+                return await self._decline(outcome)
             return await self._fail(outcome, seconds)
         finally:
             if self._outbox is not None:
@@ -164,6 +169,7 @@ class AttemptRun:
                 return await self._process_with_inputs()
             return await self._connector.process_job(self.job, self._tell)
         except ServiceFailed as failed:
+            self._is_occupied = isinstance(failed, ServiceOccupied)
             return failed.failure
         except asyncio.CancelledError as error:
             if runner.cancelling() > self._is_torn_off:
@@ -305,6 +311,11 @@ class AttemptRun:
         await self._flush()
         call = FailureReport(self.ref, bounded(failure), seconds)
         await self._report(lambda: self._api.fail(call))
+        return failure
+
+    async def _decline(self, failure: Failure) -> Failure:
+        await self._flush()
+        await self._report(lambda: self._api.release(Release(self.ref, "declined")))
         return failure
 
     async def _flush(self) -> None:

@@ -31,6 +31,14 @@ class HasClientId(Protocol):
     client_id: str | None
 
 
+@runtime_checkable
+class TellsDefect(Protocol):
+    """A connector that may know why its server, which answers, is of no use."""
+
+    @property
+    def defect(self) -> str | None: ...
+
+
 class Server:
     """One connector and what is known of the server behind it."""
 
@@ -147,11 +155,14 @@ class Server:
             async with asyncio.timeout(self._settings.health_timeout_s):
                 is_healthy = await self.connector.check_health()
         except Exception as error:
+            self.defect = None
             self.reason = f"{self.name} does not answer ({_text(error)})"
             return False
         if is_healthy:
             self.defect = None
         else:
+            told = self.connector.defect if isinstance(self.connector, TellsDefect) else None
+            self.defect = told or self.defect
             self.reason = f"{self.name}: {self.defect or 'it does not answer its health check'}"
         return is_healthy
 

@@ -52,6 +52,8 @@ class Registration:
         self._outage = outage
         self._described: NodeDefinitions = {}
         """What the other side was told of the servers' nodes."""
+        self._offline_reason = ""
+        """What was said when it went offline; empty while it is registered."""
         self._turn = asyncio.Lock()
 
     @property
@@ -93,8 +95,12 @@ class Registration:
                 self.offer = None
             # Back before it could be taken back, an offer stands again.
             self._on_change()
-            if offered and offer is None:
-                await self._say_goodbye("offline")
+            if offer is None and self.number:
+                reason = _defects(self._servers) or "offline"
+                # Once more where the diagnosis has changed since.
+                if offered or (self._offline_reason and reason not in (self._offline_reason, "offline")):
+                    await self._say_goodbye(reason)
+                    self._offline_reason = reason
             return True
 
     async def renew(self, number: int) -> None:
@@ -128,6 +134,7 @@ class Registration:
         # Before it counts as online here: whoever waits for that may use what it told.
         await self._describe(offer)
         is_new, self.offer = self.offer is None, offer
+        self._offline_reason = ""
         self.number += 1
         if not is_new:
             self._on_renewal()
@@ -156,6 +163,11 @@ class Registration:
         except Exception as error:
             # Without polls and heartbeats it is missed soon enough.
             _log.info("worker %s could not unregister: %r", self._worker_id, error)
+
+
+def _defects(servers: Iterable[Server]) -> str:
+    """What is known to be wrong with them: our own words, in which no address of theirs stands."""
+    return "; ".join(server.defect for server in servers if server.defect and not server.is_up)
 
 
 def _usable(servers: Iterable[Server]) -> list[Server]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from comfyfleet.model.calls import LeasedJob, Report, RunningAttempt
-from comfyfleet.model.failure import FailureKind, ServiceFailed
+from comfyfleet.model.failure import FailureKind, ServiceFailed, ServiceOccupied
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.worker import Capabilities, LiveState
@@ -105,8 +105,12 @@ class ComfyUI:
 
     # the port
 
+    @property
+    def defect(self) -> str | None:
+        return self._vitality.defect
+
     async def check_health(self) -> bool:
-        """False too while the server answers and its worker thread, found dead, shows no sign of a new life."""
+        """False too while the server answers and its execution thread, found dead or occupied, shows no life."""
         try:
             answer = await self._api.queue_length()
             if not answer.is_ok or not isinstance(answer.body, dict):
@@ -140,7 +144,10 @@ class ComfyUI:
             raise fail(FailureKind.UNKNOWN, f"Attempt {job.attempt_id} is already running here.")
         workflow = self._prepare(job, prompt_id)
         # Known from the first step on, so that a cancel finds it at any time.
-        run = self._runs[prompt_id] = Run(job, prompt_id, report, self._api, listener, self.settings)
+        patience_s = self._vitality.patience_s
+        run = self._runs[prompt_id] = Run(
+            job, prompt_id, report, self._api, listener, self.settings, patience_s
+        )
         listener.attach(prompt_id, run)
         try:
             await self._learn()
@@ -152,8 +159,10 @@ class ComfyUI:
             run.accepted(accepted.number)
             result = await run.until_end(lambda: self._take_back(prompt_id))
         except ServiceFailed as failed:
-            if failed.failure.kind is FailureKind.DEAD_WORKER:
-                self._vitality.found_dead(prompt_id, listener.losses)
+            if isinstance(failed, ServiceOccupied) and run.ahead is not None:
+                self._vitality.found_occupied(run.ahead, listener.losses)
+            elif failed.failure.kind is FailureKind.DEAD_WORKER:
+                self._vitality.found_dead(prompt_id, listener.losses, failed.failure.message)
             raise
         finally:
             listener.detach(prompt_id)
@@ -335,7 +344,7 @@ class ComfyUI:
                 raise fail(
                     FailureKind.STALL_TIMEOUT,
                     f"Prompt {prompt_id} was asked to stop for {self.settings.cancel_s:g} s and is still "
-                    f"{stopped.standing.state.value}: a node does not react, or the worker thread is dead.",
+                    f"{stopped.standing.state.value}: a node does not react, or the execution thread is dead.",
                 )
             if submit is None or was_submitted:
                 return stopped

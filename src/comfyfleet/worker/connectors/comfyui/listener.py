@@ -57,6 +57,7 @@ class Listener:
         """When the socket was last lost against our will, on the event loop's clock."""
         self.losses = 0
         self.reopened = 0
+        self._foreign_sign: tuple[str, float] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._keep_listening(), name=f"listen {self._api.address.server_id}")
@@ -73,6 +74,14 @@ class Listener:
 
     def detach(self, prompt_id: str) -> None:
         self._ears.pop(prompt_id, None)
+
+    def listens_for(self, prompt_id: str) -> bool:
+        return prompt_id in self._ears
+
+    def foreign_sign_at(self, prompt_id: str) -> float | None:
+        """When somebody else's prompt was last heard of: those submitted without a client id tell everybody."""
+        sign = self._foreign_sign
+        return sign[1] if sign is not None and sign[0] == prompt_id else None
 
     @property
     def is_open(self) -> bool:
@@ -202,6 +211,7 @@ class Listener:
             self._executing = prompt_id
         ear = self._ears.get(prompt_id)
         if ear is None:
+            self._foreign_sign = prompt_id, asyncio.get_running_loop().time()
             return
         try:
             ear.hear(message)

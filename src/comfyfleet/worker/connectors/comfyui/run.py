@@ -13,7 +13,7 @@ from typing import Any
 
 from comfyfleet.model.calls import LeasedJob, Report
 from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
 from comfyfleet.model.job import JobResult
 from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
 from comfyfleet.worker.connectors.comfyui.listener import Listener
@@ -22,6 +22,7 @@ from comfyfleet.worker.connectors.comfyui.outputs import read_entry
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
 from comfyfleet.worker.connectors.comfyui.truth import Standing, State, look_up
+from comfyfleet.worker.connectors.comfyui.vitality import Ahead
 
 
 class Run:
@@ -35,7 +36,9 @@ class Run:
         api: Api,
         listener: Listener,
         settings: ComfyUISettings,
+        patience_s: float | None = None,
     ) -> None:
+        """`patience_s`: how long it waits behind a silent prompt of somebody else's."""
         self.prompt_id = prompt_id
         self._job = job
         self._report = report
@@ -68,6 +71,9 @@ class Run:
         self._quiet_since = 0.0
         self._reopens = 0
         self._idle_since: float | None = None
+        self._patience_s = settings.occupied_s if patience_s is None else patience_s
+        self.ahead: Ahead | None = None
+        """Whom it waits behind."""
         self._trouble_since: float | None = None
         self._unknown_since: float | None = None
 
@@ -134,8 +140,12 @@ class Run:
                     return self._finish(outcome)
                 overdue = self._overdue()
                 if overdue is not None:
+                    is_held_up = self._is_held_up()
                     await stop()
-                    return self._finish(await self._last_word() or overdue)
+                    outcome = await self._last_word()
+                    if outcome is None and is_held_up:
+                        raise ServiceOccupied(overdue)
+                    return self._finish(outcome or overdue)
             self._reopen_if_quiet()
 
     def _finish(self, outcome: JobResult | Failure) -> JobResult:
@@ -175,7 +185,7 @@ class Run:
             case State.UNKNOWN:
                 return self._gone()
             case State.RUNNING:
-                self._idle_since = self._unknown_since = None
+                self._idle_since = self._unknown_since = self.ahead = None
                 if self._started_at is None:
                     self._started_at = self._sign_at = now
                     # The socket should have told: if it does not do so now, it is deaf.
@@ -185,7 +195,17 @@ class Run:
             case State.WAITING:
                 self._unknown_since = None
                 self._idle_since = (self._idle_since or now) if standing.is_server_idle else None
+                self.ahead = self._ahead(standing, now)
         return None
+
+    def _ahead(self, standing: Standing, now: float) -> Ahead | None:
+        prompt_id = standing.running
+        # Our own runs have timers of their own.
+        if prompt_id is None or self._listener.listens_for(prompt_id):
+            return None
+        since = now if self.ahead is None or self.ahead.prompt_id != prompt_id else self.ahead.since
+        sign_at = self._listener.foreign_sign_at(prompt_id)
+        return Ahead(prompt_id, since if sign_at is None else max(since, sign_at), standing.is_running_deadly)
 
     def _read(self, entry: dict[str, Any]) -> JobResult | Failure:
         return read_entry(
@@ -265,6 +285,12 @@ class Run:
         now = self._loop.time()
         timeouts = self._job.timeouts
         if self._started_at is None:
+            if (ahead := self.ahead) is not None and self._is_held_up():
+                return Failure(
+                    FailureKind.START_TIMEOUT,
+                    f"The server has been running prompt {ahead.prompt_id} of somebody else for "
+                    f"{now - ahead.since:.0f} s without a sign of life and does not come to ours.",
+                )
             if timeouts.start_s is not None and now >= self._accepted_at + timeouts.start_s:
                 return Failure(
                     FailureKind.START_TIMEOUT,
@@ -289,6 +315,23 @@ class Run:
         if self._is_stuck_at_start() and now >= self._sign_at + self._settings.silent_start_s:
             return self._dead(self._settings.silent_start_s)
         return None
+
+    def _is_held_up(self) -> bool:
+        ahead = self.ahead
+        if ahead is None or self._started_at is not None:
+            return False
+        return self._loop.time() >= ahead.since + self._held_up_s(ahead)
+
+    def _held_up_s(self, ahead: Ahead) -> float:
+        """How long a silent prompt of somebody else's may hold ours up: to the end of the start timeout at most, but
+        one that was first seen late in it is not to blame for it."""
+        longest_s = self._patience_s
+        if ahead.is_deadly:
+            longest_s = min(longest_s, self._settings.idle_queue_s)
+        start_s = self._job.timeouts.start_s
+        if start_s is None:
+            return longest_s
+        return min(longest_s, max(start_s / 2, self._accepted_at + start_s - ahead.since))
 
     def _dead(self, silence_s: float) -> Failure:
         return Failure(
@@ -321,6 +364,8 @@ class Run:
                 moments.append(self._accepted_at + timeouts.start_s)
             if self._idle_since is not None:
                 moments.append(self._idle_since + settings.idle_queue_s)
+            if self.ahead is not None:
+                moments.append(self.ahead.since + self._held_up_s(self.ahead))
         else:
             moments.append(self._quiet_since + self._quiet_s())
             if timeouts.stall_s is not None:

@@ -58,14 +58,20 @@ class ComfyUISettings(msgspec.Struct, frozen=True, kw_only=True):
     """A websocket silent for so long during a run is opened anew: it may be deaf."""
 
     idle_queue_s: float = 30.0
-    """Prompts wait and none runs for so long: the server's worker thread is dead."""
+    """Prompts wait and none runs for so long: the server's execution thread is dead."""
     silent_start_s: float = 120.0
     """A run that began and never came to its first node: the server's execution thread died on it."""
     silent_run_s: float = 3600.0
     """A run without any sign for so long, where the attempt sets no stall timeout: dead as well."""
 
+    occupied_s: float = 120.0
+    """A prompt of ours waits for so long behind one of somebody else's that shows no sign of life: ours is given back,
+    and the server is not used until that one has ended. Where it ends, the next is waited for twice as long."""
+    occupied_dead_s: float = 900.0
+    """Such a prompt of somebody else's has not ended after so long: the server's execution thread is dead."""
+
     dead_worker_s: float = 600.0
-    """A server whose worker thread was found dead is tried again after so long, should nothing wait in its queue."""
+    """A server whose execution thread was found dead is tried again after so long, should nothing wait in its queue."""
 
     cancel_s: float = 60.0
     """How long a cancel insists."""

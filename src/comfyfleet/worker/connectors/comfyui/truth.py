@@ -13,7 +13,11 @@ from typing import Any
 
 import msgspec
 
+from comfyfleet.model.workflow import MAX_CHAIN, InvalidWorkflow, check_workflow
 from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Unreachable
+
+# A value that looks like a link was unwrapped by the server: what it lists is a link into nothing.
+_DEADLY = frozenset({"missing_inputs", "linked_node_missing"})
 
 
 class State(StrEnum):
@@ -31,6 +35,10 @@ class Standing(msgspec.Struct, frozen=True):
     """The history entry of an ended prompt."""
     is_server_idle: bool = False
     """Nothing runs there at this moment."""
+    running: str | None = None
+    """The prompt that runs while this one waits."""
+    is_running_deadly: bool = False
+    """The graph of that prompt is one that ends a server's execution thread."""
 
 
 async def look_up(api: Api, prompt_id: str, *, is_end_told: bool = False) -> Standing:
@@ -68,8 +76,28 @@ def find_in_queue(queue: Mapping[str, Any], prompt_id: str) -> Standing:
             return Standing(State.RUNNING, _number(item))
     for item in _items(queue.get("queue_pending")):
         if item[1] == prompt_id:
-            return Standing(State.WAITING, _number(item), is_server_idle=not running)
+            first = running[0] if running else None
+            return Standing(
+                State.WAITING,
+                _number(item),
+                is_server_idle=first is None,
+                running=None if first is None else str(first[1]),
+                is_running_deadly=first is not None and len(first) > 2 and is_deadly(first[2]),
+            )
     return Standing(State.UNKNOWN, is_server_idle=not running)
+
+
+def is_deadly(graph: Any) -> bool:
+    """Whether a graph has one of the faults that a server takes in and then dies of. It may also lie where no output
+    depends on it and do no harm, so this alone proves nothing."""
+    if not isinstance(graph, dict):
+        return False
+    try:
+        check_workflow(graph, max_nodes=len(graph), max_chain=max(MAX_CHAIN, len(graph)))
+    except InvalidWorkflow as error:
+        kinds = {each["type"] for entry in error.node_errors.values() for each in entry["errors"]}
+        return not kinds.isdisjoint(_DEADLY)
+    return False
 
 
 def find_in_history(history: Mapping[str, Any], prompt_id: str) -> dict[str, Any] | None:
