@@ -177,7 +177,8 @@ def explain(job_id: str, as_json: bool, **flags: Any) -> None:
     if answer.position is not None:
         click.echo(f"  its place in line: {answer.position}")
     for worker in answer.workers:
-        click.echo(f"  {worker.worker_id}: {'; '.join(worker.reasons) or worker.reason}")
+        others = f" ({worker.count} of them)" if worker.count > 1 else ""
+        click.echo(f"  {worker.worker_id}{others}: {'; '.join(worker.reasons) or worker.reason}")
 
 
 def _changing(name: str, text: str, method: str) -> None:

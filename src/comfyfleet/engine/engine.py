@@ -272,12 +272,13 @@ class Engine:
     async def set_priority(self, job_id: JobId, priority: int) -> None:
         await self._jobs.set_priority(job_id, priority)
 
-    async def explain(self, job_id: JobId) -> Explanation:
+    async def explain(self, job_id: JobId, tenant: TenantId | None = None) -> Explanation:
+        """`tenant`: written for that tenant, to which only some workers are named."""
         dispatch = (await self._jobs.get(job_id)).dispatch
         if self.store.is_shared:
             # Submitted at another engine, its class may be new to this one.
             await self._context.fleet.sync(self._context.clock.now())
-        return await explain(self._context, dispatch)
+        return await explain(self._context, dispatch, tenant)
 
     async def stats(self) -> QueueStats:
         counts = await self.store.counts()

@@ -7,14 +7,16 @@ from comfyfleet.engine.context import Context
 from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.calls import Explanation, MissingFor
 from comfyfleet.model.dispatch import Dispatch, Phase, Standing
-from comfyfleet.model.ids import DEFAULT_TENANT, WorkerId
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
 from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.feasibility import Miss, misses, nearest_miss
 from comfyfleet.policy.learning import expected_s
+from comfyfleet.policy.visibility import is_known_to, merged, name_for
 
 
-async def explain(context: Context, dispatch: Dispatch) -> Explanation:
+async def explain(context: Context, dispatch: Dispatch, tenant: TenantId | None = None) -> Explanation:
+    """`tenant`: it is written for that tenant, which does not know every worker by name."""
     job_id, phase = dispatch.job_id, dispatch.phase
     if phase is not Phase.QUEUED:
         return Explanation(job_id, phase, await _became(context, dispatch))
@@ -28,7 +30,8 @@ async def explain(context: Context, dispatch: Dispatch) -> Explanation:
         why = [miss.reason for miss in lacks] + await _kept_from(context, dispatch, worker, now)
         if why:
             lacking[worker.worker_id] = lacks
-            reasons[worker.worker_id] = MissingFor(worker.worker_id, why[0], tuple(why))
+            name = name_for(worker.worker_id, worker.capabilities.tenant_access, tenant)
+            reasons[worker.worker_id] = MissingFor(name, why[0], tuple(why))
         else:
             able.append(worker)
     position = await context.store.position(job_id)
@@ -36,12 +39,14 @@ async def explain(context: Context, dispatch: Dispatch) -> Explanation:
     kept = next((worker_id for worker_id, lacks in lacking.items() if not lacks), None)
     closest = kept or nearest_miss(lacking, context.rules.weights)
     nearest = None if closest is None else reasons[closest]
+    known = [worker.worker_id for worker in able if is_known_to(worker.capabilities.tenant_access, tenant)]
     return Explanation(
         job_id,
         phase,
         await _summary(context, dispatch, able, nearest, position, now),
-        tuple(reasons.values()),
-        tuple(worker.worker_id for worker in able),
+        merged(reasons.values()),
+        tuple(known),
+        len(able) - len(known),
         None if nearest is None else nearest.worker_id,
         position,
         _estimate_s(context, dispatch, able, position),

@@ -25,7 +25,7 @@ from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.dispatch import Dispatch, Phase, Written
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
-from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.ids import TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
@@ -38,6 +38,7 @@ from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.repeating import digest_of, is_repeat
 from comfyfleet.policy.terms import under_terms, with_terms
 from comfyfleet.policy.timing import wake_at
+from comfyfleet.policy.visibility import asker_of, name_for
 
 _QUEUED = (FactDraft(FactKind.QUEUED),)
 _TRIES = 20
@@ -181,11 +182,11 @@ class SubmitDesk:
     async def _unworkable(self, cls: RequirementClass, submission: Submission) -> tuple[str, ...]:
         """What the worker that misses least still lacks, by name; empty when somebody can run it."""
         context = self._context
-        lacking = self._lacking(cls)
+        lacking = self._lacking(cls, submission.tenant)
         if lacking and context.store.is_shared:
             # A worker of another engine may be new to this one.
             await context.fleet.sync(context.clock.now())
-            lacking = self._lacking(cls)
+            lacking = self._lacking(cls, submission.tenant)
         if lacking and submission.require_workable:
             raise Refusal(
                 RefusalCode.UNWORKABLE,
@@ -194,7 +195,7 @@ class SubmitDesk:
             )
         return lacking
 
-    def _lacking(self, cls: RequirementClass) -> tuple[str, ...]:
+    def _lacking(self, cls: RequirementClass, tenant: TenantId) -> tuple[str, ...]:
         fleet = self._context.fleet
         key = fleet.key_of(cls)
         if key in fleet.classes:
@@ -210,7 +211,9 @@ class SubmitDesk:
         nearest = nearest_miss(lacking, self._context.rules.weights)
         if nearest is None:
             return ("no worker is connected",)
-        return tuple(f"{nearest} {miss.reason}" for miss in lacking[nearest])
+        access = fleet.workers[nearest].capabilities.tenant_access
+        name = name_for(nearest, access, asker_of(tenant))
+        return tuple(f"{name} {miss.reason}" for miss in lacking[nearest])
 
     # into the queue
 

@@ -6,6 +6,7 @@ The engine belongs to whoever made it and is open before the hub and after. `ser
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -32,6 +33,7 @@ from comfyfleet.hub.pending import Pending
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.reconciling import ReconcileHandlers
 from comfyfleet.hub.rooms import Rooms
+from comfyfleet.hub.scoped_stats import StatsDesk
 from comfyfleet.hub.sending import Sender
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
@@ -116,6 +118,7 @@ class Hub:
         mover = Mover(tenants, pools, asyncio.sleep)
         leaver = Leaver(engine.store, estate.homes, self.keys, webhooks, book, belongings, asyncio.sleep)
         shares = ShareKeeper(engine.store.shares)
+        stats = StatsDesk(engine, time.monotonic)
         self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, shares, self.audit)
         inputs = InputDesk(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
@@ -124,14 +127,14 @@ class Hub:
             **FileHandlers(engine, assets).bound(),
             **WebhookHandlers(engine, webhooks, book, guard, self._delivering.wake).bound(),
             **self._streams.bound(),
-            **FleetHandlers(engine).bound(),
+            **FleetHandlers(engine, stats).bound(),
             **workers.bound(),
             **TenantHandlers(estate, shares, clock, self._tenant_duties.wake).bound(),
             **CreditHandlers(engine, tenants, pools).bound(),
             **UsageHandlers(estate.homes, clock).bound(),
             **ReconcileHandlers(estate.reconciler).bound(),
             **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
-            **PageHandlers(engine, version_here()).bound(),
+            **PageHandlers(engine, stats, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
             **HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping).bound(),
         }

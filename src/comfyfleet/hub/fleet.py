@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.scoped_stats import StatsDesk
+from comfyfleet.hub.seen_workers import details, may_see, workers_seen
 from comfyfleet.model.access import Caller
 from comfyfleet.model.block import Block
-from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.worker import TenantAccess, WorkerRecord
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.wire import answers, bodies
 
 
 class FleetHandlers:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, stats: StatsDesk) -> None:
         self._engine = engine
+        self._stats = stats
 
     def bound(self) -> dict[str, Handler]:
         return {
@@ -40,10 +40,7 @@ class FleetHandlers:
     # the queue
 
     async def stats(self, call: Call[None]) -> Reply:
-        stats = await self._engine.stats()
-        is_paused = await self._engine.store.is_queue_paused()
-        fields = {name: getattr(stats, name) for name in stats.__struct_fields__}
-        return Reply(200, answers.StatsBody(**fields, is_paused=is_paused))
+        return Reply(200, await self._stats.of(call.caller.scope))
 
     async def pause_queue(self, call: Call[None]) -> Reply:
         await self._engine.pause_queue(True)
@@ -72,15 +69,15 @@ class FleetHandlers:
     # workers
 
     async def list_workers(self, call: Call[None]) -> Reply:
-        workers = await self._engine.workers()
-        held = await self._engine.leases(workers)
-        found = (_details(worker, held[worker.worker_id], call.caller) for worker in workers)
+        found = await workers_seen(self._engine, call.caller)
         return Reply(200, answers.WorkerList(tuple(map(answers.summary, found))))
 
     async def get_worker(self, call: Call[None]) -> Reply:
         worker = await self._known(call)
         leases = await self._engine.store.leases_of(worker.worker_id)
-        return Reply(200, _details(worker, leases, call.caller))
+        if not may_see(worker, leases, call.caller):
+            raise _no_worker(worker.worker_id)
+        return Reply(200, details(worker, leases, call.caller))
 
     async def drain(self, call: Call[None]) -> Reply:
         await self._engine.drain_worker((await self._known(call)).worker_id)
@@ -120,7 +117,7 @@ class FleetHandlers:
         for worker in await self._engine.workers():
             if worker.worker_id == worker_id:
                 return worker
-        raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
+        raise _no_worker(worker_id)
 
     async def _may_see(self, block: Block, caller: Caller) -> bool:
         """A block that keeps one job off a worker names the job, and what one tenant's jobs met is that tenant's."""
@@ -132,14 +129,5 @@ class FleetHandlers:
         return dispatch is not None and caller.sees(dispatch.tenant)
 
 
-def _details(worker: WorkerRecord, leases: list[Dispatch], caller: Caller) -> answers.WorkerDetails:
-    found = answers.worker(worker, leases)
-    if caller.scope is None:
-        return found
-    # A viewer of one tenant sees that a worker is busy, not with whose jobs, nor whom else it serves.
-    alone = TenantAccess(worker.capabilities.tenant_access.isolation)
-    return msgspec.structs.replace(
-        found,
-        current_jobs=tuple(str(lease.job_id) for lease in leases if caller.sees(lease.tenant)),
-        capabilities=msgspec.structs.replace(worker.capabilities, tenant_access=alone),
-    )
+def _no_worker(worker_id: str) -> Refusal:
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")

@@ -179,7 +179,7 @@ class JobHandlers:
         return msgspec.structs.replace(job.result, files=tuple(files))
 
     async def explain(self, call: Call[None]) -> Reply:
-        return Reply(200, await self._engine.explain(await self._mine(call)))
+        return Reply(200, await self._engine.explain(await self._mine(call), call.caller.scope))
 
     # change
 

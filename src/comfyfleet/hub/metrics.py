@@ -21,7 +21,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.places import Places
 from comfyfleet.model.dispatch import Written
-from comfyfleet.model.errors import Refusal
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.worker import WorkerStatus
@@ -204,6 +204,11 @@ class MetricsHandlers:
         return {"metrics": self.scrape}
 
     async def scrape(self, call: Call[None]) -> Reply:
+        if call.caller.scope is not None:
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED,
+                "these figures are of the whole fleet, and this key sees one tenant: ask GET /api/stats",
+            )
         standing = None
         try:
             async with asyncio.timeout(_STORE_ANSWERS_WITHIN_S):

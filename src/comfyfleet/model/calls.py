@@ -61,11 +61,13 @@ class CancelAnswer(msgspec.Struct, frozen=True):
 
 
 class MissingFor(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Why one worker does not take the job: the first reason and how many there are."""
+    """Why one worker does not take the job: the first reason and all of them."""
 
     worker_id: WorkerId
     reason: str
     reasons: tuple[str, ...] = ()
+    count: int = 1
+    """Of workers that the caller does not know by name, how many have these reasons."""
 
 
 class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,6 +78,8 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     summary: str
     workers: tuple[MissingFor, ...] = ()
     able: tuple[WorkerId, ...] = ()
+    able_others: int = 0
+    """How many can take it beside those that the caller knows by name."""
     nearest: WorkerId | None = None
     position: int | None = None
     estimated_start_s: float | None = None

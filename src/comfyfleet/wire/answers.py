@@ -142,6 +142,8 @@ class StatsBody(_Got, frozen=True):
     idle_slots: int
     payload_bytes: int
     is_paused: bool
+    counted: int | None = None
+    """To a key of one tenant: the figures are of its newest jobs, so many of them. Absent: they are of all jobs."""
 
 
 class WorkerBody(_Got, frozen=True, omit_defaults=False):

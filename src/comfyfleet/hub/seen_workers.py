@@ -1,0 +1,41 @@
+"""Workers as a caller sees them: all of them with everything, or to a key of one tenant those that work for it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.model.access import Caller
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.worker import TenantAccess, WorkerRecord
+from comfyfleet.policy.visibility import is_known_to
+from comfyfleet.wire import answers
+
+
+async def workers_seen(engine: Engine, caller: Caller) -> list[answers.WorkerDetails]:
+    workers = await engine.workers()
+    held = await engine.leases(workers)
+    return [
+        details(worker, held[worker.worker_id], caller)
+        for worker in workers
+        if may_see(worker, held[worker.worker_id], caller)
+    ]
+
+
+def may_see(worker: WorkerRecord, leases: list[Dispatch], caller: Caller) -> bool:
+    """One that runs a job of the tenant stands in that job by its name."""
+    is_known = is_known_to(worker.capabilities.tenant_access, caller.scope)
+    return is_known or any(caller.sees(lease.tenant) for lease in leases)
+
+
+def details(worker: WorkerRecord, leases: list[Dispatch], caller: Caller) -> answers.WorkerDetails:
+    found = answers.worker(worker, leases)
+    if caller.scope is None:
+        return found
+    # A viewer of one tenant sees that a worker is busy, not with whose jobs, nor whom else it serves.
+    alone = TenantAccess(worker.capabilities.tenant_access.isolation)
+    return msgspec.structs.replace(
+        found,
+        current_jobs=tuple(str(lease.job_id) for lease in leases if caller.sees(lease.tenant)),
+        capabilities=msgspec.structs.replace(worker.capabilities, tenant_access=alone),
+    )
