@@ -51,7 +51,7 @@ from comfyfleet.model.file import FilePage, FileRecord, FileSaid, Grant, InputFi
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
 from comfyfleet.model.lesson import Lesson
-from comfyfleet.model.node_definitions import NodeDefinitions
+from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.terms import Share, TenantTerms
 from comfyfleet.model.whole import WholeJob
@@ -354,8 +354,8 @@ class Inventory(msgspec.Struct, frozen=True):
     live: LiveState = LiveState()
     boot: str = ""
     """Changes when the server was started anew."""
-    definitions: NodeDefinitions | None = None
-    """The inputs of its nodes, where the service has such."""
+    nodes: NodeCatalog | None = None
+    """Of its node classes, where the service has such."""
 
 
 class Connector(Protocol):
@@ -399,9 +399,10 @@ class OutputKeeper(Protocol):
 
 @runtime_checkable
 class NodeKeeper(Protocol):
-    """A workers' door that wants to know the inputs of a server's nodes, to convert workflows of the editor."""
+    """A workers' door that wants to know a server's node classes: to convert workflows of the editor, and to know which
+    graphs the server accepts. One that has been told of equal nodes by another worker need not be told again."""
 
-    async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None: ...
+    async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None: ...
 
 
 @runtime_checkable

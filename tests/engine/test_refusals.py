@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 from tests.engine._rig import Rig, graph
 
+from comfyfleet.engine.catalogs import SHARED_DRAWER
 from comfyfleet.model.block import BlockReason
 from comfyfleet.model.calls import FailureReport, LeasedJob, Settled
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.errors import Refusal
 from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
 
 
 def refusal(kind: str = "value_not_in_list", input_name: str = "sampler_name") -> Failure:
@@ -157,3 +161,108 @@ async def test_the_caller_reads_why_a_server_does_not_get_the_job() -> None:
         reasons = {str(missing.worker_id): missing.reason for missing in explained.workers}
         assert "do not accept this workflow" in reasons["a"]
         assert "paused" in reasons["b"]
+
+
+SAMPLERS = {"old": ("euler",), "new": ("euler", "newer"), "newest": ("newer",)}
+
+
+def nodes(version: str) -> NodeCatalog:
+    """What servers of a release accept: each release has samplers of its own."""
+    return read_catalog(
+        {
+            "KSampler": {
+                "input": {"required": {"sampler_name": [list(SAMPLERS[version])]}},
+                "output": ["IMAGE"],
+                "python_module": "nodes",
+            },
+            "SaveImage": {
+                "input": {"required": {"images": ["IMAGE"], "filename_prefix": ["STRING"]}},
+                "output": [],
+                "output_node": True,
+                "python_module": "nodes",
+            },
+        }
+    )
+
+
+async def described(rig: Rig, name: str, version: str) -> WorkerId:
+    worker_id = await rig.worker(name, signature=nodes(version).signature())
+    await rig.engine.describe(worker_id, nodes(version))
+    return worker_id
+
+
+async def test_a_server_that_would_refuse_a_job_is_never_offered_it() -> None:
+    async with Rig() as rig:
+        await described(rig, "a", "old")
+        await described(rig, "b", "new")
+        newer = [await rig.submit(graph(sampler_name="newer")) for _ in range(3)]
+        common = await rig.submit(graph(sampler_name="euler"))
+        assert (await rig.take("a")).job_id == common
+        assert await rig.poll("a") is None
+        for job_id in newer:
+            leased = await rig.take("b")
+            assert leased.job_id == job_id
+            await rig.complete(leased)
+
+
+async def test_what_every_live_server_would_refuse_is_refused_by_them_and_does_not_wait() -> None:
+    async with Rig() as rig:
+        await described(rig, "a", "old")
+        await described(rig, "b", "new")
+        job_id = await rig.submit(graph(sampler_name="nobodys"), require_workable=True)
+        assert (await refuse(rig, await rig.take("a"))).will_retry
+        assert (await refuse(rig, await rig.take("b"))).phase is Phase.FAILED
+        assert (await rig.engine.get(job_id)).dispatch.attempts == 2
+
+
+async def test_the_only_server_that_accepts_is_waited_for_and_not_the_others_tried() -> None:
+    async with Rig() as rig:
+        await described(rig, "a", "old")
+        busy = await described(rig, "b", "new")
+        await rig.engine.pause_worker(busy)
+        job_id = await rig.submit(graph(sampler_name="newer"))
+        assert await rig.poll("a") is None
+        await rig.engine.pause_worker(busy, False)
+        assert (await rig.take("b")).job_id == job_id
+
+
+async def test_servers_that_differ_in_what_nobody_uses_share_a_profile() -> None:
+    async with Rig() as rig:
+        workers = [await described(rig, name, version) for name, version in zip("ab", SAMPLERS, strict=False)]
+        await rig.submit(graph(sampler_name="euler"))
+        known = [rig.engine.known_worker(worker_id) for worker_id in workers]
+        assert len({worker.profile for worker in known if worker}) == 1
+        await rig.submit(graph(sampler_name="newer"))
+        known = [rig.engine.known_worker(worker_id) for worker_id in workers]
+        assert len({worker.profile for worker in known if worker}) == 2
+
+
+async def test_a_job_tried_again_by_hand_is_placed_by_who_is_there_now() -> None:
+    async with Rig() as rig:
+        await described(rig, "a", "old")
+        job_id = await rig.submit(graph(sampler_name="newer"))
+        assert (await refuse(rig, await rig.take("a"))).phase is Phase.FAILED
+        await described(rig, "b", "new")
+        await rig.engine.retry(job_id)
+        assert await rig.poll("a") is None
+        assert (await rig.take("b")).job_id == job_id
+
+
+async def test_equal_nodes_are_kept_once_and_go_with_their_last_worker() -> None:
+    async with Rig() as rig:
+        workers = [await described(rig, name, "old") for name in "ab"]
+        kept = await rig.store.cabinet.listing(SHARED_DRAWER)
+        assert len(kept) == 1
+        await rig.engine.remove_worker(workers[0])
+        assert await rig.store.cabinet.listing(SHARED_DRAWER) == kept
+        await rig.engine.remove_worker(workers[1])
+        assert await rig.store.cabinet.listing(SHARED_DRAWER) == []
+
+
+async def test_no_worker_says_what_anothers_nodes_are() -> None:
+    async with Rig() as rig:
+        await described(rig, "a", "old")
+        liar = await rig.worker("b", signature=nodes("new").signature())
+        with pytest.raises(Refusal, match="it declared"):
+            await rig.engine.describe(liar, nodes("newest"))
+        assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 1

@@ -16,13 +16,14 @@ from tests.policy._editor import Editor
 from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI
 
 from comfyfleet import FleetClient, Refusal, WorkflowPool
-from comfyfleet.engine.definitions import DRAWER, NodeDesk, forget
+from comfyfleet.engine.catalogs import DRAWER, SHARED_DRAWER, NodeCatalogs
 from comfyfleet.hub.inside import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.model.node_definitions import Widget
-from comfyfleet.model.worker import TenantAccess
+from comfyfleet.model.node_signatures import NodeCatalog
+from comfyfleet.model.worker import Capabilities, Service, TenantAccess
 from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
@@ -104,7 +105,7 @@ async def test_without_a_worker_that_has_the_nodes_it_says_which_are_missing() -
         answer = await rig.post("/api/workflows/convert", {"workflow": editors_workflow()})
         assert answer.code == "unworkable" and "no worker is there" in answer.body["detail"]
         await rig.engine.remove_worker(GPU)
-        assert await rig.cabinet.listing(DRAWER) == []
+        assert await rig.cabinet.listing(DRAWER) == await rig.cabinet.listing(SHARED_DRAWER) == []
 
 
 async def test_a_worker_of_other_tenants_is_not_asked() -> None:
@@ -142,23 +143,24 @@ async def test_nobody_describes_a_worker_that_is_not_there() -> None:
 
 async def test_many_nodes_are_kept_in_parts_and_come_back_whole() -> None:
     dice = random.Random(1)
-    many = {
+    many: dict[str, tuple[Widget, ...]] = {
         f"Node{number}": (Widget("seed", default="".join(dice.choices("abcdefghij0123456789", k=100))),)
         for number in range(3_000)
     }
     async with running_hub() as rig:
-        desk = NodeDesk(rig.engine._context)
-        await desk.describe(GPU, many)
+        catalogs = NodeCatalogs(rig.engine._context)
+        worker = await rig.engine.register(RegisterWorker(GPU, Capabilities((Service("comfyui"),))))
+        await catalogs.describe(GPU, NodeCatalog(many))
         assert len(await rig.cabinet.listing(DRAWER)) > 1
-        assert await desk._definitions(GPU) == many
-        await forget(rig.cabinet, GPU)
-        assert await desk._definitions(GPU) is None
+        assert await catalogs.definitions(worker) == many
+        await catalogs.forget(GPU)
+        assert await catalogs.definitions(worker) is None
 
 
 async def test_what_would_unpack_without_end_is_not_kept() -> None:
     async with running_hub() as rig:
         with pytest.raises(Refusal, match="16777216 are kept"):
-            await rig.engine.describe(GPU, {"Bomb": (Widget("x", default="x" * 17_000_000),)})
+            await rig.engine.describe(GPU, NodeCatalog({"Bomb": (Widget("x", default="x" * 17_000_000),)}))
         assert await rig.cabinet.listing(DRAWER) == []
 
 

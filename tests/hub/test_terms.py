@@ -24,6 +24,7 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.node_definitions import Widget
+from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.requirement import LocationNeed
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
 from comfyfleet.model.worker import Capabilities, Location, Service
@@ -140,7 +141,7 @@ async def test_a_workflow_of_the_editor_is_judged_by_what_it_is_converted_to(rig
     await rig.engine.register(RegisterWorker(WorkerId("gpu"), Capabilities(services)))
     widgets = tuple(Widget(name) for name in ("width", "height", "batch_size", "color"))
     definitions = {"EmptyImage": widgets, "SaveImage": (Widget("filename_prefix"),)}
-    await rig.engine.describe(WorkerId("gpu"), definitions)
+    await rig.engine.describe(WorkerId("gpu"), NodeCatalog(definitions))
     answer = await rig.post("/api/jobs", submission(workflow=editors_workflow()), role=Role.TENANT)
     assert answer.code == "too_large" and "node 1 (EmptyImage)" in answer.body["detail"]
 

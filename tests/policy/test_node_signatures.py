@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from comfyfleet.model.node_definitions import read_definitions
-from comfyfleet.model.node_signatures import InputSignature, read_signatures, signature_hash
+from comfyfleet.model.node_signatures import InputSignature, read_catalog, read_signatures
 
 
 def described(
@@ -19,7 +18,7 @@ def described(
 
 
 def group(info: dict[str, Any]) -> str:
-    return signature_hash(read_signatures(info), read_definitions(info))
+    return read_catalog(info).signature()
 
 
 def choices(info: dict[str, Any], **how: bool) -> Any:

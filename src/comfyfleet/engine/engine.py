@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from comfyfleet.bus.local import LocalBus
+from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.definitions import NodeDesk
@@ -52,7 +53,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.model.node_definitions import NodeDefinitions
+from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
 from comfyfleet.policy.learning import expected_s
@@ -89,15 +90,23 @@ class Engine:
         self._rounds = Rounds(self._context)
         self._verdicts = Verdicts(self._context, self._rounds)
         self._commands = CommandDesk(self._context, self._rounds)
-        self._workers = WorkerDesk(self._context, self._rounds, self._verdicts, self._commands)
+        self._catalogs = NodeCatalogs(self._context)
+        self._workers = WorkerDesk(
+            self._context, self._rounds, self._verdicts, self._commands, self._catalogs
+        )
         self._inputs = Inputs(self._context)
         self._dependencies = Dependencies(self._context, self._rounds, self._verdicts, self._inputs)
-        self._nodes = NodeDesk(self._context)
+        self._nodes = NodeDesk(self._context, self._catalogs)
         self._submitting = SubmitDesk(
-            self._context, self._rounds, self._dependencies, self._inputs, self._nodes
+            self._context, self._rounds, self._dependencies, self._inputs, self._nodes, self._catalogs
         )
         self._jobs = JobDesk(
-            self._context, self._rounds, self._commands.tell_of_cancel, self._dependencies, self._inputs
+            self._context,
+            self._rounds,
+            self._commands.tell_of_cancel,
+            self._dependencies,
+            self._inputs,
+            self._catalogs,
         )
         self._follower = Follower(self._context)
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
@@ -301,8 +310,12 @@ class Engine:
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         return await self._workers.register(call)
 
-    async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None:
-        await self._nodes.describe(worker_id, definitions)
+    async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
+        await self._catalogs.describe(worker_id, nodes)
+
+    async def knows_nodes(self, worker: WorkerRecord) -> bool | None:
+        """Whether a worker with the same signature has told of its nodes. None: this one has no signature."""
+        return await self._catalogs.knows(worker)
 
     async def poll(self, call: Poll) -> LeasedJob | None:
         return await self._workers.poll(call)

@@ -43,6 +43,7 @@ class Fleet:
         self._vocabulary = Vocabulary.of(())
         self._growths = 0
         self._selectivity: dict[ClassKey, int] = {}
+        self._signatures: frozenset[str] | None = None
         self._keys: dict[RequirementClass, ClassKey] = {}
         self._table_version = -1
         self._saved_at: dict[WorkerId, float] = {}
@@ -83,7 +84,7 @@ class Fleet:
         table = await self._store.table()
         if table.version == self._table_version and not changed:
             return False
-        self._selectivity.clear()
+        self._changed()
         strangers = [cls for key, cls in table.classes.items() if key not in self.classes]
         if not all(self._vocabulary.covers(cls) for cls in strangers):
             await self._grow(*strangers)
@@ -169,6 +170,23 @@ class Fleet:
             known = self._selectivity[key] = len(self.able(key))
         return known
 
+    def signatures(self) -> frozenset[str]:
+        """Those of the services that live workers offer."""
+        if self._signatures is None:
+            self._signatures = frozenset(
+                service.signature
+                for worker in self.workers.values()
+                if not worker.is_offline
+                for service in worker.capabilities.services
+                if service.signature is not None
+            )
+        return self._signatures
+
+    def _changed(self) -> None:
+        """Who is there, or what they offer: what was counted is counted anew."""
+        self._selectivity.clear()
+        self._signatures = None
+
     def is_workable(self, cls: RequirementClass) -> bool:
         return any(
             is_feasible(cls, worker.worker_id, worker.capabilities)
@@ -222,7 +240,7 @@ class Fleet:
             )
         record = msgspec.structs.replace(record, registrations=record.registrations + 1)
         self.workers[worker_id] = record
-        self._selectivity.clear()
+        self._changed()
         await self._store.put_worker(record)
         if known is not None and known.profile != profile:
             await self._drop_unused()
@@ -257,7 +275,7 @@ class Fleet:
 
     async def change(self, record: WorkerRecord) -> bool:
         """Written over what `newest` answered. False: since then it was removed, or registered anew."""
-        self._selectivity.clear()
+        self._changed()
         return await self._replace(record)
 
     async def _replace(self, record: WorkerRecord) -> bool:
@@ -273,7 +291,7 @@ class Fleet:
             # What it declared there stands: it may have shut a tenant out. The next look judges what it may take now.
             self.workers[worker_id] = stored
             self._table_version = -1
-            self._selectivity.clear()
+            self._changed()
         return False
 
     async def note_seen(self, worker_id: WorkerId, now: float) -> None:
@@ -329,7 +347,7 @@ class Fleet:
         self.workers.pop(worker_id, None)
         self.with_blocks.discard(worker_id)
         self._saved_at.pop(worker_id, None)
-        self._selectivity.clear()
+        self._changed()
 
     def note_block(self, block: Block, now: float) -> None:
         if block.is_in_force(now):

@@ -8,10 +8,11 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 import msgspec
 
 from comfyfleet.engine.best_effort import best_effort
+from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.inputs import Inputs
-from comfyfleet.engine.placing import class_of, first_place
+from comfyfleet.engine.placing import class_of, first_place, where_accepted
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.together import read_together
 from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
@@ -52,12 +53,14 @@ class JobDesk:
         tell_worker: Callable[[Dispatch], Awaitable[None]],
         dependencies: Dependencies,
         inputs: Inputs,
+        catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
         self._rounds = rounds
         self._tell_worker = tell_worker
         self._dependencies = dependencies
         self._inputs = inputs
+        self._catalogs = catalogs
 
     # look
 
@@ -121,7 +124,9 @@ class JobDesk:
         placed = submission if tenant is None else under_terms(submission, tenant)
         ceiling = None if tenant is None else tenant.caps.max_priority
         lesson = await self._context.lesson(workflow_hash)
-        cls = class_of(placed, read_needs(submission.workflow), lesson)
+        refusing = await self._catalogs.refusing(submission.workflow, workflow_hash)
+        needed = class_of(placed, read_needs(submission.workflow), lesson)
+        cls = where_accepted(self._context, needed, refusing)
         place = first_place(self._context, cls, lesson, await self._context.store.now())
         # One that was let go before has what it waited for, though that may be gone by now.
         is_held = view.dispatch.is_held and is_legal

@@ -15,6 +15,7 @@ from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import GraphNeeds
 from comfyfleet.policy.learning import with_memory, without_slow
+from comfyfleet.policy.refusals import without_signatures
 
 
 class Place(NamedTuple):
@@ -39,6 +40,16 @@ def class_of(submission: Submission, graph: GraphNeeds, lesson: Lesson | None) -
         needs_files=declared.needs_files or bool(submission.inputs),
     )
     return RequirementClass(without_slow(needs, lesson), submission.preferences, submission.tenant)
+
+
+def where_accepted(context: Context, cls: RequirementClass, refusing: frozenset[str]) -> RequirementClass:
+    """The class past servers that are known to refuse the graph. If nobody else is there, they say so themselves."""
+    if not refusing:
+        return cls
+    fleet, others = context.fleet, without_signatures(cls, refusing)
+    key = fleet.key_of(others)
+    is_workable = fleet.selectivity(key) > 0 if key in fleet.classes else fleet.is_workable(others)
+    return others if is_workable else cls
 
 
 def first_place(context: Context, cls: RequirementClass, lesson: Lesson | None, start: float) -> Place:

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from comfyfleet.engine.best_effort import best_effort
+from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies, held
 from comfyfleet.engine.inputs import Inputs
-from comfyfleet.engine.placing import Place, class_of, first_place
+from comfyfleet.engine.placing import Place, class_of, first_place, where_accepted
 from comfyfleet.engine.reading import Reader, Reading
 from comfyfleet.engine.room import Room
 from comfyfleet.engine.rounds import Rounds
@@ -46,13 +47,20 @@ _TRIES = 20
 
 class SubmitDesk:
     def __init__(
-        self, context: Context, rounds: Rounds, dependencies: Dependencies, inputs: Inputs, nodes: NodeDesk
+        self,
+        context: Context,
+        rounds: Rounds,
+        dependencies: Dependencies,
+        inputs: Inputs,
+        nodes: NodeDesk,
+        catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
         self._rounds = rounds
         self._dependencies = dependencies
         self._inputs = inputs
         self._nodes = nodes
+        self._catalogs = catalogs
         self._reader = Reader(context.rules.max_nodes)
         self._room = Room(context)
 
@@ -81,7 +89,8 @@ class SubmitDesk:
         now, lesson = await self._asked(reading.workflow_hash)
         size = submission.payload_bytes()
         self._room.take(size)
-        cls = class_of(placed, reading.needs, lesson)
+        refusing = await self._catalogs.refusing(reading.graph, reading.workflow_hash)
+        cls = where_accepted(context, class_of(placed, reading.needs, lesson), refusing)
         unworkable = await self._unworkable(cls, submission)
         place = first_place(context, cls, lesson, max(now, submission.not_before or now))
         ceiling = None if tenant is None else tenant.caps.max_priority
@@ -118,7 +127,8 @@ class SubmitDesk:
         # It was judged when it was taken. Where it may run is what its tenant's terms say now.
         tenant = await context.gate.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
-        cls = class_of(payload, read_needs(job.payload.workflow), lesson)
+        refusing = await self._catalogs.refusing(payload.workflow, dispatch.workflow_hash)
+        cls = where_accepted(context, class_of(payload, read_needs(payload.workflow), lesson), refusing)
         place = first_place(context, cls, lesson, await context.store.now())
         placed = msgspec.structs.replace(
             dispatch,

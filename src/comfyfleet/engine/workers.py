@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from comfyfleet.engine import definitions, inputs
+from comfyfleet.engine import inputs
 from comfyfleet.engine.best_effort import best_effort
+from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds, Slot
@@ -56,11 +57,19 @@ _MAX_REASON = 500
 
 
 class WorkerDesk:
-    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts, commands: CommandDesk) -> None:
+    def __init__(
+        self,
+        context: Context,
+        rounds: Rounds,
+        verdicts: Verdicts,
+        commands: CommandDesk,
+        catalogs: NodeCatalogs,
+    ) -> None:
         self._context = context
         self._rounds = rounds
         self._verdicts = verdicts
         self._commands = commands
+        self._catalogs = catalogs
         self._asking: dict[PollId, object] = {}
 
     # coming and going
@@ -108,7 +117,7 @@ class WorkerDesk:
     async def remove(self, worker_id: WorkerId) -> None:
         self._rounds.dismiss(worker_id)
         # Before the rest: one that comes back meanwhile tells it again.
-        await definitions.forget(self._context.store.cabinet, worker_id)
+        await self._catalogs.forget(worker_id)
         for block in await self._context.store.blocks(worker_id):
             await self._context.store.lift([block.pair])
         await self._context.fleet.remove(worker_id)

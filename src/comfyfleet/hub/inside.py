@@ -32,7 +32,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import OutputFile
-from comfyfleet.model.node_definitions import NodeDefinitions
+from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Assets, OutputSource
 from comfyfleet.wire.files import output_body
@@ -49,8 +49,8 @@ class InsideApi:
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         return await self._engine.register(self._inputs.admitted(call))
 
-    async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None:
-        await self._engine.describe(worker_id, definitions)
+    async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
+        await self._engine.describe(worker_id, nodes)
 
     async def poll(self, call: Poll) -> LeasedJob | None:
         job = await self._engine.poll(call)

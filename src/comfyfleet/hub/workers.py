@@ -19,6 +19,7 @@ from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
+from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.worker import Capabilities, WorkerRecord
 from comfyfleet.ports import Assets
 from comfyfleet.tracing import about
@@ -68,6 +69,7 @@ class WorkerHandlers:
             record.connected_at,
             record.last_seen_at,
             record.profile,
+            await self._engine.knows_nodes(record),
         )
         return Reply(200, answer)
 
@@ -81,7 +83,7 @@ class WorkerHandlers:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then describe"
             )
-        await self._engine.describe(worker_id, call.given.definitions)
+        await self._engine.describe(worker_id, NodeCatalog(call.given.definitions, call.given.signatures))
         return Reply(204)
 
     # work

@@ -45,6 +45,7 @@ _DYNAMIC_COMBO = "COMFY_DYNAMICCOMBO_V3"
 _SEEDS = ("seed", "noise_seed")
 _UPLOADS = ("image_upload", "animated_image_upload", "video_upload", "audio_upload")
 _LIBRARIES = (*_UPLOADS, "file_upload", "remote")
+_LARGEST = (1 << 64) - 1
 _MAX_CHOICES = 1_000
 """A longer list is no list of modes."""
 
@@ -151,9 +152,12 @@ def _default(name: str, kind: str, options: Mapping[str, Any]) -> Any:
         value = next(iter(fixed_choices(name, options)), None)
     if value is None:
         value = {"INT": 0, "FLOAT": 0, "BOOLEAN": False, "STRING": ""}.get(kind)
-    if isinstance(value, str) and len(value) <= MAX_TEXT:
-        return value
-    return value if isinstance(value, bool | int | float) else None
+    return value if is_plain(value) and not (isinstance(value, str) and len(value) > MAX_TEXT) else None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is the same for every reader of JSON: a text, a truth value, or a number of ordinary size."""
+    return isinstance(value, str | bool) or (isinstance(value, int | float) and abs(value) <= _LARGEST)
 
 
 def _trait(name: str, kind: str, options: Mapping[str, Any]) -> Trait:

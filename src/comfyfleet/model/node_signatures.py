@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.node_definitions import NodeDefinitions, fixed_choices, read_spec
+from comfyfleet.model.node_definitions import Widget, fixed_choices, is_plain, read_definitions, read_spec
 
 _CORE_MODULES = ("nodes", "comfy_extras", "comfy_api_nodes")
+_ENCODER = msgspec.json.Encoder(order="sorted")
+
 Choice = str | int | float | bool
 
 
@@ -33,9 +35,28 @@ class NodeSignature(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
     outputs: tuple[str, ...] = ()
     is_core: bool = False
     """It comes with ComfyUI. Any other class may check its values by rules that cannot be seen from outside."""
+    is_output: bool = False
+    """A server checks nodes of this class, and all that they depend on. Others it does not look at."""
 
 
 NodeSignatures = Mapping[str, NodeSignature]
+
+
+class NodeCatalog(msgspec.Struct, frozen=True):
+    """All that a fleet keeps of a server's node classes. Servers with equal versions of their nodes have equal ones."""
+
+    definitions: dict[str, tuple[Widget, ...]]
+    signatures: dict[str, NodeSignature] = {}
+
+    def signature(self) -> str:
+        """Its name: the hash of its content, the same in every process."""
+        return hashlib.sha256(_ENCODER.encode(self)).hexdigest()[:32]
+
+
+def read_catalog(object_info: Mapping[str, Any], *, checks_new_style: bool = False) -> NodeCatalog:
+    return NodeCatalog(
+        read_definitions(object_info), read_signatures(object_info, checks_new_style=checks_new_style)
+    )
 
 
 def read_signatures(
@@ -65,17 +86,9 @@ def read_signatures(
                 },
                 tuple(map(_type_name, outputs)) if isinstance(outputs, list) else (),
                 is_core,
+                content.get("output_node") is True,
             )
     return found
-
-
-def signature_hash(signatures: NodeSignatures, definitions: NodeDefinitions) -> str:
-    """One name for all that was read: equal on every server that has equal versions of its nodes."""
-    content = _ENCODER.encode((signatures, definitions))
-    return hashlib.sha256(content).hexdigest()[:32]
-
-
-_ENCODER = msgspec.json.Encoder(order="sorted")
 
 
 def _is_core(module: Any) -> bool:
@@ -99,14 +112,14 @@ def _read_input(name: str, spec: Any, *, is_required: bool, is_checked: bool) ->
 
 
 def _sorted(choices: list[Any]) -> tuple[Choice, ...] | None:
-    if not choices or not all(isinstance(choice, Choice) for choice in choices):
+    if not choices or not all(is_plain(choice) for choice in choices):
         return None
     # By type first: of two choices, one may be 1 and the other "1".
     return tuple(choice for _, choice in sorted({(type(each).__name__, each) for each in choices}))
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e308 else None
+    return float(value) if isinstance(value, int | float) and is_plain(value) else None
 
 
 def _type_name(output: Any) -> str:

@@ -21,6 +21,7 @@ from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.job import Attachment, JobResult, Timeouts
 from comfyfleet.model.node_definitions import Widget
+from comfyfleet.model.node_signatures import NodeSignature
 from comfyfleet.model.requirement import Environment
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.wire.bodies import Name, Seconds
@@ -60,10 +61,13 @@ class RegisterBody(_Call, frozen=True):
 
 
 class DescribeBody(_Call, frozen=True):
-    """For each node class its widgets in the editor's order, each a list: name, default, trait, choices."""
+    """For each node class its widgets in the editor's order, each a list: name, default, trait, choices. With what it
+    accepts, a list too (inputs by name, output types, whether it comes with ComfyUI), it is kept once for all workers
+    that declare the signature of both."""
 
     worker_id: Name
     definitions: Annotated[dict[str, tuple[Widget, ...]], Meta(max_length=MAX_CLASSES)]
+    signatures: Annotated[dict[str, NodeSignature], Meta(max_length=MAX_CLASSES)] = {}
 
 
 class PollBody(_Call, frozen=True):
@@ -154,6 +158,8 @@ class RegisteredBody(msgspec.Struct, frozen=True, omit_defaults=True):
     connected_at: float
     last_seen_at: float
     profile: str
+    knows_nodes: bool | None = None
+    """Whether the hub has been told what nodes of this signature accept. None: none was declared."""
 
 
 class LeasedPayload(msgspec.Struct, frozen=True, omit_defaults=True):

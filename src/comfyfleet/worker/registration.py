@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.model.node_definitions import NodeDefinitions
+from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import InputSource, NodeKeeper, WorkerApi
 from comfyfleet.worker.offer import Offer, join
@@ -50,7 +50,7 @@ class Registration:
         self._on_change = on_change
         self._on_renewal = on_renewal
         self._outage = outage
-        self._described: NodeDefinitions = {}
+        self._described: NodeCatalog | None = None
         """What the other side was told of the servers' nodes."""
         self._offline_reason = ""
         """What was said when it went offline; empty while it is registered."""
@@ -108,7 +108,7 @@ class Registration:
         try:
             async with self._turn:
                 if self.number == number and self.offer is not None:
-                    self._described = {}
+                    self._described = None
                     await self._register(self.offer)
         except Exception as error:
             self._outage.miss(error)
@@ -141,18 +141,21 @@ class Registration:
         self._on_change()
 
     async def _describe(self, offer: Offer) -> None:
-        """Tells the inputs of the servers' nodes where that is wanted and new. Nothing that runs depends on it."""
-        definitions = {
-            name: widgets
+        """Tells of the servers' node classes where that is wanted and new. Nothing that runs depends on it."""
+        catalogs = [
+            server.inventory.nodes
             for server in self._servers
-            if server.name in offer.boots and server.inventory is not None
-            for name, widgets in (server.inventory.definitions or {}).items()
-        }
-        if not isinstance(self._api, NodeKeeper) or not definitions or definitions == self._described:
+            if server.name in offer.boots
+            and server.inventory is not None
+            and server.inventory.nodes is not None
+        ]
+        # Each server is of another service, and one of them at most has node classes.
+        nodes = next((each for each in catalogs if each.definitions), None)
+        if not isinstance(self._api, NodeKeeper) or nodes is None or nodes == self._described:
             return
         try:
-            await self._api.describe(self._worker_id, definitions)
-            self._described = definitions
+            await self._api.describe(self._worker_id, nodes)
+            self._described = nodes
         except Exception as error:
             _log.info("worker %s could not tell of its nodes: %r", self._worker_id, error)
 

@@ -36,7 +36,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import Grant, InputFile
 from comfyfleet.model.ids import ProfileKey, WorkerId
 from comfyfleet.model.job import OutputFile
-from comfyfleet.model.node_definitions import NodeDefinitions
+from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import OutputSource
 from comfyfleet.tracing import traceparent
@@ -78,6 +78,7 @@ class HttpWorkerApi:
         self._trust = trust
         self._spool = spool
         self._hashes: dict[WorkerId, str] = {}
+        self._knows_nodes: dict[WorkerId, bool | None] = {}
         self._session: aiohttp.ClientSession | None = None
         self._links = Links(self._url, connect_s=answer_s, quiet_s=_QUIET_S, trust=trust)
         self._keeps_none_until = 0.0
@@ -103,6 +104,7 @@ class HttpWorkerApi:
         body = wire.RegisterBody(call.worker_id, capabilities, slots=call.slots, live=call.live)
         answer = await self._ask("register", body, wire.RegisteredBody)
         self._hashes[call.worker_id] = answer.capabilities_hash
+        self._knows_nodes[call.worker_id] = answer.knows_nodes
         self._keeps_none_until = 0.0
         return WorkerRecord(
             call.worker_id,
@@ -114,8 +116,13 @@ class HttpWorkerApi:
             call.live,
         )
 
-    async def describe(self, worker_id: WorkerId, definitions: NodeDefinitions) -> None:
-        await self._send("describe", wire.DescribeBody(worker_id, dict(definitions)))
+    async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
+        knows = self._knows_nodes.get(worker_id)
+        if knows:
+            return
+        # A hub that does not say is an older one, which takes no signatures.
+        signatures = {} if knows is None else nodes.signatures
+        await self._send("describe", wire.DescribeBody(worker_id, nodes.definitions, signatures))
 
     async def poll(self, call: Poll) -> LeasedJob | None:
         wait_s = min(call.wait_s, wire.MAX_WAIT_S)

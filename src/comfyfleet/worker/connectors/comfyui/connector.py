@@ -124,7 +124,7 @@ class ComfyUI:
         """Raises `ServiceFailed` when the server does not tell."""
         try:
             await self._notice_restart()
-            service, machine, definitions = await inventory.ask(
+            service, machine, nodes = await inventory.ask(
                 self._api, self.settings.inventory_s, self.settings.providers
             )
         except Unreachable as error:
@@ -134,7 +134,7 @@ class ComfyUI:
             capabilities=Capabilities(services=(service,), hardware=machine.hardware),
             live=LiveState(machine.free_vram_gb, machine.available_ram_gb),
             boot=self._boot.value,
-            definitions=definitions,
+            nodes=nodes,
         )
 
     async def process_job(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:

@@ -15,8 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from comfyfleet.model.node_definitions import NodeDefinitions, read_definitions
-from comfyfleet.model.node_signatures import read_signatures, signature_hash
+from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
 from comfyfleet.model.worker import Gpu, Hardware, Memory, Service
 from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
 from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
@@ -73,9 +72,7 @@ class BootWatch:
         return is_reset
 
 
-async def ask(
-    api: Api, timeout_s: float, providers: tuple[str, ...]
-) -> tuple[Service, Machine, NodeDefinitions]:
+async def ask(api: Api, timeout_s: float, providers: tuple[str, ...]) -> tuple[Service, Machine, NodeCatalog]:
     """Raises `Unreachable` when the server does not tell what it is or what nodes it has."""
     stats = await _object(api, "/system_stats", timeout_s)
     nodes = await _object(api, "/object_info", timeout_s)
@@ -88,8 +85,7 @@ async def ask(
     ]
     machine = read_machine(stats)
     models = combo_models(nodes).union(embeddings, *listings)
-    definitions = read_definitions(nodes)
-    signatures = read_signatures(nodes, checks_new_style=_checks_new_style(machine.version))
+    catalog = read_catalog(nodes, checks_new_style=_checks_new_style(machine.version))
     service = Service(
         name="comfyui",
         providers=providers,
@@ -97,9 +93,17 @@ async def ask(
         # A graph names models with '/' between folders, whatever the server's system writes.
         models=frozenset(model.replace("\\", "/") for model in models),
         node_classes=frozenset(nodes),
-        signature=signature_hash(signatures, definitions),
+        signature=_signature(catalog),
     )
-    return service, machine, definitions
+    return service, machine, catalog
+
+
+def _signature(catalog: NodeCatalog) -> str | None:
+    try:
+        return catalog.signature()
+    except (ValueError, OverflowError):
+        # Text that is no text, or a number that no other program reads: servers like that are told apart by trying.
+        return None
 
 
 def _checks_new_style(version: str | None) -> bool:

@@ -1,0 +1,222 @@
+"""The node catalogs of the fleet, kept in the store's cabinet: one for all workers that have equal nodes.
+
+A catalog is named by the hash of its content. So a worker whose nodes are known already need not send them, and any
+engine on the store uses what another one was told. Workers that declare no signature (older agents) have one each.
+What follows from catalogs that differ is policy's business (`policy/acceptance.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Mapping
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.node_definitions import NodeDefinitions, Widget
+from comfyfleet.model.node_signatures import NodeCatalog, NodeSignature
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.acceptance import Differences, Graph
+from comfyfleet.ports import Cabinet
+
+DRAWER = "nodes"
+SHARED_DRAWER = "catalogs"
+MAX_PARTS = 32
+_PART_BYTES = 60 * 1024
+_MAX_BYTES = 16 * 1024 * 1024
+"""Unpacked: ten times what a server with thousands of nodes has to tell."""
+_MAX_AT_HAND = 64
+"""Those of live workers are kept at hand however many there are."""
+_LOOK_AGAIN_S = 5.0
+"""A catalog that was not there is looked for again after so long: its worker may be about to send it."""
+
+_OWN = msgspec.json.Decoder(dict[str, tuple[Widget, ...]])
+_SHARED = msgspec.json.Decoder(NodeCatalog)
+_CLASS = msgspec.msgpack.Encoder(order="sorted")
+
+
+class NodeCatalogs:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._at_hand: dict[str, NodeCatalog] = {}
+        self._missed_at: dict[str, float] = {}
+        self._equal: dict[bytes, tuple[tuple[Widget, ...] | None, NodeSignature | None]] = {}
+        """Most classes are equal in all catalogs, and are held once."""
+        self._own: tuple[bytes, NodeDefinitions] = (b"", {})
+        """What was read last of a worker without signature, packed and unpacked: of a batch every workflow needs it."""
+        self._differences: tuple[frozenset[str], Differences] = (frozenset(), Differences({}))
+
+    # what workers tell
+
+    async def knows(self, worker: WorkerRecord) -> bool | None:
+        """Whether nodes like this worker's have been told of. None: it has no signature."""
+        signature = signature_of(worker)
+        return None if signature is None else await self.get(signature) is not None
+
+    async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
+        """Takes the place of what this worker told before. What others with the same signature told stays."""
+        worker = self._context.fleet.workers.get(worker_id)
+        signature = None if worker is None else signature_of(worker)
+        if signature is None or not nodes.signatures:
+            packed = await asyncio.to_thread(_pack, worker_id, nodes.definitions)
+            await self._keep(DRAWER, worker_id, packed)
+            return
+        if signature in self._at_hand:
+            return
+        packed, found = await asyncio.to_thread(_pack_shared, worker_id, nodes)
+        if found != signature:
+            # Others rely on it: one worker does not say what another's nodes are.
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"what {worker_id!r} tells of its nodes has the signature {found}, and it declared {signature}",
+            )
+        await self._keep(SHARED_DRAWER, signature, packed)
+        self._remember(signature, nodes)
+
+    async def forget(self, worker_id: WorkerId) -> None:
+        """The worker is removed; a catalog that no other one needs goes with it."""
+        fleet, cabinet = self._context.fleet, self._context.store.cabinet
+        await _remove(cabinet, DRAWER, worker_id)
+        worker = fleet.workers.get(worker_id)
+        signature = None if worker is None else signature_of(worker)
+        if signature is None:
+            return
+        others = (other for other in fleet.workers.values() if other.worker_id != worker_id)
+        if not any(signature_of(other) == signature for other in others):
+            self._at_hand.pop(signature, None)
+            await _remove(cabinet, SHARED_DRAWER, signature)
+
+    # what is known
+
+    async def get(self, signature: str) -> NodeCatalog | None:
+        known = self._at_hand.get(signature)
+        if known is None:
+            now = self._context.clock.now()
+            if now < self._missed_at.get(signature, float("-inf")) + _LOOK_AGAIN_S:
+                return None
+            packed = await self._read(SHARED_DRAWER, signature)
+            known = None if packed is None else await asyncio.to_thread(_unpack_shared, packed)
+            if known is None:
+                self._missed_at = {**self._missed_at, signature: now} if len(self._missed_at) < 1000 else {}
+                return None
+            self._remember(signature, known)
+        return known
+
+    async def definitions(self, worker: WorkerRecord) -> NodeDefinitions | None:
+        """The widgets of this worker's nodes."""
+        signature = signature_of(worker)
+        if signature is not None and (catalog := await self.get(signature)) is not None:
+            return catalog.definitions
+        packed = await self._read(DRAWER, worker.worker_id)
+        if packed is None:
+            return None
+        if packed != self._own[0]:
+            plain = _unpack(packed)
+            try:
+                self._own = packed, _OWN.decode(plain or b"")
+            except msgspec.MsgspecError:
+                # Read while it was being replaced.
+                return None
+        return self._own[1]
+
+    async def refusing(self, graph: Graph, workflow_hash: WorkflowHash) -> frozenset[str]:
+        """The signatures among those of live workers that do not accept the graph."""
+        live = self._context.fleet.signatures()
+        if len(live) < 2:
+            return frozenset()
+        if self._differences[0] != live or any(each not in self._at_hand for each in live):
+            catalogs = {each: found for each in sorted(live) if (found := await self.get(each)) is not None}
+            if self._differences[0] != catalogs.keys():
+                known = {each: catalog.signatures for each, catalog in catalogs.items()}
+                self._differences = frozenset(catalogs), Differences(known)
+        return self._differences[1].refusing(graph, workflow_hash)
+
+    def _remember(self, signature: str, catalog: NodeCatalog) -> None:
+        if len(self._at_hand) >= _MAX_AT_HAND:
+            live = self._context.fleet.signatures()
+            kept = {each: found for each, found in self._at_hand.items() if each in live}
+            self._at_hand, self._equal = {}, {}
+            for each, found in kept.items():
+                self._at_hand[each] = self._sharing(found)
+        self._at_hand[signature] = self._sharing(catalog)
+        self._missed_at.pop(signature, None)
+
+    def _sharing(self, catalog: NodeCatalog) -> NodeCatalog:
+        """The same catalog, with those of its classes that another one has too."""
+        definitions: dict[str, tuple[Widget, ...]] = {}
+        signatures: dict[str, NodeSignature] = {}
+        for name in catalog.definitions.keys() | catalog.signatures.keys():
+            given = catalog.definitions.get(name), catalog.signatures.get(name)
+            widgets, accepted = self._equal.setdefault(_CLASS.encode((name, given)), given)
+            if widgets is not None:
+                definitions[name] = widgets
+            if accepted is not None:
+                signatures[name] = accepted
+        return NodeCatalog(definitions, signatures)
+
+    # in the cabinet
+
+    async def _keep(self, drawer: str, name: str, packed: bytes) -> None:
+        cabinet = self._context.store.cabinet
+        parts = [packed[start : start + _PART_BYTES] for start in range(0, len(packed), _PART_BYTES)]
+        # The first part last: whoever finds it finds the others.
+        for number, part in reversed(list(enumerate(parts))):
+            body = bytes([len(parts)]) + part
+            known = await cabinet.get(drawer, f"{name}/{number}")
+            if known is None or known.body != body:
+                await cabinet.put(drawer, f"{name}/{number}", body, version=None)
+
+    async def _read(self, drawer: str, name: str) -> bytes | None:
+        cabinet = self._context.store.cabinet
+        first = await cabinet.get(drawer, f"{name}/0")
+        if first is None:
+            return None
+        parts = [first.body[1:]]
+        for number in range(1, first.body[0]):
+            part = await cabinet.get(drawer, f"{name}/{number}")
+            parts.append(b"" if part is None else part.body[1:])
+        return b"".join(parts)
+
+
+def signature_of(worker: WorkerRecord) -> str | None:
+    return next((each.signature for each in worker.capabilities.services if each.signature is not None), None)
+
+
+async def _remove(cabinet: Cabinet, drawer: str, name: str) -> None:
+    number = 0
+    while await cabinet.remove(drawer, f"{name}/{number}"):
+        number += 1
+
+
+def _pack(worker_id: WorkerId, content: Mapping[str, object] | NodeCatalog) -> bytes:
+    plain = msgspec.json.encode(content, order="deterministic")
+    packed = zlib.compress(plain) if len(plain) <= _MAX_BYTES else plain
+    if len(packed) > MAX_PARTS * _PART_BYTES:
+        raise Refusal(
+            RefusalCode.TOO_LARGE,
+            f"what {worker_id!r} tells of its nodes takes {len(plain)} bytes; {_MAX_BYTES} are kept, and "
+            f"{MAX_PARTS * _PART_BYTES} when packed",
+        )
+    return packed
+
+
+def _pack_shared(worker_id: WorkerId, nodes: NodeCatalog) -> tuple[bytes, str]:
+    return _pack(worker_id, nodes), nodes.signature()
+
+
+def _unpack(packed: bytes) -> bytes | None:
+    try:
+        return zlib.decompressobj().decompress(packed, _MAX_BYTES)
+    except zlib.error:
+        # Read while it was being replaced.
+        return None
+
+
+def _unpack_shared(packed: bytes) -> NodeCatalog | None:
+    try:
+        return _SHARED.decode(_unpack(packed) or b"")
+    except msgspec.MsgspecError:
+        return None

@@ -1,0 +1,179 @@
+"""Which servers of a mixed fleet would refuse a graph, known before it is leased.
+
+Only where live servers differ is there something to choose, so only such node classes are looked at: in a fleet of
+equal servers a graph costs one lookup for each of its nodes. A check says no only where ComfyUI certainly would:
+a required input that is missing, a choice that a class of ComfyUI itself does not list, a wire of another type. The
+rest is found out by trying (`refusals.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.ids import WorkflowHash
+from comfyfleet.model.node_signatures import InputSignature, NodeSignature, NodeSignatures
+from comfyfleet.model.workflow_graph import is_wire
+
+_MAX_REMEMBERED = 4_096
+_ANY_TYPE = "*"
+_DYNAMIC = "COMFY_"
+"""Types that begin so stand for inputs under other names, or for any type."""
+
+Graph = Mapping[str, Mapping[str, Any]]
+
+
+class Objection(msgspec.Struct, frozen=True):
+    """One thing in a graph that servers with a certain signature do not accept."""
+
+    node_id: str
+    class_type: str
+    reason: str
+
+
+class Differences:
+    """The node classes in which live servers differ, and what follows for a graph."""
+
+    def __init__(self, catalogs: Mapping[str, NodeSignatures]) -> None:
+        """`catalogs` is by the signature of the service."""
+        self._catalogs = catalogs
+        self._compared = _choices_compared(catalogs)
+        self._remembered: dict[tuple[Any, ...], frozenset[str]] = {}
+
+    @property
+    def classes(self) -> frozenset[str]:
+        return frozenset(self._compared)
+
+    def refusing(self, graph: Graph, workflow_hash: WorkflowHash) -> frozenset[str]:
+        """The signatures that do not accept the graph."""
+        if not self._compared:
+            return frozenset()
+        values: list[Any] = []
+        differing = set()
+        for node_id, node in graph.items():
+            names = self._compared.get(node["class_type"])
+            if names is not None:
+                differing.add(node_id)
+                inputs = _inputs(node)
+                values += [_literal(inputs.get(name)) for name in names]
+        if not differing:
+            return frozenset()
+        # The hash stands for classes, wires and names of inputs; beside them only these values are looked at.
+        key = (workflow_hash, *values)
+        known = self._remembered.get(key)
+        if known is None:
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            known = self._remembered[key] = frozenset(
+                name
+                for name, signatures in self._catalogs.items()
+                if next(_objections(graph, signatures, differing), None) is not None
+            )
+        return known
+
+
+def objections(graph: Graph, signatures: NodeSignatures) -> list[Objection]:
+    """Everything in a graph that servers with these signatures do not accept."""
+    return list(_objections(graph, signatures, set(graph)))
+
+
+def _choices_compared(catalogs: Mapping[str, NodeSignatures]) -> dict[str, tuple[str, ...]]:
+    """For each class in which the catalogs differ, the inputs that have choices in one of them."""
+    versions: dict[str, list[NodeSignature]] = defaultdict(list)
+    for signatures in catalogs.values():
+        for name, signature in signatures.items():
+            known = versions[name]
+            # Equal ones are mostly one object: `is` spares a comparison of every input.
+            if not any(signature is other or signature == other for other in known):
+                known.append(signature)
+    return {
+        name: tuple(
+            sorted(
+                {
+                    input_name
+                    for signature in known
+                    for input_name, each in signature.inputs.items()
+                    if each.choices is not None
+                }
+            )
+        )
+        for name, known in versions.items()
+        if len(known) > 1
+    }
+
+
+def _objections(graph: Graph, signatures: NodeSignatures, looked_at: set[str]) -> Iterator[Objection]:
+    """About these nodes, and about wires that come from one of them."""
+    for node_id in _checked(graph, signatures):
+        class_type, inputs = graph[node_id]["class_type"], _inputs(graph[node_id])
+        signature = signatures.get(class_type)
+        if signature is None:
+            # Whether a server has the class is another need of the job.
+            continue
+        if node_id in looked_at:
+            for name, each in signature.inputs.items():
+                if name not in inputs:
+                    if each.is_required and not each.kind.startswith(_DYNAMIC):
+                        yield Objection(node_id, class_type, f"requires the input '{name}'")
+                elif each.choices is not None and _is_unlisted(inputs[name], each):
+                    yield Objection(node_id, class_type, f"does not list {inputs[name]!r} for '{name}'")
+        for name, value in inputs.items():
+            if is_wire(value) and (node_id in looked_at or value[0] in looked_at):
+                source = graph.get(value[0])
+                offered = None if source is None else signatures.get(source["class_type"])
+                if offered is not None and not _fits(offered, value[1], signature, name):
+                    yield Objection(node_id, class_type, f"does not accept what is wired to '{name}'")
+
+
+def _checked(graph: Graph, signatures: NodeSignatures) -> list[str]:
+    """The nodes that a server looks at: those that put something out, and all that they depend on."""
+    waiting = [
+        node_id
+        for node_id, node in graph.items()
+        if (signature := signatures.get(node["class_type"])) is not None and signature.is_output
+    ]
+    found = dict.fromkeys(waiting)
+    while waiting:
+        for value in _inputs(graph[waiting.pop()]).values():
+            if is_wire(value) and value[0] in graph and value[0] not in found:
+                found[value[0]] = None
+                waiting.append(value[0])
+    return list(found)
+
+
+def _inputs(node: Mapping[str, Any]) -> Mapping[str, Any]:
+    inputs: Mapping[str, Any] = node.get("inputs") or {}
+    return inputs
+
+
+def _is_unlisted(value: Any, signature: InputSignature) -> bool:
+    assert signature.choices is not None
+    return isinstance(value, str) and value not in signature.choices
+
+
+def _fits(source: NodeSignature, slot: Any, target: NodeSignature, name: str) -> bool:
+    if not (source.is_core and target.is_core):
+        # A custom class may check types by itself, or take any.
+        return True
+    if not isinstance(slot, int) or not source.outputs:
+        return True
+    if slot >= len(source.outputs):
+        return False
+    wanted = target.inputs.get(name)
+    if wanted is None:
+        return True
+    given, kind = source.outputs[slot], wanted.kind
+    if _is_open(given) or _is_open(kind):
+        return True
+    return not set(given.split(",")).isdisjoint(kind.split(","))
+
+
+def _is_open(kind: str) -> bool:
+    return kind in ("", _ANY_TYPE, "COMBO") or kind.startswith(_DYNAMIC) or _ANY_TYPE in kind.split(",")
+
+
+def _literal(value: Any) -> Any:
+    return value if isinstance(value, str) else None

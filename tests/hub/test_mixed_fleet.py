@@ -1,0 +1,100 @@
+"""A hub with agents on servers of several ComfyUI releases: each job runs where it is accepted, at once."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tests.hub._hub import HubRig, running_hub
+from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, text_to_image
+from tests.pool.test_mixed_versions import MIDDLE, NEW, OLD, newer_sampler, scaled
+
+from comfyfleet import FleetClient
+from comfyfleet.model.access import Role
+from comfyfleet.model.ids import JobId, WorkerId
+from comfyfleet.model.node_signatures import NodeCatalog
+from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.worker.agent import Agent
+from comfyfleet.worker.connectors.comfyui import ComfyUI
+from comfyfleet.worker.transports.http import HttpWorkerApi
+
+
+class CountingApi(HttpWorkerApi):
+    """Counts the catalogs that go over the wire."""
+
+    sent: list[str]
+
+    async def _send(self, call: str, body: Any, wait_s: float = 0.0) -> bytes | None:
+        if call == "describe":
+            self.sent.append(NodeCatalog(body.definitions, body.signatures).signature())
+        return await super()._send(call, body, wait_s)
+
+
+class MixedFleet:
+    def __init__(self, rig: HubRig, sent: list[str]) -> None:
+        self.rig = rig
+        self.sent = sent
+
+    def client(self) -> FleetClient:
+        return FleetClient(self.rig.url, self.rig.keys[Role.TENANT])
+
+
+@asynccontextmanager
+async def mixed(folder: Path, *releases: str) -> AsyncIterator[MixedFleet]:
+    sent: list[str] = []
+    async with running_hub(folder=folder) as rig, AsyncExitStack() as stack:
+        for number, release in enumerate(releases):
+            fake = await stack.enter_async_context(
+                FakeComfyUI(FakeSettings(version=release, time_scale=0.01))
+            )
+            api = await stack.enter_async_context(CountingApi(rig.url, rig.keys[Role.WORKER]))
+            api.sent = sent
+            name = WorkerId(f"{number}-{release}")
+            agent = await stack.enter_async_context(
+                Agent(api, name, [ComfyUI(fake.url, QUICK_COMFYUI)], QUICK_AGENT)
+            )
+            await agent.first_verdict()
+        yield MixedFleet(rig, sent)
+
+
+async def made(client: FleetClient, workflow: dict[str, Any]) -> tuple[int, int]:
+    """The width of the picture that came of it, and how many attempts it took."""
+    job = await client.submit(workflow, max_attempts=1)
+    ended = await client.wait(job.id, timeout=30)
+    assert ended.status == "completed" and ended.result is not None, ended.error
+    (file,) = ended.result.files
+    picture = Image.open(io.BytesIO(await client.fetch(file)))
+    return picture.width, (await client.get(job.id)).attempts
+
+
+@pytest.mark.parametrize("releases", [(OLD, MIDDLE, NEW), (NEW, MIDDLE, OLD)])
+async def test_each_job_goes_at_once_to_a_server_that_accepts_it(
+    tmp_path: Path, releases: tuple[str, ...]
+) -> None:
+    async with mixed(tmp_path, *releases) as fleet, fleet.client() as client:
+        widths = [64 + 8 * number for number in range(6)]
+        workflows = [scaled(width) for width in widths] + [newer_sampler(width) for width in widths]
+        found = await asyncio.gather(*(made(client, workflow) for workflow in workflows))
+        assert found == [(width, 1) for width in widths * 2]
+
+
+async def test_equal_nodes_are_sent_once_for_the_fleet(tmp_path: Path) -> None:
+    async with mixed(tmp_path, MIDDLE, MIDDLE, OLD, MIDDLE, OLD) as fleet:
+        assert len(fleet.sent) == len(set(fleet.sent)) == 2
+
+
+async def test_the_caller_reads_which_server_would_refuse_it(tmp_path: Path) -> None:
+    async with mixed(tmp_path, OLD, MIDDLE) as fleet, fleet.client() as client:
+        await fleet.rig.engine.pause_worker(WorkerId(f"1-{MIDDLE}"))
+        graph = text_to_image()
+        graph["3"]["inputs"]["sampler_name"] = "exp_heun_2_x0"
+        job = await client.submit(graph)
+        explained = await fleet.rig.engine.explain(JobId(job.id))
+        reasons = {str(each.worker_id): each.reason for each in explained.workers}
+        assert "do not accept this workflow" in reasons[f"0-{OLD}"]
