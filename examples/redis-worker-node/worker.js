@@ -1,7 +1,7 @@
 // A ComfyFleet worker with nothing but a Redis client. It follows docs/redis-protocol.md and knows nothing else.
 // What is worth copying is how it talks to the fleet; its work is only pretended: replace `work` by your own.
 
-import { randomUUID } from 'node:crypto'
+import { createHash, randomUUID } from 'node:crypto'
 import { setTimeout as sleep } from 'node:timers/promises'
 import { ErrorReply, createClient } from 'redis'
 
@@ -69,7 +69,15 @@ async function register() {
 // One lease, from its first heartbeat to its end.
 const running = new Map()
 
-async function run([job, round, leaseNumber, epoch, token, left, record], askedAt) {
+// What is run is what was submitted for this very job, or nothing.
+function payloadOf(job, record, sha256) {
+  const found = createHash('sha256').update(record).digest('base64')
+  const { job_id, ...rest } = JSON.parse(record)
+  if (job_id === job && (!sha256 || sha256 === found)) return rest
+  throw Object.assign(new Error(`the payload that arrived is not that of job ${job}`), { kind: 'payload_mismatch' })
+}
+
+async function run([job, round, leaseNumber, epoch, token, left, record, sha256], askedAt) {
   const lease = [job, round, leaseNumber, epoch, token]
   const stopping = new AbortController()
   let confirmedAt = askedAt
@@ -94,7 +102,7 @@ async function run([job, round, leaseNumber, epoch, token, left, record], askedA
   try {
     beat().catch(() => {})
     const report = async (progress) => obey(await call('progress', ...lease, JSON.stringify(progress)))
-    const result = await work(JSON.parse(record), report, stopping.signal)
+    const result = await work(payloadOf(job, record, sha256), report, stopping.signal)
     say('completed', job, await call('complete', ...lease, JSON.stringify(result)))
   } catch (error) {
     const why = stopping.signal.reason

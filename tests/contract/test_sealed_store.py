@@ -41,26 +41,31 @@ def sealed(store: Store, clock: Clock) -> Store:
     return sealed_store(store, Keyring(store.cabinet, clock, lambda: MASTERS))
 
 
-class TestSealedMemoryStore(StoreContract, MovingContract):
+class SealedContract(StoreContract, MovingContract):
+    # A digest of the plain payload would confirm a guess of it.
+    keeps_digests = False
+
+
+class TestSealedMemoryStore(SealedContract):
     @pytest.fixture
     def make_store(self) -> MakeStore:
         return lambda clock: sealed(MemoryStore(clock), clock)
 
 
-class TestSealedSqliteStore(StoreContract, MovingContract):
+class TestSealedSqliteStore(SealedContract):
     @pytest.fixture
     def make_store(self, tmp_path: Path) -> MakeStore:
         numbers = itertools.count()
         return lambda clock: sealed(SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock), clock)
 
 
-class TestSealedRedisStore(StoreContract, MovingContract):
+class TestSealedRedisStore(SealedContract):
     @pytest.fixture
     def make_store(self, server_url: str) -> MakeStore:
         return lambda clock: sealed(RedisStore(with_prefix(server_url), winding=clock), clock)
 
 
-class TestSealedPostgresStore(StoreContract, MovingContract):
+class TestSealedPostgresStore(SealedContract):
     # Random days are slow here, and what is sealed is the same as on the others.
     test_the_same_day_goes_as_on_the_memory_store = None  # type: ignore[assignment]
 

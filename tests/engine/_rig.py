@@ -13,6 +13,7 @@ from comfyfleet.model.fact import Event, Fact, FleetEvent
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId, WorkflowHash
 from comfyfleet.model.job import JobResult, Submission
+from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.model.requirement import Preferences
 from comfyfleet.model.worker import Capabilities, Gpu, Hardware, Service
 from comfyfleet.policy.failover import SmartFailover
@@ -98,6 +99,7 @@ class Rig:
     async def take(self, worker: str) -> LeasedJob:
         leased = await self.poll(worker)
         assert leased is not None, f"{worker} found no job"
+        assert leased.payload_sha256 == leased_sha256(leased).hex(), "an agent would not run it"
         await self.engine.heartbeat(leased.worker_id, [leased.ref])
         return leased
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 from tests.engine._rig import graph, offers
 from tests.engine.test_several_engines import SharedStore
@@ -15,10 +16,11 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
-from comfyfleet.model.dispatch import LeaseOffer, Written
+from comfyfleet.model.dispatch import AtRevision, Change, LeaseOffer, Write, Written
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
-from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.job import Attachment, Job, Submission
+from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
 from comfyfleet.stores.postgres import PostgresStore
@@ -150,3 +152,61 @@ async def test_a_record_that_cannot_be_read_with_the_lease_is_read_after_it(
     monkeypatch.setattr(store.records, "get", lost_once)
     assert made_for(await poll(engine, "first", 60)) == (job_id, "ann")
     assert reads == 2
+
+
+SHAPES = {
+    "plain": Submission(graph(text="ein Fuchs \N{SNOWFLAKE}", strength=1.0, large=2**63 + 1)),
+    "with seeds that are drawn": Submission(graph(seed=-1, noise_seed=-1)),
+    "with attachments": Submission(
+        graph(image=""), attachments=(Attachment("a.png", b"\xff\x00", "1", "image"),)
+    ),
+    "with outputs that are named": Submission(graph(), include_outputs=("2",), metadata={"for": "the cover"}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_a_dispatch_carries_the_hash_of_what_its_lease_runs(
+    engine: Engine, store: Store, shape: str
+) -> None:
+    job_id = (await engine.submit(SHAPES[shape])).job_id
+    dispatch = await store.load(job_id)
+    leased = await poll(engine, "first", 60)
+    assert dispatch is not None and dispatch.payload_sha256 is not None and leased is not None
+    assert dispatch.payload_sha256.hex() == leased.payload_sha256 == leased_sha256(leased).hex()
+
+
+async def test_a_payload_that_was_swapped_on_its_way_does_not_fit_the_hash_of_the_lease(
+    engine: Engine, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = await submit(engine, ANN)
+    get = store.records.get
+
+    async def swapped(wanted: JobId) -> Job | None:
+        job = await get(wanted)
+        return job and msgspec.structs.replace(job, payload=Submission(graph(made_for="bob")))
+
+    monkeypatch.setattr(store.records, "get", swapped)
+    leased = await poll(engine, "first", 60)
+    assert made_for(leased) == (job_id, "bob")
+    assert leased is not None and leased.payload_sha256 != leased_sha256(leased).hex()
+
+
+async def test_equal_payloads_of_two_jobs_have_different_hashes(engine: Engine, store: Store) -> None:
+    digests = set()
+    for _ in range(2):
+        dispatch = await store.load((await engine.submit(Submission(graph()))).job_id)
+        assert dispatch is not None
+        digests.add(dispatch.payload_sha256)
+    assert len(digests) == 2
+
+
+async def test_a_job_from_before_dispatches_carried_a_hash_is_leased_with_that_of_its_record(
+    engine: Engine, store: Store
+) -> None:
+    job_id = await submit(engine, ANN)
+    dispatch = await store.load(job_id)
+    assert dispatch is not None
+    unsaid = Write(job_id, AtRevision(dispatch.revision), Change(payload_sha256=None))
+    assert await store.write(unsaid) is not None
+    leased = await poll(engine, "first", 60)
+    assert leased is not None and leased.payload_sha256 == leased_sha256(leased).hex()

@@ -29,6 +29,7 @@ FINAL = {
     FailureKind.UNREADABLE,
 }
 WORKER_CANNOT = {FailureKind.MISSING_NODE, FailureKind.MISSING_MODEL}
+NOBODYS_FAULT = {FailureKind.PAYLOAD_MISMATCH}
 WORKER_GONE = {FailureKind.DEAD_WORKER, FailureKind.LEASE_EXPIRED}
 MAY_WORK_LATER = {
     FailureKind.NODE_ERROR,
@@ -64,9 +65,14 @@ def verdict(
 
 def test_every_kind_of_failure_has_its_row() -> None:
     assert set(TABLE) == set(FailureKind)
-    assert {*FINAL, *WORKER_CANNOT, *WORKER_GONE, *MAY_WORK_LATER, FailureKind.OUT_OF_MEMORY} == set(
-        FailureKind
-    )
+    assert {
+        *FINAL,
+        *WORKER_CANNOT,
+        *WORKER_GONE,
+        *MAY_WORK_LATER,
+        *NOBODYS_FAULT,
+        FailureKind.OUT_OF_MEMORY,
+    } == set(FailureKind)
 
 
 @pytest.mark.parametrize("kind", sorted(FINAL))
@@ -103,6 +109,16 @@ def test_what_may_work_later_is_charged_to_the_job_and_backs_off(kind: FailureKi
     assert (found.charged, found.worker_faults) == (1, 0)
     assert found.not_before == NOW + 0.5 * RULES.retry_base_s
     assert TABLE[kind].block is BlockRule.COUNTED
+
+
+@pytest.mark.parametrize("kind", sorted(NOBODYS_FAULT))
+def test_what_is_nobodys_fault_is_tried_again_in_bounds_and_blocks_nobody(kind: FailureKind) -> None:
+    found = verdict(kind)
+    assert found.will_retry
+    assert (found.charged, found.worker_faults) == (1, 0)
+    assert found.not_before == NOW + 0.5 * RULES.retry_base_s
+    assert TABLE[kind].block is BlockRule.NONE
+    assert not verdict(kind, msgspec.structs.replace(JOB, charged=JOB.max_attempts - 1)).will_retry
 
 
 @pytest.mark.parametrize("kind", sorted(WORKER_GONE))

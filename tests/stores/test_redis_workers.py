@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
+from hashlib import sha256
 from math import inf
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from comfyfleet.model.calls import Applicant, Command
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.job import JobResult
+from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.model.terms import DEFAULT_CHARGE_S, TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.ports import Clock
@@ -68,7 +70,7 @@ class Worker:
         if answer is None:
             return None
         assert isinstance(answer, list)
-        *lease, self.left, self.payload = answer
+        *lease, self.left, self.payload, self.sha256 = answer
         self.lease = [str(part) for part in lease]
         return self.lease[0]
 
@@ -222,6 +224,20 @@ async def test_a_worker_leases_beats_reports_and_completes(bench: Bench, worker:
     kinds = [fact.kind.value for fact in await bench.store.facts(job.job_id)]
     assert kinds == ["queued", "leased", "completed"]
     assert await bench.store.next_due() is None
+
+
+async def test_the_hash_that_comes_with_a_lease_is_that_of_the_payload_also_after_a_change(
+    bench: Bench, worker: Worker
+) -> None:
+    await admit(bench)
+    dispatch = await bench.enqueue()
+    payload = Submission({"1": {"class_type": "Späti", "inputs": {"seed": 2**63}}})
+    changed = await bench.change(dispatch, Change(), job={"payload": payload})
+    assert changed is not None
+    await bench.enqueue()
+    for number in range(2):
+        assert worker.lease_next(f"p{number}") == json.loads(worker.payload)["job_id"]
+        assert worker.sha256 == base64.b64encode(sha256(worker.payload.encode()).digest()).decode()
 
 
 async def test_a_released_job_returns_to_its_place_and_a_cancelled_one_ends(

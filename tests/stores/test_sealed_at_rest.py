@@ -42,6 +42,7 @@ MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")
 TOLD = ("fox-in-the-snow", "for-the-cover", "drawn-by-hand", "left-on-the-server", "fell-over-a-fox")
 """A prompt, metadata, an attachment, a result, and what a server said of a failure."""
 PROMPT, METADATA, ATTACHED, RESULT, FAILURE = TOLD
+DIGEST = bytes(range(32))
 STAGED, LATER = "left-before-it-was-told", "found-while-it-waited"
 
 Look = Callable[[], Awaitable[bytes]]
@@ -132,6 +133,8 @@ async def test_what_lies_there_is_ciphertext_and_what_is_read_is_whole(
     assert view.attempts[0].failure is not None and view.attempts[0].failure.traceback == (FAILURE,)
     told = [fact.data for fact in await engine.store.facts(job_id) if fact.kind.value == "retrying"]
     assert told[0] is not None and told[0]["message"] == FAILURE
+    dispatch = await engine.store.load(job_id)
+    assert dispatch is not None and (dispatch.payload_sha256 is None) == is_sealed, "it would confirm a guess"
     lies_there += await look()
     await engine.close()
     lies_there += await look()
@@ -242,7 +245,11 @@ async def test_a_tenants_database_holds_ciphertext_too(
     teller = Teller(database)
     opening = teller.opening(0)
     payload = Submission({"1": {"text": PROMPT}}, metadata={"why": METADATA})
-    opening = msgspec.structs.replace(opening, job=msgspec.structs.replace(opening.job, payload=payload))
+    opening = msgspec.structs.replace(
+        opening,
+        job=msgspec.structs.replace(opening.job, payload=payload),
+        dispatch=msgspec.structs.replace(opening.dispatch, payload_sha256=DIGEST),
+    )
     await database.open_round(opening)
     hold_id, staged = opening.hold.hold_id, JobResult({"9": {"n": STAGED}})
     payload = msgspec.structs.replace(payload, include_outputs=(LATER,))
@@ -252,6 +259,8 @@ async def test_a_tenants_database_holds_ciphertext_too(
     assert leased is not None and leased.payload == payload
     assert found is not None and found.job == leased and found.result == staged
     lay_there = in_files(tmp_path) if kind == "sqlite" else in_postgres(url)
+    (waiting,) = await database.outbox(is_sent=False, after=None, limit=9)
+    assert waiting.dispatch.payload_sha256 == (None if is_sealed else DIGEST), "it would confirm a guess"
     ending = teller.ending(opening.hold, Phase.COMPLETED)
     changes = {"result": JobResult({"9": {"n": RESULT}}), "failure": Failure(FailureKind.UNKNOWN, FAILURE)}
     await database.end_round(msgspec.structs.replace(ending, changes=changes))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from tests.worker._scripted import QUICK, ScriptedApi, cancel, leased_job, quick, running, until
 
@@ -16,6 +17,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import JobResult
+from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails, hangs, takes
 from comfyfleet.worker.news import NewsSender
@@ -54,6 +56,27 @@ async def test_a_run_that_never_told_its_start_counts_from_its_beginning() -> No
         api.give(leased_job())
         await until(lambda: api.named("complete"))
     assert api.named("complete")[0].seconds >= 0.09
+
+
+# a payload that is not the job's
+
+
+@pytest.mark.parametrize("is_its_own", [True, False])
+async def test_a_payload_runs_only_if_its_hash_is_the_one_that_the_lease_says(
+    is_its_own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    api, connector = ScriptedApi(), SimulatedConnector(behaviour=takes(0))
+    whose = leased_job() if is_its_own else leased_job("another")
+    job = msgspec.structs.replace(leased_job(), payload_sha256=leased_sha256(whose).hex())
+    async with running(api, connector):
+        api.give(job)
+        await until(lambda: api.named("complete") + api.named("fail"))
+    assert bool(connector.runs) == bool(api.named("complete")) == is_its_own
+    if not is_its_own:
+        (told,) = api.named("fail")
+        assert told.failure.kind is FailureKind.PAYLOAD_MISMATCH
+        assert "did not run it" in told.failure.message
+        assert told.failure.message in caplog.text, "the operator of the worker hears of it too"
 
 
 # a lease that ends early

@@ -38,6 +38,9 @@ ANN, BOB = tenant("ann"), tenant("bob")
 
 
 class KeepingContract:
+    keeps_digests = True
+    """Whether a dispatch keeps the digest of its payload. A store that encrypts payloads keeps none."""
+
     # facts, attempts, counts
 
     async def test_facts_are_numbered_from_one_without_a_gap_in_the_write_that_makes_them(
@@ -99,6 +102,27 @@ class KeepingContract:
         }
         assert await bench.cancel(dispatch) is not None
         assert (await bench.store.counts()).by_phase[Phase.LEASED] == 0
+
+    async def test_the_digest_of_a_payload_stays_with_its_dispatch_until_it_is_changed(
+        self, bench: Bench
+    ) -> None:
+        first: bytes | None = bytes(range(32))
+        second: bytes | None = bytes(range(224, 256))
+        dispatch, ref = await bench.leased(payload_sha256=first)
+        if not self.keeps_digests:
+            first = second = None
+        assert dispatch.payload_sha256 == first
+        assert await bench.store.write(release(ref)) is not None
+        again = await bench.lease_next()
+        assert again is not None and again.payload_sha256 == first
+        assert await bench.store.write(release(again.lease_ref())) is not None
+        for written, kept in ((bytes(range(224, 256)), second), (None, None)):
+            waiting = await bench.store.load(dispatch.job_id)
+            assert waiting is not None
+            changed = await bench.change(waiting, Change(payload_sha256=written))
+            assert changed is not None and changed.dispatch.payload_sha256 == kept
+            loaded = await bench.store.load(dispatch.job_id)
+            assert loaded is not None and loaded.payload_sha256 == kept
 
     async def test_the_payloads_of_open_jobs_are_weighed_together(self, bench: Bench) -> None:
         async def weight() -> int:

@@ -24,6 +24,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
+from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.policy.timing import released
 from comfyfleet.ports import Document
 
@@ -151,7 +152,12 @@ class Dependencies:
                 return False
             now = await context.store.now()
             change = released(dispatch, now, context.rules)
-            kept = {"payload": with_files(job.payload, files)} if files else None
+            kept = None
+            if files:
+                payload = with_files(job.payload, files)
+                kept = {"payload": payload}
+                digest = job_sha256(msgspec.structs.replace(job, payload=payload))
+                change = msgspec.structs.replace(change, payload_sha256=digest)
             written = await context.store.write(
                 Write(job_id, AtRevision(dispatch.revision), change, job=kept)
             )

@@ -29,6 +29,7 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import check_workflow, read_needs
 from comfyfleet.policy.admission import check_dependencies, check_submission
@@ -104,6 +105,9 @@ class SubmitDesk:
             reference=submission.reference,
             seeds={node_id: context.chance.seed() for node_id in reading.drawing} or None,
         )
+        if all(each.file is not None for each in submission.inputs):
+            # Otherwise it is known when the files of other jobs are.
+            dispatch = msgspec.structs.replace(dispatch, payload_sha256=job_sha256(job))
         if tenant is None:
             written = await self._write(dispatch, job, place)
         else:

@@ -45,10 +45,10 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
 from comfyfleet.model.job import Job
 from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.payload_digest import job_sha256, runnable_workflow
 from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.model.workflow import resolve_seeds
 from comfyfleet.policy.failover import lifted_by_inventory
 from comfyfleet.policy.learning import after_run, no_lesson, warmed
 from comfyfleet.policy.lifecycle import completed
@@ -212,10 +212,7 @@ class WorkerDesk:
             # Another process has the key: the job is no worse for it.
             await self._context.give_back(dispatch)
             raise Fault("the jobs of this fleet are sealed and this process has no key: give it [encryption]")
-        workflow = payload.workflow
-        if job.seeds:
-            chosen = iter(job.seeds.values())
-            workflow = resolve_seeds(workflow, lambda: next(chosen))[0].to_graph()
+        workflow = runnable_workflow(job)
         rules = self._context.rules
         timeouts = payload.timeouts
         return LeasedJob(
@@ -238,6 +235,7 @@ class WorkerDesk:
             attempt=dispatch.attempts,
             metadata=payload.metadata,
             traceparent=traceparent_of(dispatch.job_id, payload.traceparent),
+            payload_sha256=(dispatch.payload_sha256 or job_sha256(job, workflow)).hex(),
         )
 
     # while it runs

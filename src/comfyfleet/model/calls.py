@@ -119,6 +119,8 @@ class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] | None = None
     traceparent: str | None = None
     """The trace that the job belongs to (W3C)."""
+    payload_sha256: str | None = None
+    """In hexadecimal. The agent runs nothing else (`model/payload_digest.py`). None: a hub that does not say."""
 
     @property
     def job_id(self) -> JobId:

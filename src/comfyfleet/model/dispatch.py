@@ -131,6 +131,9 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Other jobs wait for this one: whoever ends it tells them."""
     payload_bytes: int = 0
     """How large the payload is that is kept for this job: as JSON, and attachments as they are."""
+    payload_sha256: bytes | None = None
+    """Of what its lease runs (`model/payload_digest.py`). None: not known before the lease, as of a job that waits for
+    files of others, or is encrypted (a digest would confirm a guess), or was taken by an older version."""
     is_apart: bool = False
     """Its record lies in a tenant's database, where its end is to be settled."""
     settled_at: float | None = None
@@ -233,6 +236,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     is_held: bool | UnsetType = UNSET
     is_awaited: bool | UnsetType = UNSET
     settled_at: float | UnsetType | None = UNSET
+    payload_sha256: bytes | UnsetType | None = UNSET
 
     def apply(self, dispatch: Dispatch) -> Dispatch:
         values = {name: value for name in _CHANGEABLE if (value := getattr(self, name)) is not UNSET}

@@ -42,6 +42,7 @@ _CALLERS_FAULT = Row(Charge.NOTHING, BlockRule.NONE, is_final=True)
 _WORKER_CANNOT = Row(Charge.WORKER_FAULTS, BlockRule.INVENTORY)
 _SERVER_REFUSES = Row(Charge.NOTHING, BlockRule.REFUSAL)
 _MAY_WORK_LATER = Row(Charge.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
+_NOBODYS_FAULT = Row(Charge.ATTEMPTS, BlockRule.NONE, backs_off=True)
 _WORKER_IS_GONE = Row(Charge.WORKER_FAULTS, BlockRule.COUNTED)
 _JOBS_OWN_LIMIT = Row(Charge.NOTHING, BlockRule.NONE, is_final=True)
 
@@ -64,6 +65,7 @@ TABLE: dict[FailureKind, Row] = {
     FailureKind.TOTAL_TIMEOUT: _JOBS_OWN_LIMIT,
     FailureKind.DEADLINE_PASSED: _JOBS_OWN_LIMIT,
     FailureKind.DEPENDENCY_FAILED: _JOBS_OWN_LIMIT,
+    FailureKind.PAYLOAD_MISMATCH: _NOBODYS_FAULT,
     FailureKind.UNREADABLE: _JOBS_OWN_LIMIT,
 }
 

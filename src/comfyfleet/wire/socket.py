@@ -236,6 +236,7 @@ def assigned(job: LeasedJob) -> dict[str, Any]:
             "attempt": job.attempt,
             "metadata": job.metadata,
             "traceparent": job.traceparent,
+            "payload_sha256": job.payload_sha256,
         },
     }
 

@@ -180,6 +180,9 @@ class LeasedBody(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, Any] | None = None
     traceparent: str | None = None
     """The trace that the job belongs to, for logs and for whoever is asked on its behalf (W3C)."""
+    payload_sha256: str | None = None
+    """Of what this lease runs, in hexadecimal. A worker that computes another one runs nothing, and fails the attempt
+    as `payload_mismatch`."""
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -286,6 +289,7 @@ def lease_answer(job: LeasedJob) -> LeaseAnswer:
             job.attempt,
             job.metadata,
             job.traceparent,
+            job.payload_sha256,
         ),
     )
 
@@ -308,6 +312,7 @@ def leased_job(answer: LeaseAnswer) -> LeasedJob:
         attempt=job.attempt,
         metadata=job.metadata,
         traceparent=job.traceparent,
+        payload_sha256=job.payload_sha256,
     )
 
 

@@ -22,6 +22,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied, bounded
 from comfyfleet.model.job import JobResult, OutputFile
+from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.ports import Connector, InputSource, OutputKeeper, OutputSource, WorkerApi
 from comfyfleet.worker.fetching import Patience, no_source, side_by_side, with_inputs
 from comfyfleet.worker.news import NewsSender, Outbox
@@ -122,6 +123,9 @@ class AttemptRun:
     async def run(self) -> Failure | None:
         """Ends when nothing is left to do for the lease. Answers the failure there was, reported or given back."""
         try:
+            if (refused := _mismatch(self.job)) is not None:
+                _log.error("%s", refused.message)
+                return await self._fail(refused, 0.0)
             loop = asyncio.get_running_loop()
             begun_at = loop.time()
             outcome = await self._process() if self._stop_reason is None else None
@@ -342,6 +346,17 @@ class AttemptRun:
                     _log.warning("the end of %s could not be reported: %r", self.ref.attempt_id, error)
                     return None
             await asyncio.sleep(pause_s)
+
+
+def _mismatch(job: LeasedJob) -> Failure | None:
+    """Why nothing of this lease may run. A hub of an older version sends no digest, and then there is none."""
+    if job.payload_sha256 is None or (found := leased_sha256(job).hex()) == job.payload_sha256:
+        return None
+    return Failure(
+        FailureKind.PAYLOAD_MISMATCH,
+        f"The payload that arrived for job {job.job_id} is not the one that was submitted: its SHA-256 is {found}, "
+        f"and the lease says {job.payload_sha256}. The worker did not run it.",
+    )
 
 
 def _unexpected(error: BaseException) -> Failure:

@@ -39,6 +39,8 @@ from comfyfleet.stores.redis.dispatches import (
     decode_kept,
     decode_record,
     encode_dispatch,
+    sha256_of,
+    text_of_digest,
 )
 from comfyfleet.stores.shelf import MAX_PAIRS_PER_WORKER
 
@@ -161,12 +163,13 @@ def encode_enqueue(dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> 
     is_fresh = not record and not texts and job.phase is Phase.QUEUED
     is_plain = dispatch.stands_in_lane and dispatch.wake_at is None and dispatch.relaxed_class is None
     workflow_hash, reference = dispatch.workflow_hash, job.reference
+    payload = _json(job) if is_fresh else encode_payload(job)
     arguments: list[str | bytes] = [
         dispatch.job_id,
-        encode_dispatch(dispatch, job.phase, record, reference),
+        encode_dispatch(dispatch, job.phase, record, reference, payload),
         dispatch.class_key,
         f"{dispatch.priority} {len(workflow_hash.encode())} {workflow_hash}{dispatch.tenant}",
-        _json(job) if is_fresh else encode_payload(job),
+        payload,
         f"{dispatch.tenant}\0{reference}" if reference else "",
         f"1 {dispatch.payload_bytes}" if is_plain else "0",
         str(2 * len(texts)),
@@ -284,6 +287,8 @@ def encode_write(write: Write, payload: bytes | None = None) -> bytes:
     change, job = write.change, write.job
     assert change.lease is UNSET or change.lease is None, "a write ends a lease; only a lease begins one"
     changed = {name: value for name in _CHANGEABLE if (value := getattr(change, name)) is not UNSET}
+    if isinstance(change.payload_sha256, bytes):
+        changed["payload_sha256"] = text_of_digest(change.payload_sha256)
     record: dict[str, Any] = {}
     texts: dict[str, Any] = {}
     if job:
@@ -292,6 +297,7 @@ def encode_write(write: Write, payload: bytes | None = None) -> bytes:
         texts = {name: job[name] and _json(job[name]).decode() for name in _TEXTS if name in job}
     if payload is not None:
         texts["payload"] = payload.decode()
+        changed["record_sha256"] = sha256_of(payload)
     guard: int | tuple[int, int, int, str]
     match write.guard:
         case HeldBy(ref):

@@ -6,6 +6,8 @@ The library reads and changes the head with every lease and leaves the rest alon
 from __future__ import annotations
 
 import struct
+from binascii import a2b_base64, b2a_base64
+from hashlib import sha256
 
 import msgspec
 
@@ -60,6 +62,10 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     payload_bytes: int = 0
     is_apart: bool = False
     settled_at: float | None = None
+    payload_sha256: str | None = None
+    """In Base64: the library packs text alone."""
+    record_sha256: str | None = None
+    """Of the text that is kept as the payload, in Base64: for workers that get that text as it is."""
 
 
 _pack = msgspec.msgpack.encode
@@ -134,6 +140,7 @@ def decode_kept(data: bytes, start: int) -> Kept:
         rest.is_held,
         rest.is_awaited,
         rest.payload_bytes,
+        None if rest.payload_sha256 is None else a2b_base64(rest.payload_sha256),
         rest.is_apart,
         rest.settled_at,
     )
@@ -163,8 +170,18 @@ def encode_place(facts: int) -> bytes:
     return _PLACE.pack(0, 0, facts)
 
 
-def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, reference: str | None) -> bytes:
-    """Of a new one: without its place in line, which the library gives it."""
+def text_of_digest(digest: bytes | None) -> str | None:
+    return None if digest is None else b2a_base64(digest, newline=False).decode()
+
+
+def sha256_of(text: bytes) -> str:
+    return b2a_base64(sha256(text).digest(), newline=False).decode()
+
+
+def encode_dispatch(
+    dispatch: Dispatch, record_phase: Phase, record: bytes, reference: str | None, payload: bytes
+) -> bytes:
+    """Of a new one: without its place in line, which the library gives it. `payload`: the text that is kept with it."""
     lease, wake_at, cancel_requested_at = dispatch.lease, dispatch.wake_at, dispatch.cancel_requested_at
     state = _STATE.pack(
         _PHASE_CODES[dispatch.phase],
@@ -217,6 +234,8 @@ def encode_dispatch(dispatch: Dispatch, record_phase: Phase, record: bytes, refe
         dispatch.payload_bytes,
         dispatch.is_apart,
         dispatch.settled_at,
+        text_of_digest(dispatch.payload_sha256),
+        sha256_of(payload),
     )
     packed = _pack(rest)
     parts += (_LENGTH.pack(len(packed)), packed)

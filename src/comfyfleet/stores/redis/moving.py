@@ -53,12 +53,13 @@ class RedisMoving:
 
 def _encode(whole: WholeJob) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     job = whole.job
-    text = encode_dispatch(whole.dispatch, job.phase, codec.encode_record(job), job.reference)
+    payload = codec.encode_payload(job)
+    text = encode_dispatch(whole.dispatch, job.phase, codec.encode_record(job), job.reference, payload)
     dispatch = encode_place(len(whole.facts)) + text
     log = b"".join(line + b"\n" for line in _log(whole))
     result = b"" if job.result is None else _json(job.result)
     failure = b"" if job.failure is None else _json(job.failure)
-    return dispatch, codec.encode_payload(job), log, result, failure
+    return dispatch, payload, log, result, failure
 
 
 def _log(whole: WholeJob) -> Iterator[bytes]:

@@ -130,7 +130,8 @@ define('worker_leave', function(s, args)
 end)
 
 -- worker, poll, token, seconds within which the first heartbeat must come
--- → job, round, number, epoch, token, seconds left, payload (JSON); nothing if nothing waits for it
+-- → job, round, number, epoch, token, seconds left, payload (JSON), SHA-256 of that text (Base64, "" if a job of an older
+-- engine has none); nothing if nothing waits for it
 define('worker_lease_next', function(s, args)
   local worker = worker_of(s, args[4])
   if not worker or worker.is_offline then
@@ -159,7 +160,7 @@ define('worker_lease_next', function(s, args)
   local lease = job.lease
   local left = string.format('%.3f', lease.expires_at - now(s))
   local payload = call('GET', job_key(s, job.job_id) .. ':payload')
-  return {job.job_id, job.round, lease.number, lease.epoch, lease.token, left, payload}
+  return {job.job_id, job.round, lease.number, lease.epoch, lease.token, left, payload, rest(job).record_sha256 or ''}
 end, function(s, args, names)
   -- Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
   local poll_id = args[4] .. '/' .. text(args[5], 'a poll')

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import msgspec
+from msgspec import UNSET
 
 from comfyfleet.model.calls import Applicant, FinishedRun, Foreign, ForeignReport
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseOffer, Phase, Write, Written
@@ -55,6 +56,8 @@ class SealedStore:
 
     async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
         self._tenants.note(job.job_id, job.tenant)
+        if self._keyring.seals:
+            dispatch = without_digest(dispatch)
         return await self._inner.enqueue(dispatch, await self._sealer.job(job), facts)
 
     async def write(self, write: Write) -> Written | None:
@@ -84,6 +87,9 @@ class SealedStore:
 
     async def _sealed(self, write: Write) -> Write | None:
         """None: there is no such job, so no guard holds."""
+        if self._keyring.seals and write.change.payload_sha256 is not UNSET:
+            change = msgspec.structs.replace(write.change, payload_sha256=None)
+            write = msgspec.structs.replace(write, change=change)
         says_nothing = write.attempt_end is None or write.attempt_end.failure is None
         if not write.job and says_nothing and not write.facts:
             return write
@@ -120,6 +126,11 @@ class Tenants:
         self._of[job_id] = tenant
         if len(self._of) > _MOST_TENANTS:
             del self._of[next(iter(self._of))]
+
+
+def without_digest(dispatch: Dispatch) -> Dispatch:
+    """A digest of the plain payload would confirm a guess of it. What is sealed is bound to its job by its seal."""
+    return msgspec.structs.replace(dispatch, payload_sha256=None)
 
 
 def _told(written: Written | None, write: Write) -> Written | None:

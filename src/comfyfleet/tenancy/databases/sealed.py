@@ -15,7 +15,7 @@ from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.stores.sealed.keyring import Keyring
 from comfyfleet.stores.sealed.sealer import Sealer
-from comfyfleet.stores.sealed.store import SealedRecords, Tenants
+from comfyfleet.stores.sealed.store import SealedRecords, Tenants, without_digest
 from comfyfleet.stores.sealed.values import CannotOpen
 from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OpenRound, TenantDatabase
 
@@ -28,6 +28,7 @@ class SealedDatabase(SealedRecords):
     def __init__(self, inner: TenantDatabase, keyring: Keyring) -> None:
         super().__init__(inner, Sealer(keyring), Tenants())
         self._database = inner
+        self._keyring = keyring
 
     def __getattr__(self, name: str) -> Any:
         # The book, the outbox and whatever else holds nothing of a job's content are the inner database's own.
@@ -36,7 +37,8 @@ class SealedDatabase(SealedRecords):
     async def open_round(self, opening: Opening) -> Opened:
         job = opening.job
         self._tenants.note(job.job_id, job.tenant)
-        sealed = msgspec.structs.replace(opening, job=await self._sealer.job(job))
+        dispatch = without_digest(opening.dispatch) if self._keyring.seals else opening.dispatch
+        sealed = msgspec.structs.replace(opening, job=await self._sealer.job(job), dispatch=dispatch)
         opened = await self._database.open_round(sealed)
         kept = job if opened.outcome is Entered.DONE else await self._opened(opened.job)
         return msgspec.structs.replace(opened, job=kept)
