@@ -458,9 +458,11 @@ class Timer(Protocol):
 
 
 class Clock(Protocol):
-    """Wall-clock seconds, and a way to be called at one."""
+    """`now` is the time of day; somebody may set it, so it jumps and goes back. `monotonic` only passes: for what lasts
+    in this process. A timer is as far away as that time is now; a clock that is set later moves none."""
 
     def now(self) -> float: ...
+    def monotonic(self) -> float: ...
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer: ...
 
 

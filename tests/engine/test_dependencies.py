@@ -214,7 +214,7 @@ async def test_a_job_that_vanished_before_it_completed_fails_who_waits(rig: Rig)
 async def test_the_engine_that_ends_a_job_lets_go_those_that_were_submitted_at_another() -> None:
     async with Rig() as rig:
         other = Engine(rig.store, clock=rig.clock)
-        await other._context.fleet.load(rig.clock.now())
+        await other._context.fleet.load()
         await rig.worker("a")
         first = await rig.submit()
         second = (await other.submit(Submission(graph(), after=(first,)))).job_id

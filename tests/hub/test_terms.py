@@ -278,7 +278,7 @@ class Gate:
     def another(self) -> TermsGate:
         """As at another hub."""
         tenants = Tenants(self.store.cabinet, self.clock, is_shared=self._is_shared)
-        return TermsGate(tenants, self.pools, self.store.cabinet, self.clock.now, is_shared=self._is_shared)
+        return TermsGate(tenants, self.pools, self.store.cabinet, self.clock, is_shared=self._is_shared)
 
     async def come(self, teller: Teller, *gates: TermsGate, count: int, **caps: int) -> int:
         """So many at once: how many got in."""
@@ -360,7 +360,7 @@ async def test_several_hubs_share_one_rate_and_hand_out_no_more_than_there_is(tm
 
 
 async def test_who_has_no_turn_is_told_when_it_comes(gate: Gate) -> None:
-    turns = Turns(gate.store.cabinet, gate.clock.now, is_shared=False)
+    turns = Turns(gate.store.cabinet, gate.clock, is_shared=False)
     for _ in range(30):
         await turns.take(TENANT, 30)
     for waited_s in (0.0, 0.5):

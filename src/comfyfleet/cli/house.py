@@ -90,12 +90,12 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
         await stack.enter_async_context(engine)
         await stack.enter_async_context(attended(keyring, store))
         assets = await stack.enter_async_context(
-            open_assets(resolved, store.cabinet, clock, estate.cabinet_of)
+            open_assets(resolved, store.cabinet, engine.clock, estate.cabinet_of)
         )
         hub = Hub(
             engine,
             store.cabinet,
-            clock,
+            engine.clock,
             limits=resolved.limits(),
             is_open=settings.open,
             legacy_websocket=settings.legacy_websocket,

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.fleet import Fleet
 from comfyfleet.engine.gate import Gate, OpenGate
+from comfyfleet.engine.shell import StoreClock
 from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Written
 from comfyfleet.model.fact import FleetEvent
@@ -37,11 +38,12 @@ class Context:
     ) -> None:
         self.store = store
         self.bus = bus
-        self.clock = clock
+        self.clock = StoreClock(clock, is_shared=store.is_shared)
+        """Whatever is written, told, or compared with what stands in the store is in its time."""
         self.chance = chance
         self.rules = rules
         self.strategy = strategy
-        self.fleet = Fleet(store)
+        self.fleet = Fleet(store, self.clock)
         self.reaches_tenants: bool = getattr(store, "reaches_tenants", False)
         """Whether the store takes a write to the databases of tenants that have one (`tenancy/apart.py`)."""
         self.wake_by: Callable[[float | None], None] = lambda _: None
@@ -57,15 +59,9 @@ class Context:
         self.gate: Gate = OpenGate()
         """Set by whoever knows of tenants and their terms."""
         self._lessons: dict[WorkflowHash, Lesson] = {}
-        self._ahead_s = 0.0
-        """How far the store's clock is ahead of this machine's."""
 
     async def compare_clocks(self) -> None:
-        self._ahead_s = await self.store.now() - self.clock.now()
-
-    def store_time(self) -> float:
-        """As the store would say, without asking: engines on several machines compare such times."""
-        return self.clock.now() + self._ahead_s
+        self.clock.heard(await self.store.now())
 
     def publish(self, written: Written) -> None:
         """Directly after every write, before anything that can fail: whoever waits hears of the change now or never.
@@ -86,7 +82,7 @@ class Context:
     def blocked(self, block: Block, message: str = "") -> None:
         now = self.clock.now()
         if block.is_in_force(now):
-            self.fleet.note_block(block, now)
+            self.fleet.note_block(block)
             self.wake_by(block.blocked_until)
             self.tell(
                 "blocked",
@@ -100,9 +96,8 @@ class Context:
             )
 
     async def unblocked(self, block: Block, why: str) -> None:
-        now = self.clock.now()
         others = await self.store.blocks(block.worker_id)
-        if not any(other.is_in_force(now) for other in others):
+        if all(other.blocked_until is None for other in others):
             self.fleet.with_blocks.discard(block.worker_id)
         if block.blocked_until is not None:
             self.tell(

@@ -27,7 +27,7 @@ class NodeDesk:
         needed = node_classes_of(workflow)
         fleet, context = self._context.fleet, self._context
         if context.store.is_shared:
-            await fleet.sync(context.clock.now())
+            await fleet.sync()
         missing = {
             worker.worker_id: sorted(needed - _classes(worker))
             for worker in fleet.workers.values()

@@ -120,7 +120,7 @@ class Engine:
             await self.store.open()
             if self.store.is_shared:
                 await self._context.compare_clocks()
-            await self._context.fleet.load(self._context.clock.now())
+            await self._context.fleet.load()
             self._relaying.start()
             rounds = self._rounds
             self.store.listen(rounds.everything_changed, self._commands.hear, rounds.relearn)
@@ -264,7 +264,12 @@ class Engine:
 
     def now(self) -> float:
         """As the store would say, without asking it."""
-        return self._context.store_time()
+        return self._context.clock.now()
+
+    @property
+    def clock(self) -> Clock:
+        """For whatever is kept beside the queue: hubs on several machines compare such times."""
+        return self._context.clock
 
     async def cancel(self, job_id: JobId) -> CancelAnswer:
         return await self._jobs.cancel(job_id)
@@ -286,7 +291,7 @@ class Engine:
         dispatch = (await self._jobs.get(job_id)).dispatch
         if self.store.is_shared:
             # Submitted at another engine, its class may be new to this one.
-            await self._context.fleet.sync(self._context.clock.now())
+            await self._context.fleet.sync()
         return await explain(self._context, dispatch, tenant)
 
     async def stats(self) -> QueueStats:
@@ -346,7 +351,7 @@ class Engine:
     async def workers(self) -> list[WorkerRecord]:
         if self.store.is_shared:
             # Those of other engines too, also where no slot is parked here that would look for them.
-            await self._context.fleet.sync(self._context.clock.now())
+            await self._context.fleet.sync()
         return list(self._context.fleet.workers.values())
 
     async def leases(self, workers: Iterable[WorkerRecord]) -> dict[WorkerId, list[Dispatch]]:

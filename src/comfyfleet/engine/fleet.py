@@ -20,25 +20,29 @@ from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
 from comfyfleet.policy.feasibility import is_feasible
 from comfyfleet.policy.learning import still_warm
 from comfyfleet.policy.projection import Vocabulary, profile_key
-from comfyfleet.ports import Store
+from comfyfleet.ports import Clock, Store
 
 # After so many growths the vocabulary is made anew from what waits, so that words nobody uses any more are forgotten.
 _REBUILD_AFTER = 1024
 
 _SAVE_SEEN_EVERY_S = 10.0
+_SET_S = 1.0
 
 _NONE: Set[ProfileKey] = frozenset()
 
 
 class Fleet:
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, clock: Clock) -> None:
         self._store = store
+        self._clock = clock
+        self._began = clock.now() - clock.monotonic()
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.classes: dict[ClassKey, RequirementClass] = {}
         self.with_blocks: set[WorkerId] = set()
-        """Workers that have a block in force, as far as this engine knows."""
+        """Workers that have a block with an end, as far as this engine knows. Whether it is over by now is the store's
+        to say: one that is asked for such a worker by itself leaves out the right jobs."""
         self.is_fresh_since = float("-inf")
-        """When what others may change was last read from the store."""
+        """When what others may change was last read from the store, by the clock that nobody sets."""
         self._fits: dict[ClassKey, set[ProfileKey]] = {}
         self._vocabulary = Vocabulary.of(())
         self._growths = 0
@@ -51,21 +55,21 @@ class Fleet:
 
     # what others, or this engine in an earlier life, have put into the store
 
-    async def load(self, now: float) -> None:
+    async def load(self) -> None:
         async with self._changing:
             await self._catch_up()
         for block in await self._store.blocks():
-            self.note_block(block, now)
+            self.note_block(block)
 
-    async def freshen(self, now: float, max_age_s: float) -> None:
-        if now >= self.is_fresh_since + max_age_s:
-            await self.sync(now)
+    async def freshen(self, max_age_s: float) -> None:
+        if self._clock.monotonic() >= self.is_fresh_since + max_age_s:
+            await self.sync()
 
-    async def sync(self, now: float) -> bool:
+    async def sync(self) -> bool:
         """Reads again what other engines may have changed. True: somebody may find what was not there before."""
-        self.is_fresh_since = now
+        self.is_fresh_since = self._clock.monotonic()
         async with self._changing:
-            return await self._catch_up() | await self._read_blocks(now)
+            return await self._catch_up() | await self._read_blocks()
 
     async def _catch_up(self) -> bool:
         """Learns of classes and workers of others, so that a profile here means the same as it does there."""
@@ -102,9 +106,10 @@ class Fleet:
             if profile in profiles and is_feasible(cls, worker.worker_id, worker.capabilities):
                 fits.add(profile)
 
-    async def _read_blocks(self, now: float) -> bool:
-        before = set(self.with_blocks)
-        self.with_blocks = {block.worker_id for block in await self._store.blocks() if block.is_in_force(now)}
+    async def _read_blocks(self) -> bool:
+        before, self.with_blocks = self.with_blocks, set()
+        for block in await self._store.blocks():
+            self.note_block(block)
         return bool(before - self.with_blocks)
 
     def _speakers(self) -> dict[ProfileKey, WorkerRecord]:
@@ -263,7 +268,7 @@ class Fleet:
         seen_at = max(stored.last_seen_at, self.workers.get(worker_id, known).last_seen_at)
         return msgspec.structs.replace(stored, last_seen_at=seen_at)
 
-    async def look_at(self, matched: WorkerRecord, now: float) -> None:
+    async def look_at(self, matched: WorkerRecord) -> None:
         """The store would not lease to a worker as it was matched: everything is read again if it is another by now."""
         known = self.workers.get(matched.worker_id)
         # Where nobody else writes, or another slot has looked already, there is nothing to learn.
@@ -271,7 +276,7 @@ class Fleet:
             return
         stored = await self._store.get_worker(matched.worker_id)
         if stored is None or stored.profile != matched.profile:
-            await self.sync(now)
+            await self.sync()
 
     async def change(self, record: WorkerRecord) -> bool:
         """Written over what `newest` answered. False: since then it was removed, or registered anew."""
@@ -303,6 +308,16 @@ class Fleet:
         if self._store.is_shared and now - self._saved_at.get(worker_id, 0.0) >= _SAVE_SEEN_EVERY_S:
             self._saved_at[worker_id] = now
             await self._note(worker_id)
+
+    def follow_clock(self) -> None:
+        """Somebody may have set the clock. A worker that was silent for a second then still was for a second."""
+        began = self._clock.now() - self._clock.monotonic()
+        by, self._began = began - self._began, began
+        if abs(by) > _SET_S:
+            for worker_id, worker in self.workers.items():
+                self.workers[worker_id] = msgspec.structs.replace(
+                    worker, last_seen_at=worker.last_seen_at + by
+                )
 
     def heard_of(self, worker_id: WorkerId, at: float) -> None:
         """The store knows that it was there; nothing is to be kept."""
@@ -349,8 +364,8 @@ class Fleet:
         self._saved_at.pop(worker_id, None)
         self._changed()
 
-    def note_block(self, block: Block, now: float) -> None:
-        if block.is_in_force(now):
+    def note_block(self, block: Block) -> None:
+        if block.blocked_until is not None:
             self.with_blocks.add(block.worker_id)
 
     # profiles

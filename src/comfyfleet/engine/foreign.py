@@ -80,7 +80,7 @@ class ForeignDesk:
             left = await door.look(_BATCH)
             if left.applicants or left.reports or left.finished:
                 # Judged by what the fleet is now: this engine may have had nothing to do for hours.
-                await context.fleet.sync(context.clock.now())
+                await context.fleet.sync()
             self._hear_of(left.seen)
             done = 0
             for applicant in left.applicants:

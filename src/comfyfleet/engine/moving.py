@@ -14,6 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from comfyfleet.engine.fleet import Fleet
+from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import (
     AtRevision,
@@ -89,7 +90,7 @@ class Move:
         """Random text, different in each move."""
         self._rules = rules or Rules()
         self._tell = tell
-        self._fleet = Fleet(target)
+        self._fleet = Fleet(target, SystemClock())
         self._classes: dict[ClassKey, RequirementClass] = {}
         self._ready: set[ClassKey] = set()
         self._tenants: set[TenantId] = set()
@@ -109,7 +110,7 @@ class Move:
             if not was_paused:
                 await self._source.pause_queue(False)
             raise
-        await self._fleet.load(await self._target.now())
+        await self._fleet.load()
         await self._move_lessons()
         await self._move_terms()
         await self._move_blocks()

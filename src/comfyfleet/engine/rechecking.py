@@ -28,7 +28,7 @@ class Rechecks:
     def calling(self, look: Callable[[], None]) -> Iterator[None]:
         """While this lasts, `look` is called every few seconds."""
         waiting = object()
-        self._due[waiting] = (self._clock.now() + self._every_s, look)
+        self._due[waiting] = (self._clock.monotonic() + self._every_s, look)
         self._arm()
         try:
             yield
@@ -38,11 +38,12 @@ class Rechecks:
     def _arm(self) -> None:
         if self._timer is None and self._due and not self._is_closed:
             first, _ = next(iter(self._due.values()))
-            self._timer = self._clock.call_at(max(first, self._clock.now() + _PAUSE_S), self._fire)
+            wait_s = max(first - self._clock.monotonic(), _PAUSE_S)
+            self._timer = self._clock.call_at(self._clock.now() + wait_s, self._fire)
 
     def _fire(self) -> None:
         self._timer = None
-        now = self._clock.now()
+        now = self._clock.monotonic()
         for waiting, (due_at, look) in list(self._due.items()):
             if due_at > now:
                 break

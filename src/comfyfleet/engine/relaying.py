@@ -111,7 +111,7 @@ class Relaying:
     def _hear(self, event: Event) -> None:
         if self._follower.is_passing_on:
             return
-        now = self._context.clock.now()
+        now = self._context.clock.monotonic()
         if isinstance(event, FleetEvent):
             if now < self._everything_until:
                 self._put(event)
@@ -221,7 +221,7 @@ class Relaying:
             self._tell(event)
 
     def _note_wanted(self, heard: _Wants) -> None:
-        now = self._context.clock.now()
+        now = self._context.clock.monotonic()
         if heard.everything:
             self._everything_until = now + _WANTED_S
         for job_id in heard.jobs:

@@ -25,7 +25,7 @@ class Room:
         """Whether the store need not be asked."""
         rules = self._context.rules
         return (
-            self._context.clock.now() < self._good_until
+            self._context.clock.monotonic() < self._good_until
             and 2 * self._waiting < rules.max_waiting
             and 2 * self._open_bytes < rules.max_open_bytes
         )
@@ -33,7 +33,7 @@ class Room:
     def hear(self, counts: Counts) -> None:
         self._waiting = counts.waiting + counts.delayed + counts.paused
         self._open_bytes = counts.payload_bytes
-        self._good_until = self._context.clock.now() + _GOOD_FOR_S
+        self._good_until = self._context.clock.monotonic() + _GOOD_FOR_S
 
     def take(self, size: int) -> None:
         """For a job of that size, which counts from here on; refuses where there is none."""

@@ -148,11 +148,11 @@ class Rounds:
         """Another engine has put a class into the table, and workers that were equal may have parted for it."""
         self._is_outdated = True
         clock = self._context.clock
-        at = self._context.fleet.is_fresh_since + _RELEARN_EVERY_S
-        if clock.now() >= at:
+        wait_s = self._context.fleet.is_fresh_since + _RELEARN_EVERY_S - clock.monotonic()
+        if wait_s <= 0:
             self.everything_changed()
         elif self._relearning is None and not self._is_closed:
-            self._relearning = clock.call_at(at, self._relearn_now)
+            self._relearning = clock.call_at(clock.now() + wait_s, self._relearn_now)
 
     def _relearn_now(self) -> None:
         self._relearning = None
@@ -222,9 +222,10 @@ class Rounds:
         if self._context.store.is_shared:
             # What this engine knows of the others' workers and classes is at most so old.
             max_age_s = _RELEARN_EVERY_S if self._is_outdated else self._context.rules.round_s
-            if now >= self._context.fleet.is_fresh_since + max_age_s:
+            if self._context.clock.monotonic() >= self._context.fleet.is_fresh_since + max_age_s:
                 self._is_outdated = False
-                await self._context.fleet.sync(now)
+                await self._context.fleet.sync()
+        refused: set[tuple[str, JobId]] = set()
         while True:
             workers = self._context.fleet.workers
             waiting = {
@@ -240,15 +241,20 @@ class Rounds:
             if not jobs:
                 return
             chosen = assign(jobs)
-            self._note_overtaken(jobs, lanes, chosen, waiting, now)
+            self._note_overtaken(jobs, lanes, chosen, waiting)
             due = self._due(chosen, lanes)
             # Oldest first: of one lane, the head is always the one that leaves. At once: a store writes them as one.
-            leasing = [
-                self._lease(waiting[PollId(poll_id)], lanes[job_id])
-                for poll_id, job_id in sorted(due.items(), key=lambda pair: lanes[pair[1]].sequence)
-            ]
-            if all(await _all_of(leasing)) and len(due) == len(chosen):
+            pairs = sorted(due.items(), key=lambda pair: lanes[pair[1]].sequence)
+            leased = await _all_of(
+                [self._lease(waiting[PollId(poll_id)], lanes[job_id]) for poll_id, job_id in pairs]
+            )
+            if all(leased) and len(due) == len(chosen):
                 return
+            again = {pair for pair, is_leased in zip(pairs, leased, strict=True) if not is_leased}
+            if again and again <= refused:
+                # Shown again and refused again, for whatever reason: the next round looks, a moment from now.
+                return
+            refused |= again
 
     def _due(self, chosen: dict[str, JobId], seen: dict[JobId, Candidate]) -> dict[str, JobId]:
         """What may be leased at once. One slot is, and so is everything where nobody is charged."""
@@ -265,11 +271,10 @@ class Rounds:
         written, record = await self._leased(candidate.job_id, offer)
         if written is None:
             # If a block was the reason that this engine had not heard of, the next look must see it.
-            now = context.clock.now()
             for block in await context.store.blocks(worker.worker_id):
-                context.fleet.note_block(block, now)
+                context.fleet.note_block(block)
             # Or the worker has registered anew, at another engine.
-            await context.fleet.look_at(worker, now)
+            await context.fleet.look_at(worker)
             return False
         self.leave(slot)
         context.publish(written)
@@ -314,10 +319,10 @@ class Rounds:
                 takers[candidate.job_id] = (*takers.get(candidate.job_id, ()), number)
         if any(candidate.lane.class_key not in fleet.classes for candidate in seen.values()):
             # Another engine's class; what it is must be known before it can be ranked.
-            await fleet.sync(now)
+            await fleet.sync()
             known = {job_id: each for job_id, each in seen.items() if each.lane.class_key in fleet.classes}
-            return self._ranked(known, takers, groups, now), known
-        return self._ranked(seen, takers, groups, now), seen
+            return self._ranked(known, takers, groups), known
+        return self._ranked(seen, takers, groups), seen
 
     async def _peek(
         self, profile: ProfileKey, worker_id: WorkerId, slots: int, now: float
@@ -339,7 +344,6 @@ class Rounds:
         seen: dict[JobId, Candidate],
         takers: dict[JobId, tuple[int, ...]],
         groups: list[list[Slot]],
-        now: float,
     ) -> list[WaitingJob]:
         """Jobs of one lane differ in age alone, so a lane's slots are ranked once."""
         ranked: dict[tuple[LaneKey, tuple[int, ...]], tuple[RankKey, tuple[str, ...]]] = {}
@@ -363,7 +367,7 @@ class Rounds:
             at = turn[job_id].start if turn else 0.0
             rank = (True, *known[0][1:5], at, candidate.sequence)
             profiles = {self._context.fleet.workers[groups[number][0].worker_id].profile for number in by}
-            share, limit = _share(candidate), now - wait_s
+            share, limit = _share(candidate), self._context.clock.monotonic() - wait_s
             if self._overtaking.is_overdue(profiles, lane.priority, share, candidate.sequence, limit):
                 # Among those that waited long enough age alone counts, or the cold would go on losing to the warm.
                 rank = (False, False, 0, 0, 0.0, at, candidate.sequence)
@@ -403,7 +407,6 @@ class Rounds:
         lanes: dict[JobId, Candidate],
         chosen: dict[str, JobId],
         slots: dict[PollId, Slot],
-        now: float,
     ) -> None:
         """Preference, warmth and score may let a younger job pass, but not for longer than the affinity wait.
 
@@ -432,7 +435,9 @@ class Rounds:
                     overtaken[its] = max(passed, overtaken.get(its, 0))
             worker = self._context.fleet.workers[slots[PollId(poll_id)].worker_id]
             for its, passed in overtaken.items():
-                self._overtaking.note(worker.profile, job.priority, its, passed, now)
+                self._overtaking.note(
+                    worker.profile, job.priority, its, passed, self._context.clock.monotonic()
+                )
 
 
 def _belongs(record: Job | None, dispatch: Dispatch) -> bool:

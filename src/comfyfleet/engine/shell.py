@@ -11,7 +11,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Callable
 
 from comfyfleet.model.ids import JobId
-from comfyfleet.ports import Timer
+from comfyfleet.ports import Clock, Timer
 
 _ROUNDING_S = 0.002
 """The faster loop counts whole milliseconds: it rounds the wait, and the one that has begun counts as well."""
@@ -21,17 +21,43 @@ _VARIANTS = {f"{digit:x}": "89ab"[digit % 4] for digit in range(16)}
 
 
 class SystemClock:
-    """Wall-clock seconds that never go back: they start at the system's time and follow its monotonic clock."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
+    """The machine's. It is asked each time: a hub may be started before the machine has learned what time it is."""
 
     def now(self) -> float:
-        return self._offset + time.monotonic()
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
         """Never before that time: whoever is called looks at the clock, and would find that nothing is due yet."""
         return asyncio.get_running_loop().call_later(max(0.0, when - self.now()) + _ROUNDING_S, callback)
+
+
+class StoreClock:
+    """The store's time without asking it: the one clock of an engine. Where several machines share a store, each has a
+    clock of its own, and a time from one compared with a time from another may be wrong by hours."""
+
+    def __init__(self, clock: Clock, *, is_shared: bool) -> None:
+        self._clock = clock
+        self._is_shared = is_shared
+        self._began = clock.now() - clock.monotonic()
+
+    def heard(self, now: float) -> None:
+        """What the store says. Until then, the machine's time is as good as any."""
+        self._began = now - self._clock.monotonic()
+
+    def now(self) -> float:
+        # A store that is not shared asks the machine's clock itself, and follows when somebody sets that.
+        return self._began + self._clock.monotonic() if self._is_shared else self._clock.now()
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic()
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        if self._is_shared:
+            when += self._clock.now() - self.now()
+        return self._clock.call_at(when, callback)
 
 
 class SystemChance:

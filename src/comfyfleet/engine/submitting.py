@@ -187,7 +187,7 @@ class SubmitDesk:
             self._room.hear(await store.counts())
             return await store.now(), await context.lesson(workflow_hash)
         if self._room.is_known():
-            return context.store_time(), await context.lesson(workflow_hash)
+            return context.clock.now(), await context.lesson(workflow_hash)
         # At once: each is a way to another process and back.
         counts, now, lesson = await asyncio.gather(store.counts(), store.now(), context.lesson(workflow_hash))
         self._room.hear(counts)
@@ -199,7 +199,7 @@ class SubmitDesk:
         lacking = self._lacking(cls, submission.tenant)
         if lacking and context.store.is_shared:
             # A worker of another engine may be new to this one.
-            await context.fleet.sync(context.clock.now())
+            await context.fleet.sync()
             lacking = self._lacking(cls, submission.tenant)
         if lacking and submission.require_workable:
             raise Refusal(

@@ -30,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 _BATCH = 256
 _TENANT_PATIENCE_S = 1.0
 """So long a page waits for the databases of tenants."""
+_AGAIN_S = 0.01
 _PURGE_BATCH = 10_000
 _PURGE_EVERY_S = 60.0
 _FORGET_BATCH = 100
@@ -94,7 +95,9 @@ class Sweeper:
         if context.store.is_shared:
             # Whoever is judged here may be another engine's, which has heard of it since.
             await context.compare_clocks()
-            await context.fleet.freshen(context.clock.now(), context.rules.round_s)
+            await context.fleet.freshen(context.rules.round_s)
+        else:
+            context.fleet.follow_clock()
         await self._end_blocks()
         await self._end_quarantines()
         await self._find_lost_workers()
@@ -102,7 +105,7 @@ class Sweeper:
         is_all_done = await self._attend_to_due()
         await self._purge()
         # What could not be done is still due; trying again at once would only turn the fault into a storm of it.
-        earliest = 0.0 if is_all_done else await context.store.now() + context.rules.sweep_s
+        earliest = await context.store.now() + (_AGAIN_S if is_all_done else context.rules.sweep_s)
         for at in (await context.store.next_due(), await context.store.next_block_end()):
             self.wake_by(at if at is None else max(at, earliest))
 
@@ -265,7 +268,7 @@ class Sweeper:
             self.wake_by(self._hold_end)
 
     async def _find_lost_workers(self) -> None:
-        now, limit_s = self._context.store_time(), self._context.rules.worker_lost_s
+        now, limit_s = self._context.clock.now(), self._context.rules.worker_lost_s
         for worker in list(self._context.fleet.workers.values()):
             is_silent = worker.last_seen_at + limit_s <= now and not self._rounds.has_parked(worker.worker_id)
             if is_silent and not worker.is_offline:

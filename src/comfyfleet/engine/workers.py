@@ -425,7 +425,7 @@ class WorkerDesk:
         return worker
 
     async def _seen(self, worker_id: WorkerId) -> None:
-        await self._context.fleet.note_seen(worker_id, self._context.store_time())
+        await self._context.fleet.note_seen(worker_id, self._context.clock.now())
 
     async def _remember_run(self, dispatch: Dispatch, worker_id: WorkerId, seconds: float) -> None:
         context = self._context

@@ -108,7 +108,7 @@ class Hub:
         if assets is not None:
             duties["files"] = assets.tidy
         self.upkeep = Upkeep(duties)
-        engine.judged_by(TermsGate(tenants, pools, cabinet, engine.now, is_shared=engine.store.is_shared))
+        engine.judged_by(TermsGate(tenants, pools, cabinet, engine.clock, is_shared=engine.store.is_shared))
         belongings = Belongings(
             cancel=engine.cancel,
             revoked=partial(_end_key, credentials, places),

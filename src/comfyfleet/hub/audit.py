@@ -61,7 +61,7 @@ class Audit:
         self._chance = chance
         self._keep_s = keep_s
         self._chains = {kind: Chain(cabinet, clock, drawer) for kind, drawer in DRAWERS.items()}
-        self._looked_at = clock.now()
+        self._looked_at = clock.monotonic()
         self._tidying = asyncio.Lock()
         self._later: set[asyncio.Task[None]] = set()
         self.lost = 0
@@ -149,7 +149,7 @@ class Audit:
     # now and then
 
     def _look_after(self) -> None:
-        now = self._clock.now()
+        now = self._clock.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
             self._in_background(self.tidy())

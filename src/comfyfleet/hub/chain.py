@@ -110,7 +110,7 @@ class Chain:
             self._writing = None
 
     async def _link(self, entries: tuple[AuditEntry, ...]) -> None:
-        now = self._clock.now()
+        now = self._clock.monotonic()
         if self._head is None:
             self._head = await self._find_head()
         elif now >= self._seen_at + _TRUSTED_S:
@@ -129,7 +129,7 @@ class Chain:
                 self._head = _Head(head.number + len(entries), group.hash, group.at)
                 return
             # Another hub was quicker: its groups come first.
-            self._met_at = self._clock.now()
+            self._met_at = self._clock.monotonic()
             self._head = await self._catch_up(head)
         raise Fault("other hubs write to the audit log all the time; try again")
 

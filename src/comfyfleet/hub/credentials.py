@@ -35,7 +35,7 @@ class Credentials:
         self._clock = clock
         self._is_open = is_open
         self._refusals = Rate(
-            limits.refusals_per_s, limits.refusals_burst, clock.now, "wrong keys from one address"
+            limits.refusals_per_s, limits.refusals_burst, clock.monotonic, "wrong keys from one address"
         )
         self._known: dict[bytes, tuple[Caller, float]] = {}
 
@@ -49,7 +49,7 @@ class Credentials:
                 _check_is_local(headers, address)
                 return _OPEN
             raise Refusal(RefusalCode.UNAUTHENTICATED, "no key: send one as 'Authorization: Bearer cfk_…'")
-        digest, now = hashlib.sha256(text.encode("utf-8", "replace")).digest(), self._clock.now()
+        digest, now = hashlib.sha256(text.encode("utf-8", "replace")).digest(), self._clock.monotonic()
         known = self._known.get(digest)
         if known is not None and now < known[1]:
             return known[0]
@@ -65,7 +65,8 @@ class Credentials:
         caller = Caller(key.role, key.key_id, key.tenant, key.worker_id)
         good_until = now + _REMEMBER_S
         for end in (key.expires_at, key.old_until):
-            good_until = good_until if end is None else min(good_until, end)
+            if end is not None:
+                good_until = min(good_until, now + end - self._clock.now())
         self._known[digest] = (caller, good_until)
         if len(self._known) > _MAX_REMEMBERED:
             del self._known[next(iter(self._known))]

@@ -8,14 +8,14 @@ share a store take an eighth of the room at a time, and may go beyond it togethe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from comfyfleet.hub.turns import Turns
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy.terms import check_waiting
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import Cabinet, Clock
 from comfyfleet.tenancy.pools import Pools
 from comfyfleet.tenancy.tenants import Tenants
 
@@ -41,13 +41,13 @@ class _Room:
 
 class TermsGate:
     def __init__(
-        self, tenants: Tenants, pools: Pools, cabinet: Cabinet, now: Callable[[], float], *, is_shared: bool
+        self, tenants: Tenants, pools: Pools, cabinet: Cabinet, clock: Clock, *, is_shared: bool
     ) -> None:
         self._tenants = tenants
         self._pools = pools
-        self._now = now
+        self._clock = clock
         self._is_shared = is_shared
-        self._turns = Turns(cabinet, now, is_shared=is_shared)
+        self._turns = Turns(cabinet, clock, is_shared=is_shared)
         self._rooms: dict[TenantId, _Room] = {}
 
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
@@ -71,12 +71,16 @@ class TermsGate:
     async def _enter(self, tenant: Tenant, most: int) -> _Room:
         room = self._room(tenant.tenant_id)
         async with room.counting:
-            if room.most != most or self._now() >= room.good_until or (room.left <= 0 and self._is_shared):
+            if (
+                room.most != most
+                or self._clock.monotonic() >= room.good_until
+                or (room.left <= 0 and self._is_shared)
+            ):
                 await room.idle.wait()
                 database = await self._pools.of(tenant)
                 free = most - await database.count_open(tenant.tenant_id, most)
                 room.left = max(1, free // _SHARE) if self._is_shared and free > 0 else free
-                room.most, room.good_until = most, self._now() + _GOOD_FOR_S
+                room.most, room.good_until = most, self._clock.monotonic() + _GOOD_FOR_S
             check_waiting(tenant, most - max(0, room.left))
             room.left -= 1
             room.under_way += 1

@@ -8,14 +8,13 @@ other's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import msgspec
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.turns import Bucket, Drawn, draw
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import Cabinet, Clock
 
 DRAWER = "tenant_turns"
 _PURSE = 100
@@ -37,9 +36,9 @@ class _Purse:
 
 
 class Turns:
-    def __init__(self, cabinet: Cabinet, now: Callable[[], float], *, is_shared: bool) -> None:
+    def __init__(self, cabinet: Cabinet, clock: Clock, *, is_shared: bool) -> None:
         self._cabinet = cabinet
-        self._now = now
+        self._clock = clock
         self._is_shared = is_shared
         self._purses: dict[TenantId, _Purse] = {}
 
@@ -47,12 +46,12 @@ class Turns:
         """Refuses where there is none left, and says when there will be."""
         purse = self._purse(tenant)
         async with purse.lock:
-            if not purse.turns and (now := self._now()) >= purse.empty_until:
-                drawn = await self._draw(tenant, purse, per_minute, now)
+            if not purse.turns and (passed := self._clock.monotonic()) >= purse.empty_until:
+                drawn = await self._draw(tenant, purse, per_minute)
                 purse.turns = drawn.turns
-                purse.empty_until = now + drawn.wait_s
+                purse.empty_until = passed + drawn.wait_s
             if not purse.turns:
-                wait_s = max(0.001, purse.empty_until - self._now())
+                wait_s = max(0.001, purse.empty_until - self._clock.monotonic())
                 raise Refusal(
                     RefusalCode.RATE_LIMITED,
                     f"the tenant {tenant!r} may submit {per_minute} jobs a minute; try again in {wait_s:.1f} s",
@@ -61,13 +60,13 @@ class Turns:
                 )
             purse.turns -= 1
 
-    async def _draw(self, tenant: TenantId, purse: _Purse, per_minute: int, now: float) -> Drawn:
+    async def _draw(self, tenant: TenantId, purse: _Purse, per_minute: int) -> Drawn:
         if not self._is_shared:
-            drawn = draw(purse.bucket, per_minute, 1, now)
+            drawn = draw(purse.bucket, per_minute, 1, self._clock.monotonic())
             purse.bucket = drawn.bucket
             return drawn
         for _ in range(_TRIES):
-            document = await self._cabinet.get(DRAWER, tenant)
+            document, now = await self._cabinet.get(DRAWER, tenant), self._clock.now()
             bucket = None if document is None else _buckets.decode(document.body)
             drawn = draw(bucket, per_minute, max(1, per_minute // _PURSE), now)
             version = 0 if document is None else document.version

@@ -57,7 +57,7 @@ class DirectWorkers:
             agent or AgentSettings(),
             comfyui or ComfyUISettings(),
             1,
-            clock,
+            self._engine.clock,
             on_state,
             journals,
         )

@@ -92,7 +92,7 @@ class WorkflowPool:
         """`slots` is how many jobs a server gets at a time unless its `Server` says otherwise. `rules`, `agent` and
         `comfyui` set what has no argument of its own; an argument of its own wins over them."""
         check(POOL, locals())
-        self._clock = SystemClock()
+        clock = SystemClock()
         changed = msgspec.structs.replace(
             rules or Rules(),
             cooldown_s=seconds(cooldown) or 0.0,
@@ -102,19 +102,22 @@ class WorkflowPool:
             stall_timeout_s=seconds(node_execution_timeout),
             affinity_wait_s=seconds(affinity_wait) or 0.0,
         )
-        self._engine = Engine(
-            open_store(store, self._clock), rules=changed, clock=self._clock, strategy=failover
-        )
+        self._engine = Engine(open_store(store, clock), rules=changed, clock=clock, strategy=failover)
         agent_settings = msgspec.structs.replace(
             agent or AgentSettings(),
             health_interval_s=seconds(health_check_interval) or 0.0,
             reconnect_grace_s=seconds(reconnection_grace) or 0.0,
         )
         self._servers = Servers(
-            self._engine, agent_settings, comfyui or ComfyUISettings(), slots, self._clock, self._on_state
+            self._engine,
+            agent_settings,
+            comfyui or ComfyUISettings(),
+            slots,
+            self._engine.clock,
+            self._on_state,
         )
         self._affinities = {checked(each).workflow_hash: each for each in workflow_affinities}
-        self._teller = Teller(self._engine, self._clock)
+        self._teller = Teller(self._engine, self._engine.clock)
         self._waiting = Waiting()
         self._forgets = store.startswith("memory:")
         self._first_servers = tuple(servers)
@@ -150,7 +153,7 @@ class WorkflowPool:
             await self.close()
             raise
         message = f"{self._servers.online()} of {len(self._servers)} server(s) online"
-        self._teller.hear(FleetEvent("ready", self._clock.now(), WorkerId(""), {"message": message}))
+        self._teller.hear(FleetEvent("ready", self._engine.now(), WorkerId(""), {"message": message}))
 
     async def close(self) -> None:
         """Stops at once: what runs is cancelled on its server. `drain()` first lets it finish."""
@@ -396,7 +399,7 @@ class WorkflowPool:
 
     def _on_state(self, client_id: str, state: AgentState) -> None:
         data = {"state": state.status.value, "message": state.reason}
-        self._teller.hear(FleetEvent("state", self._clock.now(), WorkerId(client_id), data))
+        self._teller.hear(FleetEvent("state", self._engine.now(), WorkerId(client_id), data))
 
     async def _inner(self, job_id: str) -> JobId:
         """The engine's id for what the caller calls the job: its own id, or ours."""

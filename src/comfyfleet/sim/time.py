@@ -26,16 +26,24 @@ class ManualClock:
 
     def __init__(self, start: float = 1_000_000.0) -> None:
         self._now = start
+        self._set_by = 0.0
         self._timers: list[tuple[float, int, ManualTimer]] = []
         self._made = 0
 
     def now(self) -> float:
+        return self._now + self._set_by
+
+    def monotonic(self) -> float:
         return self._now
+
+    def set_by(self, seconds: float) -> None:
+        """Somebody sets the clock. No time passes."""
+        self._set_by += seconds
 
     def call_at(self, when: float, callback: Callable[[], None]) -> ManualTimer:
         timer = ManualTimer(callback)
         self._made += 1
-        heappush(self._timers, (max(when, self._now), self._made, timer))
+        heappush(self._timers, (max(when - self._set_by, self._now), self._made, timer))
         return timer
 
     async def advance(self, seconds: float) -> None:

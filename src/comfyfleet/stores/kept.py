@@ -8,7 +8,7 @@ what has ended are kept by the store itself: in memory or on disk.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from heapq import heappop, heappush
+from itertools import islice
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
@@ -35,6 +35,7 @@ from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, 
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.due import DueTimes
 from comfyfleet.stores.guards import extended, granted, holds, is_held
 from comfyfleet.stores.index import LaneIndex
 from comfyfleet.stores.shares import ShareBook
@@ -68,8 +69,8 @@ E = TypeVar("E", bound=Entry)
 # Asked for at every step: to read a name of a module is several times as fast as to ask an enum.
 _QUEUED, _LEASED, _IN_LANE = Phase.QUEUED, Phase.LEASED, Standing.IN_LANE
 _NOTHING: frozenset[int] = frozenset()
-_WRONG_HINTS = 1_000
-"""So many may be met on the way to what is due; then the heap is made anew."""
+_SET_S = 1.0
+"""Two clocks that differ by less than this more than before have been asked one after the other."""
 
 
 class Kept(Generic[E]):
@@ -94,10 +95,15 @@ class Kept(Generic[E]):
         self.index = LaneIndex()
         self.shares = ShareBook(self.index)
         self._clock = clock
+        self._began = clock.now() - clock.monotonic()
+        """By the clock as it is set now, when the one that nobody sets stood at 0."""
+        self.longest_ttl_s = 0.0
+        """For which a lease was ever given or extended."""
+        self.is_ttl_new = False
         self._by_sequence: dict[int, JobId] = {}
         self._leases_of: dict[WorkerId, dict[JobId, None]] = {}
         self._polls: dict[PollId, JobId] = {}
-        self._due: list[tuple[float, JobId]] = []
+        self._due = DueTimes(self._due_at)
         self._by_standing = dict.fromkeys(Standing, 0)
 
     # the table profile × class
@@ -150,7 +156,7 @@ class Kept(Generic[E]):
     def peek(self, query: Peek) -> list[Candidate]:
         if self.is_paused:
             return []
-        now = self._clock.now()
+        now = self._now()
         self.shares.end_holds(now)
         blocked = self.blocks.blocked_targets(query.worker_id, now)
         found = self.index.window(
@@ -181,7 +187,7 @@ class Kept(Generic[E]):
             return None
         if not self.index.may_take(offer.profile, entry.dispatch.class_key):
             return None
-        now = self._clock.now()
+        now = self._now()
         self.shares.end_holds(now)
         if self.index.is_out(entry.dispatch.tenant):
             return None
@@ -193,7 +199,7 @@ class Kept(Generic[E]):
     def lease_next(self, offer: LeaseOffer) -> Written | None:
         if self.is_paused or not self._is_as_matched(offer):
             return None
-        now = self._clock.now()
+        now = self._now()
         self.shares.end_holds(now)
         blocked = self.blocks.blocked_targets(offer.worker_id, now)
         chosen = self.index.first(offer.profile, blocked, self._kept_off(blocked))
@@ -241,8 +247,10 @@ class Kept(Generic[E]):
         entry = self.entries.get(ref.job_id)
         if entry is None or not is_held(entry.dispatch, ref):
             return LeaseState(ref, is_alive=False)
+        now = self._now()
         dispatch = entry.dispatch
-        entry.dispatch = extended(dispatch, self._clock.now(), ttl_s)
+        self._note_ttl(ttl_s)
+        entry.dispatch = extended(dispatch, now, ttl_s)
         return LeaseState(ref, True, dispatch.cancel_requested_at is not None)
 
     def mark_late(self, ref: LeaseRef) -> bool:
@@ -264,47 +272,16 @@ class Kept(Generic[E]):
         return [self.entries[job_id].dispatch for job_id in held]
 
     def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
-        """They stay due until somebody writes them: an engine that dies in between loses nothing."""
-        now, heap = self._clock.now(), self._due
         last = (float("-inf"), "") if after is None else (after.due_at or 0.0, after.job_id)
-        found: dict[JobId, Dispatch] = {}
-        wrong = 0
-        # The heap is walked in its order and left as it is. A hint without a place stands where it should have.
-        ahead = [(heap[0], 0)] if heap else []
-        while ahead and ahead[0][0][0] <= now and len(found) < limit:
-            (at, job_id), place = heappop(ahead)
-            for below in (2 * place + 1, 2 * place + 2) if place >= 0 else ():
-                if below < len(heap):
-                    heappush(ahead, (heap[below], below))
-            entry = self.entries.get(job_id)
-            true_at = None if entry is None else entry.dispatch.due_at
-            if entry is not None and true_at == at:
-                if (at, job_id) > last:
-                    found[job_id] = entry.dispatch
-                continue
-            wrong += 1
-            if true_at is not None and true_at > at:
-                heappush(ahead, ((true_at, job_id), -1))
-        if wrong > _WRONG_HINTS:
-            known = {job_id: self._due_at(job_id) for _, job_id in heap}
-            self._due = sorted((at, job_id) for job_id, at in known.items() if at is not None)
-        return list(found.values())
+        found = islice(self._due.until(self._now(), last), limit)
+        return [self.entries[job_id].dispatch for job_id in found]
 
     def _due_at(self, job_id: JobId) -> float | None:
         entry = self.entries.get(job_id)
         return None if entry is None else entry.dispatch.due_at
 
     def next_due(self) -> float | None:
-        """What stands in the heap are hints: what a dispatch says of itself now is the truth."""
-        while self._due:
-            at, job_id = self._due[0]
-            true_at = self._due_at(job_id)
-            if true_at == at:
-                return at
-            heappop(self._due)
-            if true_at is not None and true_at > at:
-                heappush(self._due, (true_at, job_id))
-        return None
+        return self._due.next()
 
     def counts(self) -> Counts:
         return Counts(
@@ -403,14 +380,48 @@ class Kept(Generic[E]):
         phase, entry.ending = entry.dispatch.phase, None
         if phase is not _QUEUED and phase is not _LEASED:
             self.endings += 1
-            entry.ending = Ending(self.endings, self._clock.now())
+            entry.ending = Ending(self.endings, self._now())
+
+    def _now(self) -> float:
+        """A lease ends when it has lasted long enough, also if somebody sets the clock meanwhile."""
+        now = self._clock.now()
+        began = now - self._clock.monotonic()
+        if abs(began - self._began) > _SET_S:
+            by, self._began = began - self._began, began
+            for jobs in self._leases_of.values():
+                for job_id in jobs:
+                    self._move_lease(job_id, by=by)
+        return now
+
+    def _note_ttl(self, ttl_s: float) -> None:
+        if ttl_s > self.longest_ttl_s:
+            self.longest_ttl_s, self.is_ttl_new = ttl_s, True
+
+    def end_leases_within(self, ttl_s: float) -> None:
+        """None lasts longer than one that is given now. When these were given, the clock may have been ahead."""
+        latest = self._now() + ttl_s
+        for jobs in self._leases_of.values():
+            for job_id in jobs:
+                lease = self.entries[job_id].dispatch.lease
+                if lease is not None and lease.expires_at > latest:
+                    self._move_lease(job_id, by=latest - lease.expires_at)
+
+    def _move_lease(self, job_id: JobId, by: float) -> None:
+        entry = self.entries[job_id]
+        lease = entry.dispatch.lease
+        assert lease is not None, "those of a worker are leased"
+        moved = msgspec.structs.replace(
+            lease, leased_at=lease.leased_at + by, expires_at=lease.expires_at + by
+        )
+        entry.dispatch = msgspec.structs.replace(entry.dispatch, lease=moved)
+        self._watch(entry.dispatch)
 
     def _watch(self, dispatch: Dispatch) -> None:
         if (at := dispatch.due_at) is not None:
-            heappush(self._due, (at, dispatch.job_id))
+            self._due.add(dispatch.job_id, at)
 
     def _note(self, entry: E, drafts: Sequence[FactDraft]) -> tuple[Fact, ...]:
-        now, number, dispatch = self._clock.now(), entry.fact_count, entry.dispatch
+        now, number, dispatch = self._now(), entry.fact_count, entry.dispatch
         job_id, round_ = dispatch.job_id, dispatch.round
         facts = []
         for draft in drafts:
@@ -420,8 +431,10 @@ class Kept(Generic[E]):
         return tuple(facts)
 
     def _grant(self, entry: E, lane: LaneKey, offer: LeaseOffer) -> Written:
+        now = self._now()
         before = entry.dispatch
-        after, lease, attempt, fact = granted(before, offer, self.epoch, self._clock.now(), entry.fact_count)
+        self._note_ttl(max(offer.ttl_s, offer.acknowledge_s))
+        after, lease, attempt, fact = granted(before, offer, self.epoch, now, entry.fact_count)
         entry.dispatch = after
         # From its lane to a worker: it stays open, so its classes stay pinned.
         self.by_phase[_QUEUED] -= 1
@@ -442,7 +455,7 @@ class Kept(Generic[E]):
         self._leases_of.setdefault(lease.worker_id, {})[dispatch.job_id] = None
         self._polls[lease.poll_id] = dispatch.job_id
         if self.shares.is_fair:
-            self.shares.count_leased(dispatch.tenant, 1, self._clock.now())
+            self.shares.count_leased(dispatch.tenant, 1, self._now())
 
     def _drop_lease(self, dispatch: Dispatch, lease: Lease) -> None:
         job_id = dispatch.job_id
@@ -453,7 +466,7 @@ class Kept(Generic[E]):
         if self._polls.get(lease.poll_id) == job_id:
             del self._polls[lease.poll_id]
         if self.shares.is_fair:
-            self.shares.count_leased(dispatch.tenant, -1, self._clock.now())
+            self.shares.count_leased(dispatch.tenant, -1, self._now())
 
     def _end_lease(self, entry: E, lease: Lease, end: AttemptEnd) -> None:
         if self.shares.is_fair:
@@ -462,7 +475,7 @@ class Kept(Generic[E]):
         ended = msgspec.structs.replace(
             entry.attempts[-1],
             outcome=end.outcome,
-            ended_at=self._clock.now(),
+            ended_at=self._now(),
             charged_to=end.charged_to,
             failure=end.failure,
         )

@@ -27,14 +27,14 @@ class Claim:
         self._clock = clock
         self._tenant = tenant
         self._version = version
-        self._renew_at = clock.now() + CLAIM_S / 3
+        self._renew_at = clock.monotonic() + CLAIM_S / 3
         self.fence = fence
 
     async def keep(self) -> None:
         """Said again and again by whoever has it. Raises `Fault` if another has taken it up."""
-        if self._clock.now() >= self._renew_at:
+        if self._clock.monotonic() >= self._renew_at:
             await self._put(self._clock.now() + CLAIM_S)
-            self._renew_at = self._clock.now() + CLAIM_S / 3
+            self._renew_at = self._clock.monotonic() + CLAIM_S / 3
 
     async def give_back(self) -> None:
         await self._put(0.0)

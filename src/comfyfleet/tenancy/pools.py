@@ -129,16 +129,16 @@ class Pools:
         return watched if self._around is None else self._around(watched)
 
     def _check_there(self, name: str) -> None:
-        fault, again_at = self._away.get(name, (None, 0.0))
+        fault, again_at = self._away.get(name, (None, float("-inf")))
         if fault is None:
             return
-        if self._clock.now() < again_at:
+        if self._clock.monotonic() < again_at:
             raise Fault(str(fault)) from fault
         # Whoever comes now finds out; nobody else waits for it.
         self.note_away(name, fault)
 
     def note_away(self, name: str, error: ComfyFleetError) -> None:
-        self._away[name] = (error, self._clock.now() + _AGAIN_S)
+        self._away[name] = (error, self._clock.monotonic() + _AGAIN_S)
 
     async def watched(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
         self._check_there(name)

@@ -37,7 +37,7 @@ class Tenants:
         if tenant_id == DEFAULT_TENANT:
             return None
         known, until = self._known.get(tenant_id, (None, float("-inf")))
-        if self._clock.now() < until:
+        if self._clock.monotonic() < until:
             return known
         return await self.newest(tenant_id)
 
@@ -100,7 +100,7 @@ class Tenants:
         if found is None and self._is_shared:
             return
         # Where nobody else writes, what this process wrote is what there is.
-        until = self._clock.now() + REMEMBER_S if self._is_shared else float("inf")
+        until = self._clock.monotonic() + REMEMBER_S if self._is_shared else float("inf")
         self._known[tenant_id] = (found, until)
         if len(self._known) > _MAX_REMEMBERED:
             del self._known[next(iter(self._known))]

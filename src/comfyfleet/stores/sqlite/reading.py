@@ -18,10 +18,12 @@ from comfyfleet.model.job import Job
 from comfyfleet.ports import Clock, Document
 from comfyfleet.stores.kept import Kept
 from comfyfleet.stores.shelf import BlockShelf, LessonShelf
-from comfyfleet.stores.sqlite import codec, shares
+from comfyfleet.stores.sqlite import codec, rows, shares
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 
 _PAGE = 2000
+_USUAL_TTL_MS = 60_000
+"""Of leases in a file from before it said so."""
 _STATES = "LEFT JOIN open_jobs USING (sequence) LEFT JOIN ended_jobs USING (sequence)"
 _STATE = "coalesce(open_jobs.state, ended_jobs.state)"
 _JOB = f"SELECT job, {_STATE}, result FROM jobs {_STATES} LEFT JOIN results USING (sequence)"
@@ -205,6 +207,9 @@ class Disk:
         for phase, count in self._all("SELECT phase, count(*) FROM ended_jobs GROUP BY phase"):
             kept.by_phase[Phase(phase)] = count
         kept.shares.resume(clock.now())
+        kept.longest_ttl_s = meta.get(rows.LEASE_TTL, _USUAL_TTL_MS) / 1000
+        # Given while the clock was ahead, they would outlast their workers by as much as it went back.
+        kept.end_leases_within(kept.longest_ttl_s)
         return kept
 
     def load_small(self, kept: Kept[SqliteEntry], meta: dict[str, int] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -9,11 +10,14 @@ from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.stores.kept import Kept
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.writer import Area, Batch
 
 _VERSION = "UPDATE meta SET value = ? WHERE name = 'table_version'"
+LEASE_TTL = "lease_ttl_ms"
+"""The longest for which a lease was ever given: a row of `meta`."""
 _FITS = "INSERT OR IGNORE INTO fits VALUES (?, ?)"
 
 
@@ -127,6 +131,14 @@ def put_lesson(
     batch.touch(Area.LESSONS, "INSERT OR REPLACE INTO lessons VALUES (?, ?)", workflow_hash, lesson)
     if forgotten is not None:
         batch.touch(Area.LESSONS, "DELETE FROM lessons WHERE workflow_hash = ?", forgotten)
+
+
+def note_ttl(batch: Batch, kept: Kept[SqliteEntry]) -> None:
+    """What is lost of it with a commit that fails is said again by the next process."""
+    if kept.is_ttl_new:
+        kept.is_ttl_new = False
+        milliseconds = math.ceil(kept.longest_ttl_s * 1000)
+        batch.statements.append(("INSERT OR REPLACE INTO meta VALUES (?, ?)", (LEASE_TTL, milliseconds)))
 
 
 def pause(batch: Batch, is_paused: bool) -> None:

@@ -298,6 +298,7 @@ class SqliteStore:
             for answer in answers:
                 if answer.is_alive:
                     rows.update(batch, self._kept.entries[answer.ref.job_id])
+            rows.note_ttl(batch, self._kept)
             await self._writer.written(batch)
         return answers
 
@@ -434,6 +435,7 @@ class SqliteStore:
         rows.change_record(batch, entry, _LEASED)
         rows.update(batch, entry, written.facts)
         self.shares.note(batch, written.dispatch.job_id)
+        rows.note_ttl(batch, self._kept)
 
     async def _lifted(self, blocks: list[Block]) -> list[Block]:
         if blocks:
