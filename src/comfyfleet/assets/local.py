@@ -138,27 +138,40 @@ class LocalAssets(FileRecords):
         return self._folder / record.file_id[-2:] / record.file_id
 
     async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord:
-        """Written piece by piece, and seen as a whole or not at all. A file is never written over."""
-        check_is_open(record)
+        """Written piece by piece, and seen as a whole or not at all. A file is never written over.
+
+        Sent again, the same bytes get the same answer, and are put into place where a hub died before it did so."""
         target = self.path(record)
         partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
         try:
             size, digest = await self._write(partial, pieces, self._bound(record))
-            check_is(record, size, digest)
-            if record.size is None:
-                await self._room.take(record.tenant, size)
-            # Of two who send it at once the record lets one through: the bytes are always those it tells of.
-            received = await self._change(
-                record.file_id, check_is_open, size=size, sha256=digest, received_at=self._clock.now()
-            )
-            await asyncio.to_thread(os.replace, partial, target)
-            if record.size is None:
-                await self._room.note(received)
+            received = await self._entered(record, size, digest)
+            if (received.size, received.sha256) != (size, digest):
+                check_is_open(received)
+            if not await asyncio.to_thread(target.is_file):
+                await asyncio.to_thread(os.replace, partial, target)
+            await self._room.note(received)
         except OSError as error:
             raise Fault(f"the file could not be written: {error}. Make room on the hub's disk") from error
         finally:
             await asyncio.to_thread(partial.unlink, missing_ok=True)
         return received
+
+    async def _entered(self, record: FileRecord, size: int, digest: str) -> FileRecord:
+        """Of two who send it at once the record lets one through, and tells the other what it holds."""
+        if record.received_at is not None:
+            return record
+        check_is(record, size, digest)
+        if record.size is None:
+            await self._room.take(record.tenant, size)
+        try:
+            return await self._change(
+                record.file_id, check_is_open, size=size, sha256=digest, received_at=self._clock.now()
+            )
+        except Refusal as refusal:
+            if refusal.code is not RefusalCode.WRONG_PHASE:
+                raise
+            return await self._known(record.file_id)
 
     async def read(self, record: FileRecord) -> AsyncGenerator[bytes, None]:
         try:
