@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 import click
 from rich.console import Console
 from rich.table import Table
+from tests._home import own_home
 
 from bench._measure import STORES, Entry, Plan
 from bench._report import draw, write
@@ -96,4 +97,6 @@ def _table(entries: list[Entry]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    # A hub that its user runs here is neither met nor changed.
+    with own_home(is_guarded=False):
+        main()

@@ -14,6 +14,7 @@ import click
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from tests._home import own_home
 
 from chaos.plan import PARTS, QUICK, SEED, Entry, plan_of, play
 
@@ -125,4 +126,6 @@ def _table(entries: list[Entry]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    # A hub that its user runs here is neither met nor changed.
+    with own_home():
+        main()

@@ -1,14 +1,13 @@
 """Node.js for the example worker: found on the machine or in its wheel, with the example's packages in a cache.
 
-The cache lies outside the repository, one folder for each lock file. What is missing is said; whether a run then goes
-without that worker, or a test is skipped, is its caller's.
+The cache lies in `build/` of the repository, one folder for each lock file. What is missing is said; whether a run
+then goes without that worker, or a test is skipped, is its caller's.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import tempfile
@@ -16,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "redis-worker-node"
+_CACHE = EXAMPLE.parents[1] / "build" / "node"
 _OLDEST = 20
 _INSTALL_S = 50.0
 
@@ -57,7 +57,7 @@ def _npm(binary: str) -> list[str]:
 def packages() -> Path:
     """The folder with its `node_modules`, installed at first use."""
     lock = (EXAMPLE / "package-lock.json").read_bytes()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "comfyfleet-tests"
+    root = _CACHE
     folder = root / f"node-{hashlib.sha256(lock).hexdigest()[:16]}"
     if (folder / "node_modules").is_dir():
         return folder

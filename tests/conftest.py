@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import HealthCheck, settings
 from tests import _skips
+from tests._home import offences, own_home
+from tests.keep_out.sitecustomize import OFFENCES
 
 # How long an example takes says nothing on a shared machine. Where a verdict is wanted rather than a find, the same
 # examples are played each time.
@@ -31,9 +35,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+_HOME = ExitStack()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    home = _HOME.enter_context(own_home())
+    if hasattr(config, "workerinput"):
+        # Each of several processes notes what its own tests did.
+        os.environ[OFFENCES] = str(home / f"offences-{os.getpid()}")
     _skips.register(config)
     # A shell without job control starts what it puts in the background with Ctrl-C ignored, and children inherit that:
     # the commands under test would never hear theirs.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_unconfigure() -> None:
+    _HOME.close()
+
+
+@pytest.fixture(autouse=True)
+def _keeps_out() -> Iterator[None]:
+    """What is the user's own (see `_home.py`) is refused to a test, and a test that tries has failed."""
+    before = len(offences())
+    yield
+    tried = offences()[before:]
+    assert not tried, f"this test reached for what is the user's own: {tried}"

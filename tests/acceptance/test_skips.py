@@ -44,8 +44,8 @@ SKIPPED = [
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    (tmp_path / "tests").mkdir()
-    for name in ("conftest.py", "_skips.py"):
+    (tmp_path / "tests" / "keep_out").mkdir(parents=True)
+    for name in ("conftest.py", "_skips.py", "_home.py", "keep_out/sitecustomize.py"):
         shutil.copy(HERE / name, tmp_path / "tests" / name)
     (tmp_path / "tests" / "test_few.py").write_text(TESTS)
     (tmp_path / "tests" / "test_module.py").write_text(MODULE)

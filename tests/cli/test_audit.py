@@ -75,7 +75,10 @@ def test_only_administrators_see_it(run: Run, hub: Address, monkeypatch: pytest.
     assert run("audit", "verify").code == 3
 
 
-def test_a_client_reads_it_page_by_page(hub: Address) -> None:
+def test_a_client_reads_it_page_by_page(run: Run, hub: Address) -> None:
+    for word in ("pause", "resume") * 3:
+        run("queue", word)
+
     async def read() -> list[int]:
         async with FleetClient(hub.url, hub.keys[Role.ADMIN]) as client:
             page = await client.audit(limit=1)

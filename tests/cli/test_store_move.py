@@ -211,7 +211,8 @@ async def test_a_reference_that_is_taken_is_told_and_the_command_fails(url_of: C
 async def test_a_running_job_refuses_the_move_and_is_waited_for(url_of: Callable[[str], str]) -> None:
     source, target = url_of("sqlite"), url_of("sqlite")
     await fill(source, 1)
-    offer = LeaseOffer(B, FAST, PollId("poll"), LeaseToken("token"), 60.0, 3.0)
+    # Long enough for a command to start on a busy machine.
+    offer = LeaseOffer(B, FAST, PollId("poll"), LeaseToken("token"), 60.0, 10.0)
     async with opened(source) as store:
         assert await store.lease_next(offer) is not None
     ended = run_cli("store", "move", source, target)
@@ -219,7 +220,7 @@ async def test_a_running_job_refuses_the_move_and_is_waited_for(url_of: Callable
     assert "1 of its jobs run (on b); nothing was moved" in ended.stderr
     async with opened(source) as store:
         assert not await store.is_queue_paused()
-    ended = run_cli("store", "move", source, target, "--wait", "20", "--json")
+    ended = run_cli("store", "move", source, target, "--wait", "30", "--json")
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert (report["jobs"], report["released"]) == (9, 1)

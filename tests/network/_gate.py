@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 GATE, WORKER = "10.98.0.1", "10.98.0.2"
-PORT = 3001
+PORT = 7001
 URL = f"http://{GATE}:{PORT}"
 
 
