@@ -56,7 +56,17 @@ class Fleet:
         return process
 
     async def python(self, *options: str) -> Process:
-        command = ("worker", "--store", self.url, "--name", "python", "--rules", json.dumps(RULES), *options)
+        command = (
+            "worker",
+            "--store",
+            self.url,
+            "--name",
+            "python",
+            "--rules",
+            json.dumps(RULES),
+            *options,
+            "--fake-beside-real",
+        )
         process = self._stack.enter_context(started(*CLI, *command))
         await self.said(process, ": online")
         return process

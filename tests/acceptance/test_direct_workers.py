@@ -184,6 +184,16 @@ def test_what_cannot_work_is_refused_in_words(
 
 
 def test_the_seeds_names_for_the_store_are_understood() -> None:
+    server = ("--server", "http://127.0.0.1:9")
     for variable in ("COMFYFLEET_STORE", "HUB_REDIS_URL", "REDIS_URL"):
-        ended = run_cli("worker", "--fake", "1", env={"REDIS_URL": "", variable: "redis://127.0.0.1:1"})
+        ended = run_cli("worker", *server, env={"REDIS_URL": "", variable: "redis://127.0.0.1:1"})
         assert (ended.returncode, "no Redis answers" in ended.stderr) == (4, True)
+
+
+def test_a_fake_worker_joins_no_store_that_the_environment_names() -> None:
+    for variable in ("COMFYFLEET_STORE", "HUB_REDIS_URL", "REDIS_URL"):
+        ended = run_cli(
+            "worker", "--fake", "1", env={"REDIS_URL": "", variable: "redis://me:secret@127.0.0.1:1"}
+        )
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert "--store redis://…@127.0.0.1:1 if that one is meant" in ended.stderr

@@ -9,12 +9,15 @@ import shutil
 import signal
 import socket
 import subprocess
+import urllib.request
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from tests.acceptance._process import (
     CLI,
     fake_servers,
@@ -147,8 +150,9 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(place: Place) -> None:
     workflow = written(place.folder / "workflow.json", picture_workflow())
     with ExitStack() as stack:
         hub = place.start(stack, "hub", "--port", "0")
-        read_until(hub, lambda line: line.startswith("The hub answers at"))
-        online(place.start(stack, "worker", "--simulated", "600", "--name", "gpu", "--grace", "0"))
+        url = url_in(read_until(hub, _answers))
+        named = ("worker", "--hub", url, "--name", "gpu")
+        online(place.start(stack, *named, "--simulated", "600", "--grace", "0"))
         watching = place.start(stack, "submit", workflow, "--watch")
         assert watching.stderr is not None
         assert any(line == "runs on gpu\n" for line in watching.stderr)
@@ -190,7 +194,7 @@ def test_a_hub_over_tls_is_found_and_trusted_on_its_own_machine_alone(place: Pla
         )
         assert stranger.returncode == 4
         assert f"the certificate of {url} is not trusted (self-signed certificate)" in stranger.stderr
-        worker = place.start(stack, "worker", "--simulated", "0.1", "--name", "gpu")
+        worker = place.start(stack, "worker", "--hub", url, "--simulated", "0.1", "--name", "gpu")
         online(worker)
         assert stop(worker, signal.SIGTERM)[0] == 0
 
@@ -272,7 +276,68 @@ def test_a_port_that_is_taken_is_told_and_ends_with_4(place: Place) -> None:
         assert place.run("jobs").returncode == 0, "the hub that runs is still found"
 
 
-async def test_comfyui_servers_of_this_machine_are_found() -> None:
-    async with FakeComfyUI() as first, FakeComfyUI() as second:
-        ports = sorted(int(fake.url.rpartition(":")[2]) for fake in (first, second))
-        assert await found_here([*ports, 9]) == [f"http://127.0.0.1:{port}" for port in ports]
+async def test_comfyui_servers_of_this_machine_are_found_and_fake_ones_told_apart() -> None:
+    async def stats(_: web.Request) -> web.Response:
+        return web.json_response({"system": {"comfyui_version": "0.7.0"}, "devices": []})
+
+    real = web.Application()
+    real.router.add_get("/system_stats", stats)
+    async with FakeComfyUI() as fake, TestServer(real) as server:
+        assert server.port is not None
+        port = int(fake.url.rpartition(":")[2])
+        found = await found_here([server.port, port, 9])
+        assert found.servers == (f"http://127.0.0.1:{server.port}",)
+        assert found.fakes == (f"http://127.0.0.1:{port}",)
+
+
+def test_a_fake_worker_joins_a_hub_that_was_named_and_none_that_it_found(place: Place) -> None:
+    with ExitStack() as stack:
+        hub = place.start(stack, "hub", "--port", "0")
+        url = url_in(read_until(hub, _answers))
+        for options in (("--fake", "1"), ("--simulated", "0")):
+            for told in ({}, {"COMFYFLEET_HUB": url}):
+                ended = run_cli("worker", *options, cwd=place.folder, env={**place.env, **told})
+                assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
+                assert f"--hub {url} if that one is meant" in ended.stderr
+        assert place.json("workers") == []
+        online(place.start(stack, "worker", "--hub", url, "--simulated", "0.1", "--name", "gpu"))
+        (worker,) = _listed(place)
+        assert (worker["id"], worker["is_fake"]) == ("gpu", True)
+        assert "idle (fake)" in place.run("workers").stdout
+
+
+def _listed(place: Place) -> list[dict[str, object]]:
+    listed = place.json("workers")
+    assert isinstance(listed, list)
+    return listed
+
+
+def test_fake_servers_leave_the_jobs_of_real_ones_alone_after_a_restart_too(place: Place) -> None:
+    """A user who had servers, and tries something with fake ones in the same data folder."""
+    workflow = written(place.folder / "workflow.json", picture_workflow())
+    with ExitStack() as stack:
+        hub = place.start(stack, "hub", "--port", "0")
+        url = url_in(read_until(hub, _answers))
+        assert place.run("submit", workflow).returncode == 0
+        key = json.loads((place.folder / "hub.json").read_text())["key"]
+        offered = {"services": [{"name": "comfyui"}]}
+        _post(f"{url}/api/worker/register", key, {"worker_id": "gpu", "capabilities": offered})
+        assert stop(hub, signal.SIGTERM)[0] == 0
+        again = place.start(stack, "up", "--fake", "1", "--port", "0")
+        online(again)
+        assert place.run("submit", workflow).returncode == 0
+        listed = place.json("jobs")
+        assert isinstance(listed, dict) and {job["status"] for job in listed["jobs"]} == {"queued"}
+        assert "is a fake" in place.run("job", "explain", listed["jobs"][0]["id"]).stdout
+        _, _, errors = stop(again, signal.SIGTERM)
+        assert "the fake servers take no jobs, because this fleet has real workers (gpu)" in errors
+        told = place.start(stack, "up", "--fake", "1", "--fake-beside-real", "--port", "0")
+        online(told)
+        assert place.run("submit", workflow, "--watch", "--out", "pictures").returncode == 0
+
+
+def _post(url: str, key: str, content: object) -> None:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(content).encode(), headers)
+    with urllib.request.urlopen(request, timeout=10) as response:
+        assert response.status in (200, 201)

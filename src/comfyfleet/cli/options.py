@@ -221,4 +221,11 @@ def settings(*names: str) -> Callable[[F], F]:
     return add
 
 
+fake_beside_real = click.option(
+    "--fake-beside-real",
+    is_flag=True,
+    help="Let fake servers take jobs although the fleet has real workers.",
+)
+"""No setting: whoever wants it says so each time."""
+
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

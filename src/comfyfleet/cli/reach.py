@@ -180,6 +180,11 @@ def rate(worker: WorkerBody) -> str:
     return f"{worker.per_hour:.0f}" if worker.per_hour >= 10 else f"{worker.per_hour:.2g}"
 
 
+def state_of(worker: WorkerBody) -> str:
+    """Its status, and whether it only pretends."""
+    return f"{worker.status.value} (fake)" if worker.is_fake else worker.status.value
+
+
 def ago(at: float | None, now: float) -> str:
     """So long before now, in one unit."""
     if at is None:

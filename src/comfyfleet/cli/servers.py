@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import click
@@ -19,6 +20,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.worker import Capabilities, Cost, Location, TenantAccess
 from comfyfleet.pool.options import Server
 from comfyfleet.ports import Connector
+from comfyfleet.worker.connectors.comfyui.inventory import is_fake
 from comfyfleet.worker.connectors.comfyui.settings import parse_address
 from comfyfleet.worker.connectors.registry import CONNECTORS, connect
 from comfyfleet.worker.settings import AgentState
@@ -82,7 +84,7 @@ def with_services(servers: list[Server], resolved: Resolved) -> list[Server]:
     return servers
 
 
-def declared_in(resolved: Resolved) -> Capabilities:
+def declared_in(resolved: Resolved, *, fake_beside_real: bool = False) -> Capabilities:
     """What a worker of this process says of itself."""
     chosen = resolved.values
     isolation = chosen.tenant_isolation or "none"
@@ -107,6 +109,7 @@ def declared_in(resolved: Resolved) -> Capabilities:
         location=Location(chosen.region, chosen.compliance),
         cost=Cost(chosen.cost_tier or "standard", chosen.rate),
         environment=chosen.environment or "self_hosted",
+        works_beside_real=fake_beside_real,
     )
 
 
@@ -148,22 +151,33 @@ async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved
     return servers
 
 
-async def found_here(ports: Iterable[int] = LOCAL_PORTS) -> list[str]:
-    """The addresses of the ComfyUI servers that answer on this machine."""
+class Found(msgspec.Struct, frozen=True):
+    """The addresses of the ComfyUI servers that answer on this machine, and those of fake ones."""
+
+    servers: tuple[str, ...]
+    fakes: tuple[str, ...]
+
+
+async def found_here(ports: Iterable[int] = LOCAL_PORTS) -> Found:
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
-        answers = await asyncio.gather(*(_is_comfyui(session, url) for url in urls))
-    return [url for url, is_one in zip(urls, answers, strict=True) if is_one]
+        answers = await asyncio.gather(*(_stats(session, url) for url in urls))
+    found = [(url, is_fake(stats)) for url, stats in zip(urls, answers, strict=True) if stats is not None]
+    return Found(
+        tuple(url for url, is_pretended in found if not is_pretended),
+        tuple(url for url, is_pretended in found if is_pretended),
+    )
 
 
-async def _is_comfyui(session: aiohttp.ClientSession, url: str) -> bool:
+async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:
+    """What ComfyUI says of its machine. None: there is no ComfyUI."""
     try:
         async with session.get(f"{url}/system_stats", allow_redirects=False) as response:
             body = msgspec.json.decode(await response.content.read(1024 * 1024))
     except (TimeoutError, aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError):
-        return False
-    return isinstance(body, dict) and "system" in body and "devices" in body
+        return None
+    return body if isinstance(body, dict) and "system" in body and "devices" in body else None
 
 
 def journals(resolved: Resolved) -> Path | None:

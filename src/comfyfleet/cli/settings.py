@@ -170,11 +170,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retention: dict[str, Any] = {}
 
 
+_FLAG = 3
+
+
 class Origin(msgspec.Struct, frozen=True, order=True):
     """Where a value came from; a higher rank wins."""
 
     rank: int
     place: str
+
+    @property
+    def is_flag(self) -> bool:
+        return self.rank == _FLAG
 
 
 DEFAULT = Origin(0, "default")
@@ -278,7 +285,7 @@ def read_settings(
     unheard = _take_environment(found, environment, old_store)
     for name, value in (flags or {}).items():
         if value is not None and value != ():
-            found.put(name, value, Origin(3, f"flag {flag_of(name)}"))
+            found.put(name, value, Origin(_FLAG, f"flag {flag_of(name)}"))
     values = found.values
     if values.get("assets"):
         _take_others(found, environment)

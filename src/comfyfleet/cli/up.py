@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.endings import Terminated
-from comfyfleet.cli.options import OF_A_WORKER, settings
+from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +47,8 @@ _LOOK_S = 10.0
     "log_format",
     "config",
 )
-def command(config: str | None, **flags: Any) -> None:
+@fake_beside_real
+def command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     """Run a hub and work on its jobs, until Ctrl-C or SIGTERM.
 
     One process: an embedded SQLite store, the API, a status page, and a worker for each server that is given. Without
@@ -62,7 +63,7 @@ def command(config: str | None, **flags: Any) -> None:
     # What others mean by REDIS_URL is no reason to keep the jobs there.
     resolved = read_settings(flags, config=config, old_store=False)
     set_up(resolved.values.log_level, resolved.values.log_format)
-    ended(run_loop(_live(resolved)))
+    ended(run_loop(_live(resolved, fake_beside_real)))
 
 
 def ended(signals: Sequence[int]) -> None:
@@ -75,7 +76,7 @@ def ended(signals: Sequence[int]) -> None:
         raise Terminated
 
 
-async def _live(resolved: Resolved) -> Sequence[int]:
+async def _live(resolved: Resolved, fake_beside_real: bool) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
     from comfyfleet.cli.house import greet, open_house
@@ -85,7 +86,7 @@ async def _live(resolved: Resolved) -> Sequence[int]:
     from comfyfleet.worker.settings import AgentSettings
 
     chosen = resolved.values
-    declared = declared_in(resolved)
+    declared = declared_in(resolved, fake_beside_real=fake_beside_real)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not chosen.fake)
     with Signals() as signals:
         async with AsyncExitStack() as stack:
@@ -99,6 +100,8 @@ async def _live(resolved: Resolved) -> Sequence[int]:
             )
             stack.push_async_callback(agents.close)
             greet(house, resolved)
+            if chosen.fake and not fake_beside_real:
+                await _tell_of_real(house, chosen.servers)
             for server in declaring(servers, declared):
                 await agents.add(house.api, server)
             if servers:
@@ -111,14 +114,33 @@ async def _live(resolved: Resolved) -> Sequence[int]:
     return signals.came
 
 
+async def _tell_of_real(house: House, named: Sequence[str]) -> None:
+    real = [each.worker_id for each in await house.engine.workers() if not each.capabilities.is_fake]
+    if real or named:
+        shown = ", ".join([*named, *real][:3])
+        click.echo(
+            f"Warning: the fake servers take no jobs, because this fleet has real workers ({shown}). Give "
+            "--fake-beside-real to let them, or another --data folder to try things apart",
+            err=True,
+        )
+
+
 async def _keep_looking(house: House, agents: Agents, resolved: Resolved) -> None:
     import asyncio
 
     from comfyfleet.cli.servers import LOCAL_PORTS, declared_in, declaring, found_here, named
 
     is_first = True
+    told: set[str] = set()
     while True:
-        for address in await found_here():
+        found = await found_here()
+        for address in found.fakes:
+            if address not in told:
+                told.add(address)
+                click.echo(
+                    f"A fake ComfyUI answers at {address}; it works here only if named: --server {address}"
+                )
+        for address in found.servers:
             (server,) = declaring(named([address], None, resolved.values.slots), declared_in(resolved))
             assert server.id is not None, "named servers have an id"
             if server.id not in agents:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli import workers
-from comfyfleet.cli.options import OF_A_WORKER, settings
+from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
 from comfyfleet.cli.up import ended
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     metavar="JSON",
     help="""With --store: change rules of the engine, such as '{"lease_ttl_s": 30}'.""",
 )
+@fake_beside_real
 @settings("data", "log_level", "log_format", "config")
 @click.option("--simulated", type=click.FloatRange(0), multiple=True, hidden=True, metavar="SECONDS")
 @click.pass_context
@@ -59,6 +60,7 @@ def command(
     config: str | None,
     changes: str | None,
     simulated: tuple[float, ...],
+    fake_beside_real: bool,
     **flags: Any,
 ) -> None:
     """Work on jobs from a hub, or from a store, until Ctrl-C or SIGTERM.
@@ -69,7 +71,7 @@ def command(
     those of `comfyfleet workers`: they tell a worker of a hub what to do.
     """
     if context.invoked_subcommand is not None:
-        if any((config, changes, simulated, *flags.values())):
+        if any((config, changes, simulated, fake_beside_real, *flags.values())):
             raise click.UsageError(f"put the options behind `{context.invoked_subcommand}`")
         return
     import asyncio
@@ -88,10 +90,13 @@ def command(
         raise click.UsageError(
             "where do the jobs come from? Name a --hub (or COMFYFLEET_HUB) or a --store (or COMFYFLEET_STORE)"
         )
+    if chosen.fake or simulated:
+        _refuse_found(resolved)
     set_up(chosen.log_level, chosen.log_format)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not (chosen.fake or simulated))
     servers = with_services(tidied(servers, resolved), resolved)
-    ended(asyncio.run(_work(resolved, servers, simulated, declared_in(resolved))))
+    declared = declared_in(resolved, fake_beside_real=fake_beside_real)
+    ended(asyncio.run(_work(resolved, servers, simulated, declared)))
 
 
 for _name in ("show", "drain", "pause", "resume", "remove"):
@@ -119,6 +124,21 @@ def _takes_from_store(resolved: Resolved) -> bool:
             )
         return store.rank > hub.rank
     return chosen.store is not None
+
+
+def _refuse_found(resolved: Resolved) -> None:
+    """A fake completes jobs with pictures that nobody can use: it joins nothing that the environment led it to."""
+    from comfyfleet.cli.reach import find_hub
+    from comfyfleet.cli.settings import masked
+
+    takes_from_store = _takes_from_store(resolved)
+    name = "store" if takes_from_store else "hub"
+    if resolved.origin(name).is_flag:
+        return
+    found = masked("store", resolved.values.store) if takes_from_store else find_hub(resolved).url
+    raise click.UsageError(
+        f"fake servers join a {name} only if you name it on the command line: --{name} {found} if that one is meant"
+    )
 
 
 async def _work(

@@ -37,7 +37,7 @@ def list_(as_json: bool, **flags: Any) -> None:
 def _list(as_json: bool, flags: dict[str, Any]) -> None:
     import time
 
-    from comfyfleet.cli.reach import ago, ask, print_json, print_table, rate
+    from comfyfleet.cli.reach import ago, ask, print_json, print_table, rate, state_of
 
     workers = ask(flags, lambda client: client.workers())
     if as_json:
@@ -47,7 +47,7 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
     rows = [
         [
             worker.id,
-            worker.status.value,
+            state_of(worker),
             f"{len(worker.current_jobs)} of {worker.slots}",
             str(worker.completed),
             str(worker.failed),
@@ -69,13 +69,13 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
 @settings(*TO_REACH)
 def show(worker_id: str, as_json: bool, **flags: Any) -> None:
     """One worker, with what it offers."""
-    from comfyfleet.cli.reach import ask, plain, print_json
+    from comfyfleet.cli.reach import ask, plain, print_json, state_of
 
     worker = ask(flags, lambda client: client.worker(worker_id))
     if as_json:
         print_json(worker)
         return
-    click.echo(f"{worker.id}  {worker.status.value}")
+    click.echo(f"{worker.id}  {state_of(worker)}")
     if worker.offline_reason:
         click.echo(f"  {'why':<13} {plain(worker.offline_reason)}")
     for name in ("environment", "slots", "current_jobs", "completed", "failed", "per_hour", "disconnects"):

@@ -101,6 +101,8 @@ async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord,
         why.append("is paused")
     elif worker.quarantined_until is not None and now < worker.quarantined_until:
         why.append("is quarantined: too many different workflows failed on it")
+    if context.fleet.is_held_back(worker):
+        why.append("is a fake, and the fleet has real workers: it works beside them only if started so")
     return why
 
 

@@ -17,6 +17,7 @@ from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
+from comfyfleet.policy.fakes import is_held_back
 from comfyfleet.policy.feasibility import is_feasible
 from comfyfleet.policy.learning import still_warm
 from comfyfleet.policy.projection import Vocabulary, profile_key
@@ -165,8 +166,17 @@ class Fleet:
         """Live workers that may take this class."""
         fits = self.profiles_for(key)
         return [
-            worker for worker in self.workers.values() if worker.profile in fits and not worker.is_offline
+            worker
+            for worker in self.workers.values()
+            if worker.profile in fits and not worker.is_offline and not self.is_held_back(worker)
         ]
+
+    def is_held_back(self, worker: WorkerRecord) -> bool:
+        """A fake beside workers that are none, here now or away for a while: their jobs are not for it."""
+        return is_held_back(worker, self.workers.values())
+
+    def takes_work(self, worker: WorkerRecord, now: float) -> bool:
+        return worker.takes_work(now) and not self.is_held_back(worker)
 
     def selectivity(self, key: ClassKey) -> int:
         """How many live workers may take this class."""
@@ -196,7 +206,7 @@ class Fleet:
         return any(
             is_feasible(cls, worker.worker_id, worker.capabilities)
             for worker in self.workers.values()
-            if not worker.is_offline
+            if not worker.is_offline and not self.is_held_back(worker)
         )
 
     def waits_for_memory(self, dispatch: Dispatch) -> bool:

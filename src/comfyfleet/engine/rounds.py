@@ -233,7 +233,7 @@ class Rounds:
                 for slot in slots
                 if not slot.answer.done()
                 and (worker := workers.get(slot.worker_id)) is not None
-                and worker.takes_work(now)
+                and self._context.fleet.takes_work(worker, now)
             }
             if not waiting:
                 return

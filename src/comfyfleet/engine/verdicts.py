@@ -294,7 +294,7 @@ class Verdicts:
                 for_all, for_tenant, for_job = dispatch.block_targets
                 is_blocked = await self._is_blocked(worker.worker_id, now, for_tenant, for_all)
                 # One that is kept off this job because it failed there too is no way out.
-                if not is_blocked and worker.takes_work(now):
+                if not is_blocked and fleet.takes_work(worker, now):
                     others += not await self._is_blocked(worker.worker_id, now, for_job)
             # A worker that is offline just now is still one that may run it.
             is_blocked_everywhere &= is_blocked

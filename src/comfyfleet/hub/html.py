@@ -80,7 +80,7 @@ def map_workers(workers: Sequence[WorkerBody], now: float) -> Iterable[tuple[str
     for worker in workers:
         yield (
             worker.id,
-            worker.status.value,
+            f"{worker.status.value} (fake)" if worker.is_fake else worker.status.value,
             f"{len(worker.current_jobs)} of {worker.slots}",
             str(worker.completed),
             str(worker.failed),

@@ -83,6 +83,10 @@ class Capabilities(msgspec.Struct, frozen=True, omit_defaults=True):
     """It has a hub to fetch a job's inputs from, and to bring its outputs to."""
     has_hub: bool = False
     """It takes its jobs from a hub. The hub says so, whatever the worker declares."""
+    is_fake: bool = False
+    """It only pretends to work: what it makes is no result that anybody waits for."""
+    works_beside_real: bool = False
+    """A fake that takes jobs although the fleet has workers that are none."""
 
     @property
     def worker_class(self) -> str:

@@ -16,6 +16,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import OutputFile
+from comfyfleet.model.worker import Capabilities
 from comfyfleet.pool.agents import Agents, Member
 from comfyfleet.pool.checks import SERVER, check
 from comfyfleet.pool.options import Server
@@ -67,7 +68,12 @@ class Servers:
             )
         check(SERVER, msgspec.structs.asdict(server))
         name = self._name(server)
-        await self._agents.add(self._engine, msgspec.structs.replace(server, id=name))
+        declared = server.capabilities
+        if not self._engine.store.is_shared:
+            # Nobody else's jobs are here, and the program has named each of its servers: a fake is meant to work too.
+            declared = msgspec.structs.replace(declared or Capabilities(()), works_beside_real=True)
+        server = msgspec.structs.replace(server, id=name, capabilities=declared)
+        await self._agents.add(self._engine, server)
         self._added_at[name] = self._clock.now()
         return name
 

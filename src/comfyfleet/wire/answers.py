@@ -163,6 +163,8 @@ class WorkerBody(_Got, frozen=True, omit_defaults=False):
     offline_reason: str = ""
     """What was said when it went offline."""
     quarantined_until: float | None = None
+    is_fake: bool = False
+    """It only pretends to work, as a fake ComfyUI does."""
 
 
 class WorkerDetails(WorkerBody, frozen=True):
@@ -291,6 +293,7 @@ def worker(record: WorkerRecord, leases: list[Dispatch]) -> WorkerDetails:
         disconnects=record.disconnects,
         offline_reason=record.offline_reason,
         quarantined_until=record.quarantined_until,
+        is_fake=record.capabilities.is_fake,
         capabilities=record.capabilities,
         live=record.live,
     )

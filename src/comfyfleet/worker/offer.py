@@ -50,6 +50,8 @@ def join(
             cost=_first([source.cost for source in sources], _NOTHING.cost),
             environment=_first([source.environment for source in sources], _NOTHING.environment),
             moves_files=moves_files,
+            is_fake=sources[0].is_fake or bool(sources[1:] and all(source.is_fake for source in sources[1:])),
+            works_beside_real=sources[0].works_beside_real,
         ),
         _live([inventory.live for inventory in found.values()]),
         {name: inventory.boot for name, inventory in found.items()},

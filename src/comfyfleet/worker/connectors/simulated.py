@@ -110,7 +110,7 @@ class SimulatedConnector:
         keep_runs: int = 1000,
     ) -> None:
         self.service_name = service_name
-        self.capabilities = capabilities or Capabilities(services=(Service(service_name),))
+        self.capabilities = capabilities or Capabilities(services=(Service(service_name),), is_fake=True)
         self.live = live or LiveState()
         self.boot = "1"
         self.is_healthy = True

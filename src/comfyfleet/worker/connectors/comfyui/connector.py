@@ -131,7 +131,9 @@ class ComfyUI:
             raise fail(FailureKind.TRANSIENT, f"The server did not tell what it has: {error}") from error
         self._machine = machine
         return Inventory(
-            capabilities=Capabilities(services=(service,), hardware=machine.hardware),
+            capabilities=Capabilities(
+                services=(service,), hardware=machine.hardware, is_fake=machine.is_fake
+            ),
             live=LiveState(machine.free_vram_gb, machine.available_ram_gb),
             boot=self._boot.value,
             nodes=nodes,

@@ -22,6 +22,7 @@ from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like
 from comfyfleet.worker.connectors.comfyui.stopping import parse_version
 
 GIGABYTE = 1024**3
+FAKE = "(main, fake)"
 MAX_FOLDERS = 200
 NOT_MODELS = frozenset({"configs", "custom_nodes"})
 _LAST_UNCHECKED = (0, 7, 0)
@@ -36,6 +37,7 @@ class Machine(msgspec.Struct, frozen=True):
     hardware: Hardware = Hardware()
     free_vram_gb: float | None = None
     available_ram_gb: float | None = None
+    is_fake: bool = False
 
 
 class BootWatch:
@@ -136,7 +138,14 @@ def read_machine(stats: Mapping[str, Any]) -> Machine:
         hardware=Hardware(gpu=_gpu(devices), memory=Memory(_sold_gb(system.get("ram_total")))),
         free_vram_gb=_smallest(device.get("vram_free") for device in devices),
         available_ram_gb=_smallest([system.get("ram_free")]),
+        is_fake=is_fake(stats),
     )
+
+
+def is_fake(stats: Mapping[str, Any]) -> bool:
+    """Our fake servers say so where others name their Python; that keeps the shape of a real answer."""
+    system = stats.get("system")
+    return isinstance(system, Mapping) and FAKE in str(system.get("python_version"))
 
 
 def _gpu(devices: list[Mapping[str, Any]]) -> Gpu:
