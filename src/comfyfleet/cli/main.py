@@ -17,6 +17,7 @@ from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated
 
 _COMMANDS = {
     "audit": "comfyfleet.cli.audit",
+    "blocks": "comfyfleet.cli.blocks",
     "completion": "comfyfleet.cli.completion",
     "config": "comfyfleet.cli.config",
     "convert": "comfyfleet.cli.convert",

@@ -272,6 +272,7 @@ class Day:
             not_before=until,
             wake_at=until,
             charged=1,
+            server_deaths=1,
         )
         facts = (FactDraft(FactKind.RETRYING, {"kind": "node_error"}),)
         return msgspec.structs.replace(release(ref), change=back, facts=facts)

@@ -9,12 +9,13 @@ from comfyfleet.engine.fleet import Fleet
 from comfyfleet.engine.gate import Gate, OpenGate
 from comfyfleet.engine.shell import StoreClock
 from comfyfleet.model.block import Block
-from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Written
+from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Phase, Written
 from comfyfleet.model.fact import FleetEvent
-from comfyfleet.model.ids import JobId, LeaseToken, PollId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import JobId, LeaseToken, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.deadly import is_refusing
 from comfyfleet.policy.failover import FailoverStrategy
 from comfyfleet.policy.fairness import charge_s
 from comfyfleet.policy.learning import expected_s
@@ -30,6 +31,10 @@ async def _nobody(_: Dispatch) -> None:
 
 async def _to_nobody(_: Submission, __: JobId, ___: int) -> None:
     """Nobody is told of facts but those who listen."""
+
+
+async def _suspend_nobody(_: TenantId) -> bool:
+    return False
 
 
 class Context:
@@ -52,10 +57,14 @@ class Context:
         """Set by the verdicts: a lease nobody took up returns to its place."""
         self.awaited_ended: Callable[[Dispatch], None] = lambda _: None
         """Set by the dependencies: a job that others wait for, or that waited itself, is over."""
+        self.refused_waits: Callable[[Dispatch], None] = lambda _: None
+        """Set by whoever refuses workflows: a job of a refused one stands in the queue."""
         self.wrote: Callable[[Written], None] = lambda _: None
         """Set by whoever measures: a write of this engine stands."""
         self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = _to_nobody
         """Set by whoever tells others of facts: a round of this job is about to be written. It may refuse."""
+        self.suspend: Callable[[TenantId], Awaitable[bool]] = _suspend_nobody
+        """Set by whoever keeps tenants: nothing more is taken or leased of this one until an operator resumes it."""
         self.gate: Gate = OpenGate()
         """Set by whoever knows of tenants and their terms."""
         self._lessons: dict[WorkflowHash, Lesson] = {}
@@ -73,6 +82,9 @@ class Context:
         self.wake_by(dispatch.due_at)
         if (dispatch.is_awaited or dispatch.is_held) and dispatch.phase.is_final:
             self.awaited_ended(dispatch)
+        refused = self.fleet.refused
+        if refused and dispatch.phase is Phase.QUEUED and dispatch.block_targets[1] in refused:
+            self.refused_waits(dispatch)
         with best_effort(f"measure a write of job {dispatch.job_id}"):
             self.wrote(written)
 
@@ -99,7 +111,10 @@ class Context:
         others = await self.store.blocks(block.worker_id)
         if all(other.blocked_until is None for other in others):
             self.fleet.with_blocks.discard(block.worker_id)
-        if block.blocked_until is not None:
+        if is_refusing(block):
+            self.fleet.refused -= {block.target}
+            self.tell("workflow_allowed", block.worker_id, **_whose(block), why=why)
+        elif block.blocked_until is not None:
             self.tell(
                 "unblocked",
                 block.worker_id,

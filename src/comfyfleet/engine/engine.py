@@ -11,6 +11,7 @@ from comfyfleet.bus.local import LocalBus
 from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.deadly import DeadlyWorkflows
 from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.explain import explain
@@ -28,7 +29,7 @@ from comfyfleet.engine.submitting import SubmitDesk
 from comfyfleet.engine.sweeper import Sweeper
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.engine.workers import WorkerDesk
-from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.block import EVERY_WORKER, Block, Pair
 from comfyfleet.model.calls import (
     Beat,
     CancelAnswer,
@@ -112,7 +113,13 @@ class Engine:
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
         self._foreign = ForeignDesk(self._context, self._workers)
         self._sweeper = Sweeper(
-            self._context, self._rounds, self._verdicts, self._workers, self._commands, self._dependencies
+            self._context,
+            self._rounds,
+            self._verdicts,
+            self._workers,
+            self._commands,
+            self._dependencies,
+            DeadlyWorkflows(self._context, self._verdicts),
         )
 
     async def __aenter__(self) -> Engine:
@@ -258,6 +265,10 @@ class Engine:
         is there before the first fact. A round that was announced may still not come."""
         self._context.announce = hear
 
+    def suspends_by(self, suspend: Callable[[TenantId], Awaitable[bool]]) -> None:
+        """How a tenant is suspended of whose workflows servers die. False: there is nothing to suspend."""
+        self._context.suspend = suspend
+
     def judged_by(self, gate: Gate) -> None:
         """Jobs that come in, new or retried by hand, pass this gate."""
         self._context.gate = gate
@@ -393,7 +404,10 @@ class Engine:
         lifted = await self.store.lift(pairs or [Pair(worker_id, target)])
         for block in lifted:
             await self._context.unblocked(block, "by hand")
-        self._rounds.worker_freed(worker_id)
+        if worker_id == EVERY_WORKER:
+            self._rounds.everything_changed()
+        else:
+            self._rounds.worker_freed(worker_id)
         return bool(lifted)
 
     async def dead_letter(self, limit: int = 100, after: JobId | None = None) -> list[Dispatch]:

@@ -17,6 +17,7 @@ from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
+from comfyfleet.policy.deadly import is_refusing
 from comfyfleet.policy.fakes import is_held_back
 from comfyfleet.policy.feasibility import is_feasible
 from comfyfleet.policy.learning import still_warm
@@ -42,6 +43,8 @@ class Fleet:
         self.with_blocks: set[WorkerId] = set()
         """Workers that have a block with an end, as far as this engine knows. Whether it is over by now is the store's
         to say: one that is asked for such a worker by itself leaves out the right jobs."""
+        self.refused: frozenset[str] = frozenset()
+        """Workflows of tenants that no worker gets because servers died of them, as targets of blocks."""
         self.is_fresh_since = float("-inf")
         """When what others may change was last read from the store, by the clock that nobody sets."""
         self._fits: dict[ClassKey, set[ProfileKey]] = {}
@@ -108,10 +111,12 @@ class Fleet:
                 fits.add(profile)
 
     async def _read_blocks(self) -> bool:
-        before, self.with_blocks = self.with_blocks, set()
-        for block in await self._store.blocks():
+        blocks = await self._store.blocks()
+        workers, refused = self.with_blocks, self.refused
+        self.with_blocks, self.refused = set(), frozenset()
+        for block in blocks:
             self.note_block(block)
-        return bool(before - self.with_blocks)
+        return bool(workers - self.with_blocks or refused - self.refused)
 
     def _speakers(self) -> dict[ProfileKey, WorkerRecord]:
         """Whatever one worker of a profile may take, all of them may: one speaks for each."""
@@ -377,6 +382,8 @@ class Fleet:
     def note_block(self, block: Block) -> None:
         if block.blocked_until is not None:
             self.with_blocks.add(block.worker_id)
+            if is_refusing(block):
+                self.refused |= {block.target}
 
     # profiles
 

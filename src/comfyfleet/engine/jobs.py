@@ -31,6 +31,7 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import read_needs
 from comfyfleet.policy.admission import check_priority
+from comfyfleet.policy.deadly import check_refused
 from comfyfleet.policy.lifecycle import (
     MOVES,
     IllegalMove,
@@ -120,6 +121,7 @@ class JobDesk:
                 f"tenant {view.dispatch.tenant!r} has a database of its own, where the next round would be paid for: "
                 "retry the job at a hub that reaches it",
             )
+        check_refused(workflow_hash, submission.tenant, fleet.refused)
         tenant = await self._context.gate.terms(submission.tenant) if is_legal else None
         placed = submission if tenant is None else under_terms(submission, tenant)
         ceiling = None if tenant is None else tenant.caps.max_priority
@@ -154,6 +156,7 @@ class JobDesk:
                 releases=0,
                 failed_on=(),
                 expired_on=(),
+                server_deaths=0,
                 cancel_requested_at=None,
                 not_before=None,
                 deadline_at=None,

@@ -33,6 +33,7 @@ from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.workflow import check_workflow, read_needs
 from comfyfleet.policy.admission import check_dependencies, check_submission
+from comfyfleet.policy.deadly import check_refused
 from comfyfleet.policy.feasibility import misses, nearest_miss
 from comfyfleet.policy.inputs import check_inputs
 from comfyfleet.policy.lifecycle import standing_at
@@ -80,6 +81,7 @@ class SubmitDesk:
             submission = await self._named(submission)
         if known is not None:
             return _same(known, submission)
+        check_refused(reading.workflow_hash, submission.tenant, context.fleet.refused)
         is_held = bool(submission.after) and await self._dependencies.check(
             submission.after, submission.tenant
         )

@@ -14,6 +14,7 @@ import msgspec
 
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.deadly import DeadlyWorkflows
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.verdicts import Verdicts
@@ -45,6 +46,7 @@ class Sweeper:
         workers: WorkerDesk,
         commands: CommandDesk,
         dependencies: Dependencies,
+        deadly: DeadlyWorkflows,
     ) -> None:
         self._context = context
         self._rounds = rounds
@@ -52,6 +54,7 @@ class Sweeper:
         self._workers = workers
         self._commands = commands
         self._dependencies = dependencies
+        self._deadly = deadly
         self._timer: Timer | None = None
         self._timer_at = float("inf")
         self._running: asyncio.Task[None] | None = None
@@ -99,6 +102,7 @@ class Sweeper:
         else:
             context.fleet.follow_clock()
         await self._end_blocks()
+        self._deadly.look()
         await self._end_quarantines()
         await self._find_lost_workers()
         await self._end_holds()
@@ -306,6 +310,7 @@ class Sweeper:
 
     async def close(self) -> None:
         self._is_closed = True
+        await self._deadly.close()
         if self._timer is not None:
             self._timer.cancel()
         tasks = [*self._attending.values(), *([] if self._running is None else [self._running])]

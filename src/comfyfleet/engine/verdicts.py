@@ -5,6 +5,8 @@ Reports from workers and the sweeper's findings end here alike, so a failure has
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import msgspec
 
 from comfyfleet.engine.best_effort import best_effort
@@ -24,6 +26,7 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import ClassKey, WorkerId
+from comfyfleet.policy.deadly import refusal_of
 from comfyfleet.policy.failover import blocked_target, is_quarantined, lifted_by_inventory, met_by_two
 from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.feasibility import is_feasible
@@ -34,11 +37,17 @@ from comfyfleet.policy.retry import Choice, Verdict, after_failure
 from comfyfleet.policy.timing import returned
 
 
+async def _nobody(_: Dispatch, __: Block, ___: Failure) -> None:
+    """An engine wires its parts before it serves."""
+
+
 class Verdicts:
     def __init__(self, context: Context, rounds: Rounds) -> None:
         self._context = context
         self._rounds = rounds
         context.give_back = self.give_back
+        self.on_refusal: Callable[[Dispatch, Block, Failure], Awaitable[None]] = _nobody
+        """Set by whoever sees to refused workflows: this job showed that servers die of its own."""
 
     async def failed(self, dispatch: Dispatch, guard: Guard, failure: Failure) -> Dispatch | None:
         """None: the guard did not hold; somebody else has ended this lease."""
@@ -65,17 +74,23 @@ class Verdicts:
             retry_delay_s=None if job is None else job.payload.retry_delay_s,
         )
         blocks = await self._blocks(dispatch, worker_id, failure, verdict, block, refusing, now)
+        refusing_block = refusal_of(dispatch, verdict.server_deaths, now) if verdict.is_deadly else None
         if verdict.will_retry:
             placed = await self._placed(dispatch, failure, refusing, now)
             write = self._retry(placed, guard, failure, verdict, tuple(blocks), now)
         else:
-            write = self._give_up(dispatch, guard, failure, verdict, tuple(blocks), now)
+            refusals = () if refusing_block is None else (refusing_block,)
+            write = self._give_up(dispatch, guard, failure, verdict, (*blocks, *refusals), now)
         written = await context.store.write(write)
         if written is None:
             return None
         context.publish(written)
         for each in blocks:
             context.blocked(each, failure.message)
+        if refusing_block is not None:
+            context.fleet.note_block(refusing_block)
+            with best_effort(f"tell of the refused workflow {refusing_block.target}"):
+                await self.on_refusal(written.dispatch, refusing_block, failure)
         try:
             with best_effort(f"count a failure of worker {worker_id}"):
                 await context.fleet.note_failure(worker_id)
@@ -193,6 +208,7 @@ class Verdicts:
             worker_faults=verdict.worker_faults,
             failed_on=verdict.failed_on,
             expired_on=verdict.expired_on,
+            server_deaths=verdict.server_deaths,
         )
         told = {**_told(failure, failure.message, dispatch), "not_before": verdict.not_before}
         return Write(
@@ -221,6 +237,7 @@ class Verdicts:
             worker_faults=verdict.worker_faults,
             failed_on=verdict.failed_on,
             expired_on=verdict.expired_on,
+            server_deaths=verdict.server_deaths,
         )
         return Write(
             dispatch.job_id,

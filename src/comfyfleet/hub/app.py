@@ -37,6 +37,7 @@ from comfyfleet.hub.scoped_stats import StatsDesk
 from comfyfleet.hub.sending import Sender
 from comfyfleet.hub.socket import LegacyWebsocket, Sockets
 from comfyfleet.hub.streams import StreamHandlers
+from comfyfleet.hub.suspending import Suspending
 from comfyfleet.hub.tenant_duties import TenantDuties
 from comfyfleet.hub.tenants import TenantHandlers
 from comfyfleet.hub.terms import TermsGate
@@ -108,7 +109,9 @@ class Hub:
         if assets is not None:
             duties["files"] = assets.tidy
         self.upkeep = Upkeep(duties)
+        shares = ShareKeeper(engine.store.shares)
         engine.judged_by(TermsGate(tenants, pools, cabinet, engine.clock, is_shared=engine.store.is_shared))
+        engine.suspends_by(Suspending(tenants, shares, self.audit).suspend)
         belongings = Belongings(
             cancel=engine.cancel,
             revoked=partial(_end_key, credentials, places),
@@ -117,7 +120,6 @@ class Hub:
         )
         mover = Mover(tenants, pools, asyncio.sleep)
         leaver = Leaver(engine.store, estate.homes, self.keys, webhooks, book, belongings, asyncio.sleep)
-        shares = ShareKeeper(engine.store.shares)
         stats = StatsDesk(engine, time.monotonic)
         self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, shares, self.audit)
         inputs = InputDesk(engine, assets)

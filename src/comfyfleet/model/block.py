@@ -16,6 +16,9 @@ from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 EVERY_WORKER = WorkerId("*")
 """Stands for all of them: no worker gets what is blocked here."""
 
+UNTIL_LIFTED = 253_402_300_799.0
+"""The end of a block that has none: the last second of the year 9999, as every store can keep it."""
+
 # Stores in other languages compose the same text: neither a hash nor a job id contains the sign.
 _OF = "@"
 
@@ -23,6 +26,12 @@ _OF = "@"
 def tenant_target(workflow_hash: WorkflowHash, tenant: TenantId) -> str:
     """A workflow as one tenant submits it: a hash ignores values, so one tenant's say nothing about another's."""
     return f"{workflow_hash}{_OF}{tenant}"
+
+
+def whose_target(target: str) -> tuple[WorkflowHash, TenantId]:
+    """Of a target that `tenant_target` made."""
+    workflow_hash, _, tenant = target.partition(_OF)
+    return WorkflowHash(workflow_hash), TenantId(tenant)
 
 
 class BlockReason(StrEnum):
@@ -35,6 +44,8 @@ class BlockReason(StrEnum):
     JOB = "job"
     """One job is kept off one worker while another can run it."""
     OPERATOR = "operator"
+    SERVER_DIED = "server_died"
+    """Servers died while they ran it; until an operator lifts it."""
 
 
 class Pair(NamedTuple):
@@ -50,6 +61,8 @@ class Block(msgspec.Struct, frozen=True, omit_defaults=True):
     blocked_until: float | None = None
     """None: only counting so far."""
     missing: tuple[str, ...] = ()
+    made_at: float = 0.0
+    """Of a block that is lifted by hand. 0: not known."""
 
     @property
     def pair(self) -> Pair:

@@ -138,6 +138,8 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Its record lies in a tenant's database, where its end is to be settled."""
     settled_at: float | None = None
     """When the tenant's database had taken in the end of this round."""
+    server_deaths: int = 0
+    """How many servers died while they ran it."""
 
     @property
     def due_at(self) -> float | None:
@@ -237,6 +239,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     is_awaited: bool | UnsetType = UNSET
     settled_at: float | UnsetType | None = UNSET
     payload_sha256: bytes | UnsetType | None = UNSET
+    server_deaths: int | UnsetType = UNSET
 
     def apply(self, dispatch: Dispatch) -> Dispatch:
         values = {name: value for name in _CHANGEABLE if (value := getattr(self, name)) is not UNSET}

@@ -94,6 +94,9 @@ class Verdict(msgspec.Struct, frozen=True):
     failed_on: tuple[WorkerId, ...]
     expired_on: tuple[WorkerId, ...]
     not_before: float | None
+    server_deaths: int
+    is_deadly: bool
+    """Servers die of its workflow: nobody is to run it any more."""
     keep_off_worker: bool
     """Another worker can run it: not on this one again for a while."""
     why: str
@@ -127,8 +130,12 @@ def after_failure(
     if failure.kind is FailureKind.LEASE_EXPIRED:
         expired_on = _with(expired_on, worker_id)
 
+    server_deaths = dispatch.server_deaths + (failure.server_died is not None)
+    is_deadly = failure.server_died is not None and server_deaths >= rules.max_server_deaths
     why = ""
-    if row.is_final or (is_refused and not choice.may_accept):
+    if is_deadly:
+        why = f"{server_deaths} servers died while they ran it: the workflow is to blame"
+    elif row.is_final or (is_refused and not choice.may_accept):
         why = failure.message
     elif is_refused:
         pass
@@ -153,6 +160,8 @@ def after_failure(
         failed_on=failed_on,
         expired_on=expired_on,
         not_before=not_before,
+        server_deaths=server_deaths,
+        is_deadly=is_deadly,
         keep_off_worker=will_retry and (is_refused or choice.others > 0),
         why=why,
     )

@@ -51,6 +51,11 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_failures_before_block: int = 1
     inventory_block_s: float = 3600.0
     """The longest a worker stays blocked for something it lacked, should its inventory never be seen to change."""
+    max_server_deaths: int = 2
+    """So many servers died while they ran a job: its workflow is refused to its tenant until an operator lifts it."""
+    deadly_workflows: int = 3
+    """So many workflows of a tenant were refused in this time: nothing more of it is run."""
+    deadly_window_s: float = 3600.0
     quarantine_blocks: int = 32
     quarantine_s: float = 300.0
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from comfyfleet.model.block import Block
+from comfyfleet.model.block import UNTIL_LIFTED, Block
 from comfyfleet.model.calls import JobView, Submitted
 from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Standing
 from comfyfleet.model.failure import Failure
@@ -182,6 +182,7 @@ class BlockBody(_Got, frozen=True):
     reason: str
     failures: int = 0
     blocked_until: float | None = None
+    """None: until an operator lifts it."""
     missing: tuple[str, ...] = ()
     workflow_hash: str | None = None
     """None: one job is kept off the worker."""
@@ -319,7 +320,7 @@ def block(found: Block) -> BlockBody:
         found.target,
         found.reason.value,
         found.failures,
-        found.blocked_until,
+        None if found.blocked_until == UNTIL_LIFTED else found.blocked_until,
         found.missing,
         None if found.names_job else found.workflow_hash,
         found.tenant,

@@ -66,6 +66,7 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """In Base64: the library packs text alone."""
     record_sha256: str | None = None
     """Of the text that is kept as the payload, in Base64: for workers that get that text as it is."""
+    server_deaths: int = 0
 
 
 _pack = msgspec.msgpack.encode
@@ -143,6 +144,7 @@ def decode_kept(data: bytes, start: int) -> Kept:
         None if rest.payload_sha256 is None else a2b_base64(rest.payload_sha256),
         rest.is_apart,
         rest.settled_at,
+        rest.server_deaths,
     )
     return Kept(dispatch, facts, ended_at, lease is not None and not is_noted)
 
@@ -236,6 +238,7 @@ def encode_dispatch(
         dispatch.settled_at,
         text_of_digest(dispatch.payload_sha256),
         sha256_of(payload),
+        dispatch.server_deaths,
     )
     packed = _pack(rest)
     parts += (_LENGTH.pack(len(packed)), packed)

@@ -1,0 +1,60 @@
+"""Workflows that servers die of: when one is refused, in which words, and when its tenant is paused for it.
+
+A server's execution thread or process may die while it runs a graph (`Failure.server_died`). Once is bad luck, so the
+job gets one more try. A second time the graph is to blame: nobody runs it for this tenant until an operator lifts it.
+A lease that merely ran out says nothing of the kind: the agent's machine may have lost its network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+from comfyfleet.model.block import EVERY_WORKER, UNTIL_LIFTED, Block, BlockReason, tenant_target
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkflowHash
+from comfyfleet.policy.rules import Rules
+
+
+def refusal_of(dispatch: Dispatch, server_deaths: int, now: float) -> Block:
+    """The block that keeps the workflow of this job's tenant from every worker."""
+    _, for_tenant, _ = dispatch.block_targets
+    return Block(EVERY_WORKER, for_tenant, BlockReason.SERVER_DIED, server_deaths, UNTIL_LIFTED, made_at=now)
+
+
+def is_refusing(block: Block) -> bool:
+    return block.worker_id == EVERY_WORKER and block.reason is BlockReason.SERVER_DIED
+
+
+def why_refused(workflow_hash: WorkflowHash, tenant: TenantId) -> str:
+    whose = "" if tenant == DEFAULT_TENANT else f" of tenant {tenant!r}"
+    by_hand = f"`comfyfleet blocks lift '*' {tenant_target(workflow_hash, tenant)}`"
+    in_program = f'`pool.unblock("*", "{workflow_hash}")`'
+    return (
+        f"servers died while they ran this workflow{whose}, so it is refused until an operator lifts that: "
+        f"{by_hand}, or {in_program} in a program"
+    )
+
+
+def check_refused(workflow_hash: WorkflowHash, tenant: TenantId, refused: Set[str]) -> None:
+    """Raises a refusal where the tenant's workflow is among those that are refused."""
+    if refused and tenant_target(workflow_hash, tenant) in refused:
+        raise Refusal(
+            RefusalCode.INVALID_WORKFLOW, why_refused(workflow_hash, tenant), workflow_hash=workflow_hash
+        )
+
+
+def failure_of_waiting(dispatch: Dispatch) -> Failure:
+    """What becomes of equal jobs of the tenant that wait."""
+    return Failure(FailureKind.INVALID_WORKFLOW, why_refused(dispatch.workflow_hash, dispatch.tenant))
+
+
+def is_to_be_paused(tenant: TenantId, blocks: Iterable[Block], rules: Rules, now: float) -> bool:
+    """Whether so many workflows of the tenant were refused lately that nothing more of it is run. The default tenant is
+    not paused: where nobody set up tenants, all jobs are of it."""
+    lately = sum(
+        is_refusing(block) and block.tenant == tenant and now - block.made_at < rules.deadly_window_s
+        for block in blocks
+    )
+    return tenant != DEFAULT_TENANT and lately >= rules.deadly_workflows
