@@ -64,6 +64,8 @@ def main(parts: tuple[str, ...], fresh: bool, quick: bool, seed: int) -> None:
         if entry.grown_mb:
             told = ", ".join(f"the {name} grew by {more:.0f} MB" for name, more in entry.grown_mb.items())
             console.print(f"{entry.part}: {told}", style="dim", highlight=False)
+        for cell in entry.cells:
+            console.print(f"{entry.part}: {cell}", style="dim", highlight=False)
         if entry.without_node:
             console.print(f"{entry.part}: without Node.js: {entry.without_node}", style="yellow")
         for line in entry.wrong:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from chaos import fuzz, hub_loop, kill_loop, large_files, ledger_loop, power, spending, zombies
+from chaos import content, fuzz, hub_loop, kill_loop, large_files, ledger_loop, power, spending, zombies
 from chaos.checker import Finding
 from chaos.kill_loop import Teller
 from chaos.logs import Role
@@ -21,6 +21,7 @@ PlaySize = (
     | hub_loop.Size
     | fuzz.Size
     | large_files.Size
+    | content.Size
 )
 
 SEED = 20_000
@@ -55,6 +56,7 @@ PARTS: dict[str, PlaySize] = {
     "power-redis": power.Size("redis"),
     "hub": hub_loop.Size("sqlite", 1_500, 20),
     "hub-redis": hub_loop.Size("redis", 1_500, 20),
+    "content": content.Size(content.every_cell(50_000)),
     "fuzz": fuzz.Size(100_000),
     "files": large_files.Size("folder", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
     "files-s3": large_files.Size("storage", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
@@ -74,6 +76,7 @@ QUICK: dict[str, PlaySize] = {
     "power-redis": power.Size("redis", 1, 20, 30),
     "hub": hub_loop.Size("sqlite", 120, 3, simulated=(0.02, 0.3), servers=1),
     "hub-redis": hub_loop.Size("redis", 60, 1, simulated=(0.02, 0.3), servers=1),
+    "content": content.Size(content.every_cell(1_000)),
     "fuzz": fuzz.Size(5_000, max_waiting=300),
     "files": large_files.Size("folder", brought=64 * large_files.MIB, left=64 * large_files.MIB),
     # Of two parts: what is larger than one goes up in parts.
@@ -124,6 +127,14 @@ class Entry(msgspec.Struct, frozen=True):
     """It had when a fifth was over, and at the end."""
     grown_mb: dict[str, float] = {}
     """Of those whom large files passed through: what they grew by."""
+    leases: int = 0
+    """Whose payload was compared with what was submitted …"""
+    mixed: int = 0
+    """… and those that carried another job's."""
+    outputs: int = 0
+    """Results and files that were downloaded and compared."""
+    cells: tuple[str, ...] = ()
+    """The same for each store, number of hubs and delay."""
     consumed: int = 0
     refunded: int = 0
     """Holds that were settled so, where tenants pay."""
@@ -137,6 +148,7 @@ class Entry(msgspec.Struct, frozen=True):
             or self.stale_accepted
             or self.unexplained
             or self.missed
+            or self.mixed
             or self.wrong
         )
 
@@ -208,6 +220,20 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
                 frames=thrown.frames,
                 statuses=thrown.statuses,
                 memory_mb=thrown.memory_mb,
+            )
+        case content.Size():
+            contents = content.run(size, seed, tell)
+            whole = contents.whole
+            return _entry(
+                part,
+                size,
+                seed,
+                Finding(acknowledged=whole.jobs, lost=whole.lost),
+                contents.wrong,
+                leases=whole.leases,
+                mixed=whole.mixed,
+                outputs=whole.outputs,
+                cells=tuple(map(str, contents.cells)),
             )
         case large_files.Size():
             moved = large_files.run(size, seed, tell)
