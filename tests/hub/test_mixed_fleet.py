@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from tests.hub._hub import HubRig, running_hub
 from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, text_to_image
-from tests.pool.test_mixed_versions import MIDDLE, NEW, OLD, newer_sampler, scaled
+from tests.pool.test_mixed_versions import MIDDLE, NEW, OLD, newer_sampler, saved_by_editor, scaled
 
 from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
@@ -98,3 +98,14 @@ async def test_the_caller_reads_which_server_would_refuse_it(tmp_path: Path) -> 
         explained = await fleet.rig.engine.explain(JobId(job.id))
         reasons = {str(each.worker_id): each.reason for each in explained.workers}
         assert "do not accept this workflow" in reasons[f"0-{OLD}"]
+
+
+@pytest.mark.parametrize("releases", [(OLD, MIDDLE, NEW), (NEW, MIDDLE, OLD)])
+async def test_workflows_of_the_editor_run_on_every_release_at_the_first_attempt(
+    tmp_path: Path, releases: tuple[str, ...]
+) -> None:
+    async with mixed(tmp_path, *releases) as fleet, fleet.client() as client:
+        widths = [64 + 8 * number for number in range(6)]
+        workflows = [saved_by_editor(width, *((1,) if width % 16 else ())) for width in widths]
+        found = await asyncio.gather(*(made(client, workflow) for workflow in workflows))
+        assert found == [(width, 1) for width in widths]

@@ -13,6 +13,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import Isolation, LocationNeed, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
+from comfyfleet.model.variants import WorkflowVariant
 from comfyfleet.policy.terms import check_graph, check_state, check_waiting, under_terms, with_terms
 from comfyfleet.policy.turns import Bucket, draw
 
@@ -270,3 +271,11 @@ def test_nobody_gets_more_turns_than_time_brings(per_minute: int, asks: list[tup
         assert had <= per_minute + now * per_minute / 60 + 1e-6
         if not turns:
             assert draw(bucket, per_minute, 1, now + wait_s + 1e-6).turns == 1, "as was said"
+
+
+def test_every_graph_that_a_workflow_of_the_editor_may_run_as_is_judged() -> None:
+    small, large = node("EmptyImage", width=64, height=64), node("EmptyImage", width=640, height=640)
+    submission = Submission({"1": small}, tenant=ACME, variants=(WorkflowVariant(("new",), {"1": large}),))
+    with pytest.raises(Refusal) as refused:
+        under_terms(submission, capped(max_pixels=64 * 64))
+    assert refused.value.code is RefusalCode.TOO_LARGE

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.policy._editor import Editor
 from tests.pool._fleet import Fleet, fleet, quick, text_to_image
 
 from comfyfleet import JobFailed
@@ -79,3 +80,29 @@ async def test_equal_servers_are_not_asked_twice() -> None:
         with pytest.raises(JobFailed, match="resolution_steps"):
             await it.pool.wait(job_id, timeout=15)
         assert (await it.pool.get_job(job_id)).attempts == 1
+
+
+def saved_by_editor(width: int, *more: Any) -> dict[str, Any]:
+    """A workflow as the editor saves it: values by their place, which is not the same in every release."""
+    editor = Editor()
+    empty = editor.node("EmptyImage", [width, 256, 1, width])
+    scaler = editor.node("ImageScaleToTotalPixels", ["area", width * 256 / 1024 / 1024, *more])
+    saver = editor.node("SaveImage", ["scaled"])
+    editor.wire(empty, 0, scaler, "image", "IMAGE")
+    editor.wire(scaler, 0, saver, "images", "IMAGE")
+    return editor.saved()
+
+
+@pytest.mark.parametrize("releases", [(OLD, MIDDLE), (NEW, OLD)])
+@pytest.mark.parametrize("more", [(), (1,)])
+async def test_workflows_of_the_editor_run_on_every_release(
+    releases: tuple[str, ...], more: tuple[int, ...]
+) -> None:
+    """Saved by a release that had the value or by one that had not."""
+    async with fleet(*(quick(version=version) for version in releases)) as it:
+        widths = [64 + 8 * number for number in range(6)]
+        jobs = [await it.pool.enqueue(saved_by_editor(width, *more), max_attempts=1) for width in widths]
+        assert await asyncio.gather(*(width_of(it, job_id) for job_id in jobs)) == widths
+        records = [await it.pool.get_job(job_id) for job_id in jobs]
+        assert {record.attempts for record in records} == {1}
+        assert len({record.workflow_hash for record in records}) == 1

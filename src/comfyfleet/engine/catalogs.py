@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,9 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.node_definitions import NodeDefinitions, Widget
 from comfyfleet.model.node_signatures import NodeCatalog, NodeSignature
+from comfyfleet.model.variants import WorkflowVariant, with_nodes
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.workflow import hash_workflow
 from comfyfleet.policy.acceptance import Differences, Graph
 from comfyfleet.ports import Cabinet
 
@@ -122,8 +125,24 @@ class NodeCatalogs:
                 return None
         return self._own[1]
 
-    async def refusing(self, graph: Graph, workflow_hash: WorkflowHash) -> frozenset[str]:
-        """The signatures among those of live workers that do not accept the graph."""
+    async def refusing(
+        self,
+        graph: dict[str, Any],
+        workflow_hash: WorkflowHash,
+        variants: Sequence[WorkflowVariant] = (),
+    ) -> frozenset[str]:
+        """The signatures among those of live workers that do not accept the graph, or the variant that is for them."""
+        if not variants:
+            return await self._refusing(graph, workflow_hash)
+        # The hash of the job is that of what its graphs have in common.
+        found = set(await self._refusing(graph, hash_workflow(graph)))
+        for variant in variants:
+            own = with_nodes(graph, variant)
+            refused = await self._refusing(own, hash_workflow(own))
+            found = found.difference(variant.signatures) | refused.intersection(variant.signatures)
+        return frozenset(found)
+
+    async def _refusing(self, graph: Graph, workflow_hash: WorkflowHash) -> frozenset[str]:
         live = self._context.fleet.signatures()
         if len(live) < 2:
             return frozenset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 
@@ -31,7 +32,8 @@ from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.workflow import check_workflow, read_needs
+from comfyfleet.model.variants import WorkflowVariant, common_to, with_nodes
+from comfyfleet.model.workflow import check_workflow, hash_workflow, read_needs
 from comfyfleet.policy.admission import check_dependencies, check_submission
 from comfyfleet.policy.deadly import check_refused
 from comfyfleet.policy.feasibility import misses, nearest_miss
@@ -75,8 +77,8 @@ class SubmitDesk:
             return _repeat(known)
         check_submission(submission, rules)
         sent = digest_of(submission)
-        reading = await self._read(submission, is_own)
-        submission = msgspec.structs.replace(submission, workflow=reading.graph, sent=sent)
+        submission, reading = await self._read(submission, is_own)
+        submission = msgspec.structs.replace(submission, sent=sent)
         if submission.inputs or submission.after:
             submission = await self._named(submission)
         if known is not None:
@@ -92,7 +94,7 @@ class SubmitDesk:
         now, lesson = await self._asked(reading.workflow_hash)
         size = submission.payload_bytes()
         self._room.take(size)
-        refusing = await self._catalogs.refusing(reading.graph, reading.workflow_hash)
+        refusing = await self._catalogs.refusing(reading.graph, reading.workflow_hash, submission.variants)
         cls = where_accepted(context, class_of(placed, reading.needs, lesson), refusing)
         unworkable = await self._unworkable(cls, submission)
         place = first_place(context, cls, lesson, max(now, submission.not_before or now))
@@ -133,7 +135,7 @@ class SubmitDesk:
         # It was judged when it was taken. Where it may run is what its tenant's terms say now.
         tenant = await context.gate.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
-        refusing = await self._catalogs.refusing(payload.workflow, dispatch.workflow_hash)
+        refusing = await self._catalogs.refusing(payload.workflow, dispatch.workflow_hash, payload.variants)
         cls = where_accepted(context, class_of(payload, read_needs(payload.workflow), lesson), refusing)
         place = first_place(context, cls, lesson, await context.store.now())
         placed = msgspec.structs.replace(
@@ -165,11 +167,25 @@ class SubmitDesk:
 
     # what is asked for
 
-    async def _read(self, submission: Submission, is_own: bool) -> Reading:
-        workflow = submission.workflow
-        if is_editor_workflow(workflow):
-            workflow = await self._nodes.convert(workflow, submission.tenant)
-        return self._reader.read(workflow, is_own=is_own)
+    async def _read(self, submission: Submission, is_own: bool) -> tuple[Submission, Reading]:
+        """The submission as it is kept, and what was read of its graph."""
+        variants: tuple[WorkflowVariant, ...] = ()
+        if is_editor_workflow(submission.workflow):
+            graph, variants = await self._nodes.convert_for_all(submission.workflow, submission.tenant)
+            reading = self._read_variants(graph, variants)
+        else:
+            reading = self._reader.read(submission.workflow, is_own=is_own)
+        return msgspec.structs.replace(submission, workflow=reading.graph, variants=variants), reading
+
+    def _read_variants(self, graph: dict[str, Any], variants: tuple[WorkflowVariant, ...]) -> Reading:
+        """As one workflow: with the hash of what its graphs have in common, and seeds for each that asks."""
+        reading = self._reader.read(graph)
+        if not variants:
+            return reading
+        others = [self._reader.read(with_nodes(graph, variant)) for variant in variants]
+        drawing = dict.fromkeys(node_id for each in (reading, *others) for node_id in each.drawing)
+        common = hash_workflow(common_to(reading.graph, [each.graph for each in others]))
+        return reading._replace(workflow_hash=common, drawing=tuple(drawing))
 
     async def _named(self, submission: Submission) -> Submission:
         """With the ids of the jobs that it waits for, or takes an output of."""

@@ -57,6 +57,9 @@ class Verdicts:
         failure = bounded(self._with_card(failure, worker_id))
         block = await self._recorded(dispatch, worker_id, failure, now)
         job = await context.store.records.get(dispatch.job_id)
+        if block is not None and block.reason is BlockReason.REFUSED and job and job.payload.variants:
+            # The hash is that of several graphs, and it is only this one that was refused.
+            block = None
         choice = await self._choice(dispatch, worker_id, block, now)
         refusing: frozenset[str] = frozenset()
         if is_refusal(failure):

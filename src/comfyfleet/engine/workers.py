@@ -45,7 +45,7 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
 from comfyfleet.model.job import Job
 from comfyfleet.model.lesson import Lesson
-from comfyfleet.model.payload_digest import job_sha256, runnable_workflow
+from comfyfleet.model.payload_digest import lease_sha256, runnable_workflow
 from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.worker import WorkerRecord
@@ -212,7 +212,8 @@ class WorkerDesk:
             # Another process has the key: the job is no worse for it.
             await self._context.give_back(dispatch)
             raise Fault("the jobs of this fleet are sealed and this process has no key: give it [encryption]")
-        workflow = runnable_workflow(job)
+        signature = self._signature(dispatch.lease.worker_id, payload.requirements.service)
+        workflow = runnable_workflow(job, signature)
         rules = self._context.rules
         timeouts = payload.timeouts
         return LeasedJob(
@@ -235,8 +236,13 @@ class WorkerDesk:
             attempt=dispatch.attempts,
             metadata=payload.metadata,
             traceparent=traceparent_of(dispatch.job_id, payload.traceparent),
-            payload_sha256=(dispatch.payload_sha256 or job_sha256(job, workflow)).hex(),
+            payload_sha256=lease_sha256(job, workflow, dispatch.payload_sha256).hex(),
         )
+
+    def _signature(self, worker_id: WorkerId, service: str) -> str | None:
+        worker = self._context.fleet.workers.get(worker_id)
+        services = () if worker is None else worker.capabilities.services
+        return next((each.signature for each in services if each.name == service), None)
 
     # while it runs
 

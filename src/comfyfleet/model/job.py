@@ -11,6 +11,7 @@ from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import Preferences, Requirements
+from comfyfleet.model.variants import WorkflowVariant
 from comfyfleet.model.webhook import Webhook
 
 Urgency = Literal["low", "normal", "high", "critical"]
@@ -83,6 +84,8 @@ class Submission(msgspec.Struct, frozen=True, omit_defaults=True):
     webhook: Webhook | None = None
     traceparent: str | None = None
     """The caller's trace, where it has one. A repeat may come with another."""
+    variants: tuple[WorkflowVariant, ...] = ()
+    """Found out at submit, of a workflow of the editor: as servers run it whose nodes have other inputs."""
     sent: str | None = None
     """A digest of what was sent, where that is not kept as it came."""
 

@@ -16,30 +16,43 @@ from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Attachment, Job
-from comfyfleet.model.workflow import resolve_seeds
+from comfyfleet.model.variants import WorkflowVariant, graph_for
+from comfyfleet.model.workflow import with_seeds
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
-def runnable_workflow(job: Job) -> dict[str, Any]:
-    """The graph with the seeds that were drawn for it."""
-    workflow = job.payload.workflow
-    if not job.seeds:
-        return workflow
-    drawn = iter(job.seeds.values())
-    return resolve_seeds(workflow, lambda: next(drawn))[0].to_graph()
+def runnable_workflow(job: Job, signature: str | None = None) -> dict[str, Any]:
+    """The graph as a server with this signature runs it, with the seeds that were drawn for it."""
+    workflow = graph_for(job.payload.workflow, job.payload.variants, signature)
+    return with_seeds(workflow, job.seeds).to_graph() if job.seeds else workflow
 
 
-def job_sha256(job: Job, workflow: dict[str, Any] | None = None) -> bytes:
-    """Of a job whose files are all known. `workflow`: its graph with seeds, where that is at hand."""
+def job_sha256(job: Job) -> bytes:
+    """Of a job whose files are all known, with every graph that a lease on it may run."""
+    return _job_digest(job, runnable_workflow(job), job.payload.variants)
+
+
+def lease_sha256(job: Job, workflow: dict[str, Any], carried: bytes | None) -> bytes:
+    """Of a lease that runs this graph of the job. `carried`: what the dispatch says of the job since its submit."""
+    if carried is not None and not job.payload.variants:
+        return carried
+    if carried is not None and carried != job_sha256(job):
+        # The record is not that of the dispatch: the agent finds that out, and runs nothing.
+        return carried
+    return _job_digest(job, workflow, ())
+
+
+def _job_digest(job: Job, workflow: dict[str, Any], variants: Sequence[WorkflowVariant]) -> bytes:
     payload = job.payload
     return _digest(
         job.job_id,
         payload.requirements.service,
-        runnable_workflow(job) if workflow is None else workflow,
+        workflow,
         payload.attachments,
         payload.input_files,
         payload.include_outputs,
+        variants,
     )
 
 
@@ -62,8 +75,9 @@ def _digest(
     attachments: Sequence[Attachment],
     inputs: Sequence[InputFile],
     include_outputs: Sequence[str],
+    variants: Sequence[WorkflowVariant] = (),
 ) -> bytes:
-    content = {
+    content: dict[str, Any] = {
         "job_id": job_id,
         "service": service,
         "workflow": workflow,
@@ -74,4 +88,6 @@ def _digest(
         "inputs": [[each.node, each.input, each.file_id, each.kind] for each in inputs],
         "include_outputs": include_outputs,
     }
+    if variants:
+        content["variants"] = variants
     return sha256(_encode(content)).digest()

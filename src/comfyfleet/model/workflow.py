@@ -69,6 +69,7 @@ __all__ = [
     "resolve_seeds",
     "with_filename_prefix",
     "with_input",
+    "with_seeds",
 ]
 
 SEED_INPUTS = ("seed", "noise_seed")
@@ -149,6 +150,23 @@ def resolve_seeds(
             drawn[node_id] = chance()
             changes[node_id] = dict.fromkeys(asking, drawn[node_id])
     return _with_literals(workflow, changes), drawn
+
+
+def with_seeds(workflow: Workflow | Mapping[str, Any], seeds: Mapping[str, int]) -> Workflow:
+    """A copy in which every seed of -1 has become the one that was drawn for its node."""
+    workflow = _parsed(workflow)
+    return _with_literals(
+        workflow,
+        {
+            node_id: {
+                name: seed
+                for name in SEED_INPUTS
+                if _asks_for_chance(workflow.nodes[node_id].inputs.get(name))
+            }
+            for node_id, seed in seeds.items()
+            if node_id in workflow.nodes
+        },
+    )
 
 
 def with_filename_prefix(workflow: Workflow | Mapping[str, Any], prefix: str) -> Workflow:

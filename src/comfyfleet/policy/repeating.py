@@ -53,4 +53,6 @@ def as_asked(submission: Submission) -> Submission:
         for each in submission.inputs
     )
     workflow = decoded_graph(submission.workflow)
-    return msgspec.structs.replace(submission, workflow=workflow, inputs=inputs, traceparent=None, sent=None)
+    return msgspec.structs.replace(
+        submission, workflow=workflow, inputs=inputs, variants=(), traceparent=None, sent=None
+    )

@@ -16,6 +16,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import Isolation, LocationNeed, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
+from comfyfleet.model.variants import with_nodes
 from comfyfleet.model.workflow import Node, Workflow, check_workflow, files_of
 
 _STRICTNESS: tuple[Isolation, ...] = ("none", "loose", "strict")
@@ -31,6 +32,8 @@ def under_terms(submission: Submission, tenant: Tenant) -> Submission:
     judged by the terms of its own time."""
     check_state(tenant)
     check_graph(tenant, submission.workflow)
+    for variant in submission.variants:
+        check_graph(tenant, with_nodes(submission.workflow, variant))
     check_region(tenant, submission.requirements)
     return with_terms(submission, tenant)
 
