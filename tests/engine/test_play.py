@@ -64,7 +64,7 @@ class Watchful(MemoryStore):
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
         written = await super().lease(job_id, offer)
         if written is not None:
-            for target in (written.dispatch.workflow_hash, job_id):
+            for target in written.dispatch.block_targets:
                 block = await self.get_block(Pair(offer.worker_id, target))
                 assert block is None or not block.is_in_force(await self.now()), "a blocked pair was leased"
         return written
@@ -189,8 +189,7 @@ class Play:
                 if self.jobs[dispatch.job_id] not in FLEET[name]:
                     continue
                 blocks = [
-                    await store.get_block(Pair(WorkerId(name), target))
-                    for target in (dispatch.workflow_hash, dispatch.job_id)
+                    await store.get_block(Pair(WorkerId(name), target)) for target in dispatch.block_targets
                 ]
                 is_blocked = any(block is not None and block.is_in_force(now) for block in blocks)
                 assert is_blocked, f"{name} idles while {dispatch.job_id} waits"

@@ -9,6 +9,7 @@ import pytest
 from tests.engine._rig import Rig, graph, offers
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.model.block import EVERY_WORKER
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal
@@ -269,3 +270,28 @@ async def test_an_engine_looks_round_though_the_clock_of_its_store_is_ahead() ->
         assert parked.done()
         leased = parked.result()
         assert leased is not None and leased.job_id == other.job_id
+
+
+async def test_a_workflow_refused_at_one_engine_is_refused_at_the_other_and_so_is_its_end() -> None:
+    async with Engines() as it:
+        rig = Rig()
+        rig.engine, rig.clock = it.first, it.clock
+        await rig.submit(retry_delay_s=0)
+        for name in "ab":
+            await register(it.first, name, "KSampler")
+            leased = await rig.take(name)
+            await rig.fail(leased, FailureKind.DEAD_WORKER, server_died="thread")
+        await register(it.second, "c", "KSampler")
+        # It has not heard of it, but no store gives such a job to anybody.
+        late = (await it.second.submit(Submission(graph()))).job_id
+        assert await take(it.second, "c") is None
+        await it.clock.advance(3)
+        job = (await it.second.get(late)).job
+        assert job.phase is Phase.FAILED and job.failure is not None
+        assert "servers died" in job.failure.message
+        with pytest.raises(Refusal, match="servers died"):
+            await it.second.submit(Submission(graph()))
+        assert await it.first.unblock(EVERY_WORKER, job.workflow_hash)
+        await it.clock.advance(3)
+        again = (await it.second.submit(Submission(graph()))).job_id
+        assert await take(it.second, "c", "again") == again

@@ -9,6 +9,7 @@ import pytest
 from tests.pool._fleet import eventually, fleet, quick, text_to_image
 
 from comfyfleet import JobFailed, hash_workflow
+from comfyfleet.model.errors import Refusal
 from comfyfleet.sim.fake_comfyui import NodeFault
 
 SAMPLER_FAILS = NodeFault(class_type="KSampler", times=-1, message="the card is unwell")
@@ -269,3 +270,22 @@ async def test_jobs_go_on_while_a_server_dies_and_comes_back() -> None:
         await asyncio.gather(*(it.pool.wait(job, timeout=20) for job in jobs))
         stats = await it.pool.stats()
         assert (stats.completed, stats.failed, stats.queued, stats.running) == (12, 0, 0, 0)
+
+
+async def test_a_workflow_that_two_servers_died_of_kills_no_third_and_is_refused_until_it_is_lifted() -> None:
+    async with fleet(quick(), quick(), quick()) as it:
+        for server in it.servers:
+            server.faults.crash_after_nodes = 4
+        job_id = await it.pool.enqueue(text_to_image())
+        with pytest.raises(
+            JobFailed, match=r"crashed: .*servers died while they ran this workflow, so it is refused until"
+        ):
+            await it.pool.wait(job_id, timeout=30)
+        (spared,) = [server for server in it.servers if not sum(server.stats.prompts_run.values())]
+        workflow_hash = hash_workflow(text_to_image())
+        with pytest.raises(Refusal, match=rf'pool\.unblock\("\*", "{workflow_hash}"\)'):
+            await it.pool.enqueue(text_to_image(text="another prompt, the same graph"))
+        spared.faults.crash_after_nodes = None
+        assert await it.pool.unblock("*", workflow_hash)
+        await it.pool.wait(await it.pool.enqueue(text_to_image()), timeout=15)
+        assert sum(spared.stats.prompts_run.values()) == 1

@@ -12,10 +12,11 @@ from tests.tenancy.test_moving import everything, fill
 
 from comfyfleet.contract.teller import ACME, BORG, Teller
 from comfyfleet.model.access import Role
+from comfyfleet.model.block import EVERY_WORKER, UNTIL_LIFTED, Block, BlockReason, tenant_target
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactKind
-from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.model.webhook import Delivery
 from comfyfleet.policy import tenants as policy
@@ -80,6 +81,10 @@ class Site:
             await self.keys.create(Role.TENANT, tenant=tenant)
             await self.webhooks.create(tenant, "https://hooks.example")
             await self.webhooks.rotate(tenant, 0, "secret")
+            target = tenant_target(WorkflowHash("hash"), tenant)
+            await self.store.put_block(
+                Block(EVERY_WORKER, target, BlockReason.SERVER_DIED, 2, UNTIL_LIFTED, made_at=1.0)
+            )
             job = JobId(f"01900000-0000-7000-8000-{tenant:0>12}")
             await self.deliveries.add(
                 Delivery(job, 1, "job", tenant, "https://x", FactKind.COMPLETED, 1, 1.0, 1.0)
@@ -128,6 +133,7 @@ async def test_everything_of_a_tenant_goes_whoever_dies_on_the_way(tmp_path: Pat
         assert await everything(database, BORG) == neighbour
         await Teller(database).check(BORG)
         assert set(site.shredded) == set(site.erased) == {ACME}
+        assert [block.tenant for block in await site.store.blocks()] == [BORG]
         keys = {key.tenant: key.revoked_at is not None for key in await site.keys.listing()}
         assert keys == {ACME: True, BORG: False}
         left = await site.documents()

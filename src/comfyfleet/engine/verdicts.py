@@ -26,7 +26,7 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import ClassKey, WorkerId
-from comfyfleet.policy.deadly import refusal_of
+from comfyfleet.policy.deadly import failure_of_deadly, refusal_of
 from comfyfleet.policy.failover import blocked_target, is_quarantined, lifted_by_inventory, met_by_two
 from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.feasibility import is_feasible
@@ -83,7 +83,8 @@ class Verdicts:
             write = self._retry(placed, guard, failure, verdict, tuple(blocks), now)
         else:
             refusals = () if refusing_block is None else (refusing_block,)
-            write = self._give_up(dispatch, guard, failure, verdict, (*blocks, *refusals), now)
+            told = failure if refusing_block is None else failure_of_deadly(failure, dispatch)
+            write = self._give_up(dispatch, guard, told, verdict, (*blocks, *refusals), now)
         written = await context.store.write(write)
         if written is None:
             return None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 
+import msgspec
+
 from comfyfleet.model.block import EVERY_WORKER, UNTIL_LIFTED, Block, BlockReason, tenant_target
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -43,6 +45,12 @@ def check_refused(workflow_hash: WorkflowHash, tenant: TenantId, refused: Set[st
         raise Refusal(
             RefusalCode.INVALID_WORKFLOW, why_refused(workflow_hash, tenant), workflow_hash=workflow_hash
         )
+
+
+def failure_of_deadly(failure: Failure, dispatch: Dispatch) -> Failure:
+    """What becomes of the job that showed it: its caller reads what died, and why it is not tried again."""
+    why = why_refused(dispatch.workflow_hash, dispatch.tenant)
+    return msgspec.structs.replace(failure, message=f"{failure.message.rstrip('.')}; {why}")
 
 
 def failure_of_waiting(dispatch: Dispatch) -> Failure:

@@ -1,4 +1,4 @@
-"""A tenant is deleted with everything of its own: keys, open jobs, files, webhooks, the keys of its payloads, its rows.
+"""A tenant is deleted with everything of its own: keys, jobs, blocks, files, webhooks, keys of payloads, rows.
 
 Every step may be repeated, and finds what is left to do; only then the tenant itself is forgotten. What the central
 store has of its jobs (no payload, no result) goes when jobs of that age go.
@@ -74,6 +74,9 @@ class Leaver:
         # Until every hub knows that nothing is taken for it any more.
         await self._sleep(REMEMBER_S)
         await self._end_jobs(tenant, claim)
+        # Most end by themselves; a refused workflow would be refused to a tenant of the same name, too.
+        its_blocks = [block.pair for block in await self._central.blocks() if block.tenant == tenant_id]
+        await self._central.lift(its_blocks)
         if self._its.erase_files is not None:
             await self._its.erase_files(tenant_id)
         await self._silence(tenant_id, claim)
