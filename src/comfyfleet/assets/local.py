@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from comfyfleet import private
 from comfyfleet.assets.keeping import CabinetOf
 from comfyfleet.assets.records import (
     GRANT_S,
@@ -187,9 +188,10 @@ class LocalAssets(FileRecords):
             raise Fault(f"the file {record.file_id!r} cannot be read: {error}") from error
 
     async def _write(self, path: Path, pieces: AsyncIterator[bytes], bound: int) -> tuple[int, str]:
-        await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+        await asyncio.to_thread(private.make_folder, self._folder)
+        await asyncio.to_thread(private.make_folder, path.parent)
         size, digest = 0, hashlib.sha256()
-        file = await asyncio.to_thread(path.open, "xb")
+        file = await asyncio.to_thread(private.create, path)
         try:
             async for piece in pieces:
                 size += len(piece)

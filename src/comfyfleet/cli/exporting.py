@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from comfyfleet import private
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 
 _Pieces = AsyncGenerator[bytes, None]
@@ -23,7 +24,7 @@ async def show(pieces: _Pieces, form: str) -> int | None:
 async def save(out: Path, pieces: _Pieces, form: str) -> int | None:
     """Whole or not at all."""
     try:
-        file = out.open("xb")
+        file = private.create(out)
     except FileExistsError as error:
         raise CommandFailed(f"{out} is there already: choose another name", ExitCode.USAGE) from error
     try:

@@ -35,6 +35,11 @@ class WorkerKeys(msgspec.Struct, frozen=True):
     keys: dict[str, dict[str, str]] = {}
 
 
+def keep_private() -> None:
+    """For programs that only write what is their owner's: whatever they make, others cannot read."""
+    os.umask(0o077)
+
+
 def make_data_folder(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

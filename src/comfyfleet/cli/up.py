@@ -56,12 +56,14 @@ def command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     first signal lets what runs end, a second one gives it back at once.
     """
     from comfyfleet.cli.house import needs_hub, run_loop
+    from comfyfleet.cli.local import keep_private
     from comfyfleet.cli.logs import set_up
     from comfyfleet.cli.settings import read_settings
 
     needs_hub()
     # What others mean by REDIS_URL is no reason to keep the jobs there.
     resolved = read_settings(flags, config=config, old_store=False)
+    keep_private()
     set_up(resolved.values.log_level, resolved.values.log_format)
     ended(run_loop(_live(resolved, fake_beside_real)))
 

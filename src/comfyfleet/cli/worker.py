@@ -76,7 +76,7 @@ def command(
         return
     import asyncio
 
-    from comfyfleet.cli.local import read_hub
+    from comfyfleet.cli.local import keep_private, read_hub
     from comfyfleet.cli.logs import set_up
     from comfyfleet.cli.servers import declared_in, named, tidied, with_services
     from comfyfleet.cli.settings import read_settings
@@ -92,6 +92,7 @@ def command(
         )
     if chosen.fake or simulated:
         _refuse_found(resolved)
+    keep_private()
     set_up(chosen.log_level, chosen.log_format)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not (chosen.fake or simulated))
     servers = with_services(tidied(servers, resolved), resolved)

@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from comfyfleet import private
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.migrations import Migration, migrations_of
 
@@ -27,6 +28,7 @@ def migrations() -> list[Migration]:
 
 def connect(path: Path) -> sqlite3.Connection:
     """For the owner. Every commit is on the disk before it is answered."""
+    private.make_database(path)
     database = _connect(path, "rwc")
     try:
         (mode,) = database.execute("PRAGMA journal_mode = WAL").fetchone()

@@ -18,7 +18,7 @@ class Ownership:
     def __init__(self, database: Path) -> None:
         path = database.with_name(database.name + ".lock")
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
         except OSError as error:
             raise Fault(
                 f"the store {database} cannot be opened: {path} cannot be written ({error.strerror}). "

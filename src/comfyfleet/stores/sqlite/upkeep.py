@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from comfyfleet import private
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.sqlite import codec
@@ -94,6 +95,7 @@ def backup(path: str | Path, target: str | Path) -> None:
     partial = target.with_name(target.name + ".partial")
     partial.unlink(missing_ok=True)
     try:
+        private.make_database(partial)
         with closing(connect_to_read(path)) as source, closing(sqlite3.connect(partial)) as copy:
             # All pages in one step: otherwise each write of the owner makes it begin again.
             source.backup(copy, pages=-1)

@@ -7,7 +7,6 @@ gives up leaves its transaction to end by itself.
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -65,7 +64,6 @@ class SqliteCarrier:
 
     def _connect(self) -> sqlite3.Connection:
         known = migrations_of("comfyfleet.tenancy.databases.sqlite")
-        self._make_private()
         for tries_left in reversed(range(_OPENING_TRIES)):
             # Two processes may set up the same file at once: whoever comes second finds it done.
             try:
@@ -81,14 +79,6 @@ class SqliteCarrier:
                     raise
                 time.sleep(_OPENING_WAIT_S)
         raise AssertionError("the last try answers or raises")
-
-    def _make_private(self) -> None:
-        """A new file is its owner's alone, and SQLite makes those beside it alike. One that is there stays as it is."""
-        try:
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
-        except OSError:
-            # Told by SQLite in its own words, with what to do.
-            return
 
     def _run(self, start: str, begin: Callable[[], Work[_Answer]]) -> _Answer:
         database = self._database
