@@ -75,14 +75,15 @@ async def test_workers_on_one_redis_share_the_jobs_and_kills_lose_and_repeat_non
                 await said(killed, "run ")
                 killed.kill()
             workers.append(worker(stack, url, "late", "--simulated", "0.1"))
-            records = [await pool.wait_for_record(job_id, timeout=30) for job_id in jobs]
+            records = [await pool.wait_for_record(job_id, timeout=120) for job_id in jobs]
             assert {record.status for record in records} == {"completed"}
             for record in records:
                 ends = [attempt.outcome.value for attempt in record.history if attempt.outcome]
                 assert ends.count("completed") == 1, ends
             expired = sum("expired" in [a.outcome for a in record.history] for record in records)
             assert expired <= 2, "each kill costs the one run it interrupted"
-            assert {record.client_id for record in records} > {"w2", "w3"}
+            # Whether the others completed anything before they were killed, or came in time, is up to the machine.
+            assert {record.client_id for record in records} >= {"w2", "w3"}
 
 
 @pytest.mark.parametrize("kind", ["redis", "postgresql"])

@@ -58,7 +58,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, *options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
-    return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False, timeout=50)
+    return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False, timeout=200)
 
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
