@@ -69,7 +69,7 @@ def started(
         # One that is killed cannot remove its temporary files.
         process.terminate()
         try:
-            process.communicate(timeout=10)
+            process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -105,7 +105,7 @@ def fake_servers(*options: str) -> Iterator[list[str]]:
 def ask(url: str, content: Any = None) -> Any:
     """The JSON a server answers to a GET, or to a POST where there is content."""
     data = None if content is None else json.dumps(content).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=10) as response:
+    with urllib.request.urlopen(urllib.request.Request(url, data=data), timeout=60) as response:
         return json.loads(response.read())
 
 

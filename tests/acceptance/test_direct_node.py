@@ -95,7 +95,7 @@ async def test_it_works_beside_one_in_python_and_when_it_is_killed_another_does_
         await fleet.python("--simulated", "0.1")
         in_node = await fleet.node()
         jobs = [await pool.enqueue(picture_workflow(f"cat {number}")) for number in range(16)]
-        records = [await pool.wait_for_record(job_id, timeout=20) for job_id in jobs]
+        records = [await pool.wait_for_record(job_id, timeout=60) for job_id in jobs]
         assert {record.status for record in records} == {"completed"}
         assert {record.client_id for record in records} == {"python", "node"}
         (made, *_) = (record for record in records if record.client_id == "node")
@@ -106,7 +106,7 @@ async def test_it_works_beside_one_in_python_and_when_it_is_killed_another_does_
         jobs = [await pool.enqueue(picture_workflow(f"dog {number}")) for number in range(4)]
         job_id = (await fleet.said(slow, "run ")).split()[1].split("/")[0]
         slow.kill()
-        records = [await pool.wait_for_record(job_id, timeout=20) for job_id in jobs]
+        records = [await pool.wait_for_record(job_id, timeout=60) for job_id in jobs]
         (taken_over,) = (record for record in records if record.id == job_id)
         ends = [attempt.outcome.value for attempt in taken_over.history if attempt.outcome]
         assert (taken_over.client_id, ends) == ("python", ["expired", "completed"])
@@ -128,7 +128,7 @@ async def test_what_it_reports_as_failed_is_judged_by_an_engine(fleet: Fleet) ->
     async with fleet.front() as pool:
         await fleet.node()
         hopeless = await pool.enqueue(picture_workflow(), metadata={"fail": "invalid_workflow"})
-        record = await pool.wait_for_record(hopeless, timeout=10)
+        record = await pool.wait_for_record(hopeless, timeout=60)
         assert record.status == "failed"
         assert record.last_error is not None
         assert record.last_error.message == "this job asked to fail"
@@ -137,7 +137,7 @@ async def test_what_it_reports_as_failed_is_judged_by_an_engine(fleet: Fleet) ->
             if event.name == "job:retrying":
                 break
         await fleet.python("--simulated", "0.1")
-        record = await pool.wait_for_record(broken, timeout=10)
+        record = await pool.wait_for_record(broken, timeout=60)
         assert (record.status, record.client_id) == ("completed", "python")
 
 
@@ -149,7 +149,7 @@ async def test_it_connects_again_and_repeats_what_was_lost_and_no_job_is_done_tw
             fleet.admin.execute_command("CLIENT", "KILL", "USER", "gpu")
             await asyncio.sleep(0.1)
         for job_id in jobs:
-            record = await pool.wait_for_record(job_id, timeout=20)
+            record = await pool.wait_for_record(job_id, timeout=60)
             ends = [attempt.outcome.value for attempt in record.history if attempt.outcome]
             assert ends == ["completed"]
 

@@ -147,7 +147,7 @@ async def test_a_worker_that_is_drained_from_elsewhere_ends_well(url: str) -> No
             await said(process, "run ")
             (known,) = await pool._engine.workers()
             await pool._engine.drain_worker(known.worker_id)
-            await pool.wait(job_id, timeout=10)
+            await pool.wait(job_id, timeout=60)
             assert await asyncio.to_thread(process.wait, 10) == 0
 
 

@@ -56,7 +56,7 @@ def test_a_job_brings_a_picture_and_leaves_one_by_way_of_the_storage_alone(
         assert second.returncode == 0, second.stderr
         assert len(list(out.glob("*.png"))) == 2
         up.terminate()
-        output, errors = up.communicate(timeout=20)
+        output, errors = up.communicate(timeout=60)
         for text in (*lines, output, errors, first.stdout, first.stderr, second.stdout, second.stderr):
             assert CREDENTIALS.secret_key not in text and "X-Amz-Signature" not in text
     assert not (data / "files").exists()

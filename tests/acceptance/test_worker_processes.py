@@ -64,7 +64,7 @@ class Fleet:
 
     async def ends(self, job_id: str, status: str = "completed") -> list[str]:
         """How each of its attempts ended, once the job has."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while (job := (await self.rig.get(f"/api/jobs/{job_id}")).body)["status"] != status:
                 await asyncio.sleep(0.02)
         return [attempt["outcome"] for attempt in job["history"]]
@@ -191,7 +191,7 @@ async def test_a_run_outlives_its_hub_and_is_reported_to_the_next_under_its_leas
             await until(lambda: fake.stats.prompt_log, within_s=20)
             await kill(first)
         with started(*hub, "--port", here.url.rpartition(":")[2], env=env):
-            assert (await client.wait(job.id, timeout=30)).status == "completed"
+            assert (await client.wait(job.id, timeout=60)).status == "completed"
             ended = await client.get(job.id)
         assert [attempt.outcome for attempt in ended.history] == ["completed"]
         assert [run.outcome for run in fake.stats.prompt_log] == ["success"]

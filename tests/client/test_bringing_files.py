@@ -39,12 +39,12 @@ async def test_a_picture_is_made_fetched_and_brought_back_with_another_job(
     rig: HubRig, client: FleetClient, tmp_path: Path
 ) -> None:
     async with FakeComfyUI() as fake, agent_at(rig, fake):
-        made = await client.wait((await client.submit(picture())).id, timeout=20)
+        made = await client.wait((await client.submit(picture())).id, timeout=60)
         assert made.result is not None
         path = tmp_path / "photo.png"
         await asyncio.to_thread(path.write_bytes, await client.fetch(made.result.files[0]))
         job = await client.submit(edit(), attach={"10.image": path}, priority=3)
-        ended = await client.wait(job.id, timeout=20)
+        ended = await client.wait(job.id, timeout=60)
         assert ended.status == "completed", ended.error
         many = await client.submit_many([edit(prefix="a"), edit(prefix="b")], attach={"10.image": path})
         assert not any(isinstance(each, Refusal) for each in many)

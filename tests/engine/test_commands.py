@@ -47,7 +47,7 @@ async def two_engines(url: str) -> AsyncIterator[tuple[Engine, Engine]]:
     )
     async with first, second:
         await second.register(RegisterWorker(B, offers("KSampler")))
-        await asyncio.wait_for(_hears(first, second), 10)
+        await asyncio.wait_for(_hears(first, second), 60)
         yield first, second
 
 

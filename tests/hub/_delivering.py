@@ -35,7 +35,7 @@ async def deliveries(rig: HubRig, job_id: str, role: Role = Role.ADMIN) -> list[
 
 async def settled(rig: HubRig, job_id: str, status: str) -> dict[str, Any]:
     """The only delivery of a job, once it has that status."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             found = await deliveries(rig, job_id)
             if [each["status"] for each in found] == [status]:
@@ -44,6 +44,6 @@ async def settled(rig: HubRig, job_id: str, status: str) -> dict[str, Any]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not await condition():
             await asyncio.sleep(0.01)

@@ -58,14 +58,14 @@ class Stream:
         return None
 
     async def until(self, kind: str) -> Seen:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (seen := await self.next()) is not None:
                 if seen.kind == kind:
                     return seen
         raise AssertionError(f"the stream ended without {kind}: {[each.kind for each in self.seen]}")
 
     async def rest(self) -> list[Seen]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while await self.next() is not None:
                 pass
         return self.seen

@@ -190,7 +190,7 @@ async def rig() -> AsyncIterator[HubRig]:
 
 
 async def final(rig: HubRig, job_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (answer := await rig.get(f"/api/jobs/{job_id}/result")).status == 202:
             await asyncio.sleep(0.01)
     found: dict[str, Any] = answer.body

@@ -354,7 +354,7 @@ async def test_the_images_of_a_worker_nobody_can_reach_come_from_the_hub(tmp_pat
             job = await rig.post("/api/jobs", submission(workflow=picture()), role=Role.TENANT)
             assert job.status == 201, job.content
             path = f"/api/jobs/{job.body['id']}/result"
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while (answer := await rig.get(path, role=Role.TENANT)).status == 202:
                     await asyncio.sleep(0.02)
         assert answer.body["status"] == "completed", answer.body

@@ -81,7 +81,7 @@ async def submitted(rig: HubRig, body: dict[str, Any]) -> str:
 
 
 async def ended(rig: HubRig, job_id: str) -> dict[str, Any]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (answer := await rig.get(f"/api/jobs/{job_id}/result", role=Role.TENANT)).status == 202:
             await asyncio.sleep(0.02)
     return dict(answer.body)
@@ -384,7 +384,7 @@ async def test_a_job_is_cancelled_while_its_file_is_fetched(tmp_path: Path) -> N
         api = Stuck(rig.engine, rig.assets)
         job_id = await submitted(rig, brings(await uploaded(rig)))
         async with Agent(api, WorkerId("gpu"), [ComfyUI(fake.url, QUICK)], quick()):
-            await asyncio.wait_for(api.fetching.wait(), 10)
+            await asyncio.wait_for(api.fetching.wait(), 60)
             await rig.post(f"/api/jobs/{job_id}/cancel", role=Role.TENANT)
             assert (await ended(rig, job_id))["status"] == "cancelled"
 

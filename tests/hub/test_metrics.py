@@ -87,7 +87,7 @@ async def test_a_scrape_asks_the_store_as_often_for_many_workers_as_for_one(
 
 
 async def until(rig: HubRig, is_so: Callable[[Figures], bool]) -> Figures:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not is_so(figures := await scrape(rig)):
             await asyncio.sleep(0.01)
     return figures

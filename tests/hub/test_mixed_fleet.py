@@ -66,7 +66,7 @@ async def mixed(folder: Path, *releases: str) -> AsyncIterator[MixedFleet]:
 async def made(client: FleetClient, workflow: dict[str, Any]) -> tuple[int, int]:
     """The width of the picture that came of it, and how many attempts it took."""
     job = await client.submit(workflow, max_attempts=1)
-    ended = await client.wait(job.id, timeout=30)
+    ended = await client.wait(job.id, timeout=60)
     assert ended.status == "completed" and ended.result is not None, ended.error
     (file,) = ended.result.files
     picture = Image.open(io.BytesIO(await client.fetch(file)))

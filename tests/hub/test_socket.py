@@ -43,7 +43,7 @@ class Line:
         await self.socket.send_str(msgspec.json.encode({"type": type_, **fields}).decode())
 
     async def next(self) -> dict[str, Any]:
-        message = await self.socket.receive(timeout=10)
+        message = await self.socket.receive(timeout=60)
         assert message.type is aiohttp.WSMsgType.TEXT, message
         heard: dict[str, Any] = msgspec.json.decode(message.data)
         return heard

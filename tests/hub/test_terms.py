@@ -238,7 +238,7 @@ async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_p
     await database.open()
     job_id = (await Teller(database).submit(0, TENANT)).hold_id.job_id
     await database.close()
-    async with hub_in_process(**started) as rig, asyncio.timeout(10):
+    async with hub_in_process(**started) as rig, asyncio.timeout(60):
         while (dispatch := await rig.engine.store.load(job_id)) is None:
             await asyncio.sleep(0.01)
         needs = (await rig.engine.store.table()).classes[dispatch.class_key].requirements

@@ -118,7 +118,7 @@ async def test_a_completion_that_was_not_taken_removes_nothing(
     async with a_stage(tmp_path, clears_history=True) as stage:
         for _ in range(2):
             await submitted(stage.rig, submission(workflow=picture()))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             # There is one slot: when the second is reported, all is over with the first.
             while len(asked) < 2:
                 await asyncio.sleep(0.01)

@@ -50,7 +50,7 @@ class Site:
             data=None if body is None else json.dumps(body).encode(),
             headers={"authorization": f"Bearer {self.key}", "accept": accept},
         )
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             content: bytes = response.read()
             is_json = response.headers["content-type"] == "application/json"
         return json.loads(content) if is_json else content
@@ -120,7 +120,7 @@ def test_it_is_cancelled_and_drained_from_the_hub(site: Site) -> None:
         site.ask("POST", f"/api/jobs/{job_id}/cancel")
         assert site.becomes(job_id, "cancelled")
         site.ask("POST", "/api/workers/patient/drain")
-        output, errors = worker.communicate(timeout=30)
+        output, errors = worker.communicate(timeout=60)
         assert (worker.returncode, errors) == (0, ""), output
 
 

@@ -51,7 +51,7 @@ class Caller:
 
 def _send(method: str, url: str, data: bytes | None, headers: dict[str, str]) -> bytes:
     request = urllib.request.Request(url, method=method, data=data, headers=headers)
-    with urllib.request.urlopen(request, timeout=20) as response:
+    with urllib.request.urlopen(request, timeout=60) as response:
         content: bytes = response.read()
     return content
 
@@ -143,11 +143,11 @@ def test_a_private_picture_is_brought_changed_and_paid_for(tmp_path: Path) -> No
             assert refused.value.code == 404
             refused.value.close()
         worker.terminate()
-        output, errors = worker.communicate(timeout=30)
+        output, errors = worker.communicate(timeout=60)
         told = "\n".join((*lines, output, errors, *_texts(tmp_path / "far")))
         assert CREDENTIALS.secret_key not in told and "X-Amz-Signature" not in told
         hub.terminate()
-        hub.communicate(timeout=30)
+        hub.communicate(timeout=60)
 
     # What is private lies with the tenant, and the store has none of it.
     assert _counts(tmp_path / "videos.db") == (1, 1, 0)

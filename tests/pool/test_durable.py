@@ -45,7 +45,7 @@ async def test_jobs_that_waited_when_the_pool_was_closed_run_in_the_next_one(tmp
     async with pool_on(path) as pool:
         job_id = await pool.enqueue(text_to_image(), priority=3, metadata={"user": "42"})
     async with FakeComfyUI(quick()) as server, pool_on(path, server.url) as pool:
-        result = await pool.wait(job_id, timeout=15)
+        result = await pool.wait(job_id, timeout=60)
         record = await pool.get_job(job_id)
         assert (record.priority, record.metadata, record.attempts) == (3, {"user": "42"}, 1)
         assert await pool.fetch(result.files[0])
@@ -83,5 +83,5 @@ async def test_jobs_acknowledged_to_a_process_that_was_killed_are_run(tmp_path: 
     assert acknowledged == [f"mine-{number}" for number in range(5)]
     async with FakeComfyUI(quick()) as server, pool_on(path, server.url) as pool:
         for job_id in acknowledged:
-            await pool.wait(job_id, timeout=15)
+            await pool.wait(job_id, timeout=60)
         assert sum(server.stats.prompts_run.values()) == 5

@@ -44,7 +44,7 @@ def newer_sampler(width: int) -> dict[str, Any]:
 
 
 async def width_of(it: Fleet, job_id: str) -> int:
-    result = await it.pool.wait(job_id, timeout=30)
+    result = await it.pool.wait(job_id, timeout=60)
     (file,) = result.files
     return Image.open(io.BytesIO(await it.pool.fetch(file))).width
 
@@ -67,7 +67,7 @@ async def test_a_workflow_that_every_release_refuses_fails_with_the_node_errors(
         graph["3"]["inputs"]["sampler_name"] = "no such sampler"
         job_id = await it.pool.enqueue(graph)
         with pytest.raises(JobFailed, match="no such sampler") as caught:
-            await it.pool.wait(job_id, timeout=15)
+            await it.pool.wait(job_id, timeout=60)
         failure = caught.value.record.last_error
         assert failure is not None and failure.kind == "invalid_workflow"
         assert failure.node_errors is not None and "3" in failure.node_errors
@@ -78,7 +78,7 @@ async def test_equal_servers_are_not_asked_twice() -> None:
     async with fleet(quick(version=MIDDLE), quick(version=MIDDLE), quick(version=MIDDLE)) as it:
         job_id = await it.pool.enqueue(scaled(64))
         with pytest.raises(JobFailed, match="resolution_steps"):
-            await it.pool.wait(job_id, timeout=15)
+            await it.pool.wait(job_id, timeout=60)
         assert (await it.pool.get_job(job_id)).attempts == 1
 
 

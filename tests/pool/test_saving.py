@@ -15,7 +15,7 @@ async def test_results_of_several_jobs_do_not_overwrite_each_other(tmp_path: Pat
     async with fleet() as it:
         graph = text_to_image()
         graph["10"] = {"class_type": "SaveImage", "inputs": {"images": ["8", 0], "filename_prefix": "cat"}}
-        results = [await it.pool.run(graph, timeout=15) for _ in range(2)]
+        results = [await it.pool.run(graph, timeout=60) for _ in range(2)]
         saved = [path for result in results for path in await it.pool.save(result, tmp_path / "new")]
         assert len({result.files[0].filename for result in results}) == 1, "the names are the same"
         assert sorted(saved) == sorted((tmp_path / "new").iterdir())

@@ -48,7 +48,7 @@ async def test_a_script_without_an_event_loop_can_use_the_pool() -> None:
                 job_id = pool.enqueue(text_to_image())
                 names = [event.name for event in pool.events(job_id)]
                 assert names[-1] == "job:completed"
-                result = pool.wait(job_id, timeout=15)
+                result = pool.wait(job_id, timeout=60)
                 size = len(pool.fetch(result.files[0]))
                 assert pool.stats().completed == 1
             return heard, size

@@ -27,7 +27,7 @@ async def play(it: Fleet) -> tuple[int, list[str]]:
     jobs = [await it.pool.enqueue(text_to_image(model)) for model in order]
     await it.pool.resume_queue()
     for job in jobs:
-        await it.pool.wait(job, timeout=30)
+        await it.pool.wait(job, timeout=60)
     await it.told.until("job:completed", count=len(jobs))
     return sum(server.stats.model_swaps for server in it.servers), jobs
 

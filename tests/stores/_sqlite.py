@@ -66,7 +66,7 @@ class SlowDisk:
         real = writer.Batch.write
 
         def write(batch: writer.Batch, database: sqlite3.Connection) -> None:
-            assert self._permits.acquire(timeout=20), "nobody let this write through"
+            assert self._permits.acquire(timeout=60), "nobody let this write through"
             real(batch, database)
 
         monkeypatch.setattr(writer.Batch, "write", write)

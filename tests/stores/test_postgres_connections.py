@@ -97,7 +97,7 @@ async def test_a_killed_server_loses_nothing_acknowledged_and_the_store_finds_it
             except Fault:
                 return
 
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(60):
         tasks = [asyncio.create_task(each) for each in (submit(), submit(), work())]
         while len(acknowledged) < 60 or len(finished) < 10:
             await asyncio.sleep(0.01)
@@ -165,10 +165,10 @@ async def test_a_process_that_stands_still_in_a_transaction_loses_its_locks_and_
 
     connections = Pool(url)
     stopped = asyncio.create_task(connections.transact(stand_still))
-    await asyncio.wait_for(is_standing.wait(), 30)
+    await asyncio.wait_for(is_standing.wait(), 60)
     # Only the first try is to lose its patience: on a busy machine any other might stand still as long.
     monkeypatch.setattr(pool, "_BEGIN", patient)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await store.pause_queue(False)
         is_continued.set()
         await stopped

@@ -74,7 +74,7 @@ async def test_a_class_put_by_one_engine_is_told_to_the_other_and_not_to_itself(
     here, there, waking = Ear(), Ear(), Ear()
     for store, ear in zip(stores, (here, there), strict=True):
         store.listen(waking, None, ear)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while waking.heard < 2:
             await asyncio.sleep(0.01)
     cls = RequirementClass(Requirements(models=("new.safetensors",)))

@@ -65,7 +65,7 @@ def _open_at_once(url: str, count: int) -> list[tuple[int, str]]:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    answers = [process.communicate(timeout=30)[0] for process in processes]
+    answers = [process.communicate(timeout=60)[0] for process in processes]
     return [(process.returncode, answer) for process, answer in zip(processes, answers, strict=True)]
 
 

@@ -70,7 +70,7 @@ async def test_an_owner_in_another_process_is_named_and_its_lock_ends_with_it(tm
 
 
 async def opened_at_last(path: Path) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             try:
                 async with reopened(path):

@@ -82,7 +82,7 @@ async def test_a_worker_process_offers_two_services_in_one_registration(tmp_path
                     workflow={"1": {"class_type": "Whatever", "inputs": {}}}, service="simulated"
                 ),
             ]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 assert [await _completed(rig, job_id) for job_id in made] == ["gpu", "gpu"]
             assert len(fake.stats.prompt_log) == 1, "each service had its own job"
             process.kill()
