@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.model.block import Block, BlockReason
@@ -41,6 +41,8 @@ from comfyfleet.ports import Peek, Store
 PROFILE = ProfileKey("profile")
 WORKER = WorkerId("worker")
 _QUEUED = (FactDraft(FactKind.QUEUED),)
+
+Taker = tuple[WorkerId, ProfileKey]
 
 
 class StoreRig:
@@ -114,10 +116,10 @@ class StoreRig:
 
     # leasing
 
-    def offer(self) -> LeaseOffer:
+    def offer(self, taker: Taker = (WORKER, PROFILE)) -> LeaseOffer:
         poll_id = PollId(f"poll-{next(self._polls)}")
         token = LeaseToken(self._chance.token())
-        return LeaseOffer(WORKER, PROFILE, poll_id, token, self._rules.lease_ttl_s, self._rules.acknowledge_s)
+        return LeaseOffer(*taker, poll_id, token, self._rules.lease_ttl_s, self._rules.acknowledge_s)
 
     async def finish(self, written: Written) -> None:
         dispatch = written.dispatch
@@ -135,15 +137,22 @@ class StoreRig:
         return await self.store.lease(found[0].job_id, offer) if found else None
 
     async def seconds_a_lease(
-        self, *, as_engine: bool = False, batches: int, charges: dict[TenantId, float] | None = None
+        self,
+        *,
+        as_engine: bool = False,
+        batches: int,
+        charges: dict[TenantId, float] | None = None,
+        takers: Iterator[Taker] | None = None,
     ) -> tuple[float, float]:
         """Seconds of one lease: of the kind that counts, and on the wall. After each batch the leased jobs end, are
-        forgotten, and equal ones arrive, so that the same number waits in the same lanes; that part is not timed."""
+        forgotten, and equal ones arrive, so that the same number waits in the same lanes; that part is not timed.
+        `takers`: the workers that lease in turn, with their profiles; one worker unless given."""
         lease = self.peek_and_lease if as_engine else self.lease_next
         charge = self.store.shares.charge
         spent = on_the_wall = 0.0
         for _ in range(batches):
-            offers = [self.offer() for _ in range(_BATCH)]
+            turn = [(WORKER, PROFILE)] * _BATCH if takers is None else itertools.islice(takers, _BATCH)
+            offers = [self.offer(taker) for taker in turn]
             leased: list[Written] = []
             started, began = self.spent_s(), time.perf_counter()
             for offer in offers:

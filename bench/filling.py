@@ -18,9 +18,12 @@ from bench._measure import (
     entry,
     in_microseconds,
     in_turn,
+    ratio,
+    ratio_range,
     settle_memory,
 )
 from bench._places import Place
+from bench._releases import GROUPS, WORKERS, fleet_of, workflow_of
 from bench._store import lane
 from bench.pooling import twelve_nodes
 from comfyfleet.engine.engine import Engine
@@ -52,6 +55,7 @@ async def filling_an_empty_lane(plan: Plan, kind: str) -> list[Entry]:
         await in_turn(cases, 1)
         times = await in_turn(cases, plan.rounds)
         clear_memory()
+    more = await releases_in_a_fleet(plan) if kind == "memory" else []
     value = in_microseconds(times[str(_WORKERS)])
     details: dict[str, Any] = {"enqueue_us": {"1 worker": in_microseconds(times["1"]), "300 workers": value}}
     if engines:
@@ -73,7 +77,50 @@ async def filling_an_empty_lane(plan: Plan, kind: str) -> list[Entry]:
             "ms",
             time=place.time,
             **details,
-        )
+        ),
+        *more,
+    ]
+
+
+async def releases_in_a_fleet(plan: Plan) -> list[Entry]:
+    """A whole submit, since it is there that a graph is compared with what servers of twenty releases accept."""
+    repeats = plan.repeats(200)
+    engines = {groups: await fleet_of(MemoryStore(SystemClock()), groups) for groups in (1, GROUPS)}
+    cases = {
+        f"{what} {groups}": _submit_case(engine, repeats, workflow_of(release))
+        for groups, engine in engines.items()
+        for what, release in (("any", None), ("own", 0))
+    }
+    settle_memory()
+    await in_turn(cases, 1)
+    times = await in_turn(cases, plan.rounds)
+    clear_memory()
+    us = {name: in_microseconds(found) for name, found in times.items()}
+    return [
+        entry(
+            "11b",
+            "memory",
+            f"submit into an empty lane, {WORKERS} workers in {GROUPS} signature groups / in one",
+            ratio(times[f"own {GROUPS}"], times["own 1"]),
+            "<= 1.5",
+            "ratio",
+            time="CPU time of the process",
+            range=ratio_range(times[f"own {GROUPS}"], times["own 1"]),
+            submit_us={
+                "one group": us["own 1"],
+                "20 groups, one accepts it": us[f"own {GROUPS}"],
+                "20 groups, all accept it": us[f"any {GROUPS}"],
+            },
+        ),
+        entry(
+            "11c",
+            "memory",
+            f"what {GROUPS} signature groups add to a submit",
+            (us[f"own {GROUPS}"] - us["own 1"]) / 1000,
+            "<= 0.2",
+            "ms",
+            time="CPU time of the process",
+        ),
     ]
 
 
@@ -118,8 +165,8 @@ async def _engine(workers: int) -> Engine:
     return engine
 
 
-def _submit_case(engine: Engine, repeats: int) -> Case:
-    workflow = twelve_nodes(1)
+def _submit_case(engine: Engine, repeats: int, workflow: dict[str, Any] | None = None) -> Case:
+    workflow = workflow or twelve_nodes(1)
 
     async def measure() -> float:
         spent = 0.0

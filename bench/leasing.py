@@ -6,6 +6,7 @@ then `lease`) is reported beside it.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from bench._measure import (
@@ -22,13 +23,15 @@ from bench._measure import (
     settle_memory,
 )
 from bench._places import Place
+from bench._releases import GROUPS, WORKERS, fleet_of, workflow_of
 from bench._store import PROFILE, StoreRig, lane
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkflowHash
+from comfyfleet.model.job import Submission
 
 
 async def flat_leases(plan: Plan, kind: str) -> list[Entry]:
     entries = []
-    for part in (_backlog, _classes, _misfits, _blocked, _lanes_of_a_tenant):
+    for part in (_backlog, _classes, _misfits, _blocked, _lanes_of_a_tenant, releases_in_a_fleet):
         async with Place(kind) as place:
             entries.append(await part(plan, place))
     return entries
@@ -121,6 +124,42 @@ async def _lanes_of_a_tenant(plan: Plan, place: Place) -> Entry:
         one,
         many,
         charges={DEFAULT_TENANT: 1 / 50},
+    )
+
+
+async def releases_in_a_fleet(plan: Plan, place: Place) -> Entry:
+    """Workers take turns, so that every group leases; each finds jobs for all releases and for its own alone."""
+    batches = plan.repeats(place.batches(150))
+
+    async def case(groups: int) -> Case:
+        rig = await place.rig()
+        engine = await fleet_of(rig.store, groups)
+        for number in range(plan.size(1_000)):
+            release = None if number % 2 else number // 2 % groups
+            await engine.submit(Submission(workflow_of(release, number)))
+        workers = [(worker.worker_id, worker.profile) for worker in await engine.workers()]
+        turns = itertools.cycle(workers)
+
+        async def measure() -> float:
+            return (await rig.seconds_a_lease(batches=batches, takers=turns))[0]
+
+        return measure
+
+    cases = {"one": await case(1), "many": await case(GROUPS)}
+    settle_memory()
+    await in_turn(cases, 1)
+    times = await in_turn(cases, plan.rounds)
+    clear_memory()
+    return entry(
+        "1f",
+        place.kind,
+        f"lease with {WORKERS} workers in {GROUPS} signature groups / in one",
+        ratio(times["many"], times["one"]),
+        None if place.kind == "postgres" else "<= 1.5",
+        "ratio",
+        time=place.time,
+        range=ratio_range(times["many"], times["one"]),
+        lease_next_us=[in_microseconds(times["one"]), in_microseconds(times["many"])],
     )
 
 
