@@ -50,12 +50,12 @@ from comfyfleet.model.fact import Event, Fact, FactDraft, News
 from comfyfleet.model.file import FilePage, FileRecord, FileSaid, Grant, InputFile, PartPlan
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
-from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.terms import Share, TenantTerms
 from comfyfleet.model.whole import WholeJob
-from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
+from comfyfleet.model.worker import Capabilities, LiveState, WorkerDelta, WorkerRecord
 
 
 class JobApi(Protocol):
@@ -168,7 +168,6 @@ class Store(Protocol):
         """A command for a worker that another process may serve; nothing to do where there is no other process."""
 
     async def now(self) -> float: ...
-
     # the table profile × class: an add that saw an old version is refused (False) and repeated
     async def table(self) -> Table: ...
     async def put_class(
@@ -180,8 +179,9 @@ class Store(Protocol):
     # workers
     async def put_worker(self, worker: WorkerRecord) -> None: ...
     async def replace_worker(self, worker: WorkerRecord) -> bool:
-        """Over a record of the same registration. False: it was removed or registered anew; nothing is written."""
+        """`worker.over` the record that has its revision. False: it was removed or written since; nothing is."""
 
+    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None: ...
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None: ...
     async def workers(self) -> list[WorkerRecord]: ...
     async def remove_worker(self, worker_id: WorkerId) -> None: ...
@@ -239,7 +239,7 @@ class Store(Protocol):
     async def next_block_end(self) -> float | None: ...
     async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None: ...
     async def put_lesson(self, lesson: Lesson) -> None: ...
-
+    async def learn(self, delta: LessonDelta) -> Lesson: ...
     async def close(self) -> None: ...
 
 

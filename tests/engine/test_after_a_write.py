@@ -45,7 +45,19 @@ class BreaksAfterWrites(MemoryStore):
 
 
 _LATER = frozenset(
-    {"now", "blocks", "lift", "get_block", "put_lesson", "get_lesson", "put_worker", "replace_worker", "tell"}
+    {
+        "now",
+        "blocks",
+        "lift",
+        "get_block",
+        "put_lesson",
+        "get_lesson",
+        "learn",
+        "put_worker",
+        "replace_worker",
+        "note_worker",
+        "tell",
+    }
 )
 
 

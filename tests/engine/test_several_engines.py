@@ -17,7 +17,7 @@ from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult, Submission
-from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.sim.time import ManualClock, SeededChance
 from comfyfleet.stores.memory import MemoryStore
@@ -243,7 +243,14 @@ async def test_a_worker_removed_between_a_look_and_a_write_is_not_put_back(
             await it.first.remove_worker(worker_id)
             return found
 
+        note = it.store.note_worker
+
+        async def lose_then_note(worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+            await it.first.remove_worker(worker_id)
+            return await note(worker_id, delta)
+
         monkeypatch.setattr(it.store, "get_worker", look_then_lose)
+        monkeypatch.setattr(it.store, "note_worker", lose_then_note)
         with pytest.raises(Refusal, match="there is no worker"):
             await it.second.pause_worker(WorkerId("b"))
         assert await it.store.workers() == []

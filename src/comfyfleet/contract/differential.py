@@ -38,8 +38,9 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import LeaseToken, ProfileKey, WorkerId, WorkflowHash
-from comfyfleet.model.lesson import Duration, Lesson
+from comfyfleet.model.lesson import Duration, Lesson, LessonDelta
 from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.worker import Capabilities, Service, WorkerDelta, WorkerRecord
 from comfyfleet.stores.memory import MemoryStore
 
 _WORKERS = st.sampled_from([(A, FAST), (B, SLOW), (B, FAST)])
@@ -100,6 +101,11 @@ steps = st.one_of(
     st.tuples(st.just("pause_queue"), st.booleans()),
     st.tuples(st.just("purge"), st.sampled_from([Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED])),
     st.tuples(st.just("lesson"), _HASHES, st.sampled_from([0.0, 8.0])),
+    st.tuples(
+        st.just("learn"), _HASHES, st.sampled_from(["card", "other"]), st.sampled_from([0.1, 3.0, 70.7])
+    ),
+    st.tuples(st.just("learn_memory"), _HASHES, _TENANTS, st.sampled_from([8.0, 24.0])),
+    st.tuples(st.just("worker"), st.booleans(), st.sampled_from([0.1, 2.5])),
     st.tuples(st.just("advance"), st.sampled_from([0.5, 3.0, 11.0, 61.0])),
 )
 
@@ -238,6 +244,22 @@ class Day:
                 lesson = Lesson(workflow_hash, {"card": Duration(memory + 1.0, 1)}, memory)
                 await store.put_lesson(lesson)
                 return await store.get_lesson(workflow_hash)
+            case ("learn", workflow_hash, worker_class, seconds):
+                return await store.learn(LessonDelta(workflow_hash, worker_class, seconds, 0.2, 2))
+            case ("learn_memory", workflow_hash, name, gb):
+                delta = LessonDelta(workflow_hash, tenant=tenant(name), memory_gb=gb, most_tenants=2)
+                return await store.learn(delta)
+            case ("worker", is_paused, seconds):
+                # Of none that is leased to: a record says which profile it has.
+                idle = WorkerRecord(WorkerId("idle"), Capabilities((Service("comfyui"),)), FAST, 1, 1.0, 1.0)
+                known = await store.get_worker(idle.worker_id)
+                if known is None:
+                    await store.put_worker(idle)
+                replaced = await store.replace_worker(
+                    msgspec.structs.replace(known or idle, is_paused=is_paused)
+                )
+                run = WorkerDelta(completed=1, busy_s=seconds, seen_at=bench.clock.now())
+                return replaced, await store.note_worker(idle.worker_id, run), await store.workers()
             case ("advance", seconds):
                 return await bench.clock.advance(seconds)
         raise AssertionError(f"no such step: {step}")

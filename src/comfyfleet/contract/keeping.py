@@ -32,7 +32,7 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.job import Attachment, Job, JobResult, Submission
 from comfyfleet.model.lesson import Duration, Lesson
-from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.model.worker import Capabilities, Service, WorkerDelta, WorkerRecord
 
 ANN, BOB = tenant("ann"), tenant("bob")
 
@@ -343,15 +343,13 @@ class KeepingContract:
         assert await bench.store.workers() == [busier]
         assert await bench.store.get_worker(A) == busier
         assert await bench.store.replace_worker(worker) is True
-        assert await bench.store.workers() == [worker]
-        anew = msgspec.structs.replace(worker, registrations=1, profile=SLOW)
-        await bench.store.put_worker(anew)
-        assert await bench.store.replace_worker(busier) is False
-        assert await bench.store.replace_worker(msgspec.structs.replace(anew, connected_at=0.5)) is False
-        assert await bench.store.workers() == [anew], "what it has registered since is not undone"
-        noted = msgspec.structs.replace(anew, completed=1)
-        assert await bench.store.replace_worker(noted) is True
-        assert await bench.store.workers() == [noted]
+        first = msgspec.structs.replace(worker, revision=1)
+        assert await bench.store.workers() == [first]
+        assert await bench.store.replace_worker(busier) is False, "what was written since is not undone"
+        paused = msgspec.structs.replace(first, is_paused=True, profile=SLOW)
+        assert await bench.store.replace_worker(paused) is True
+        assert await bench.store.replace_worker(paused) is False
+        assert await bench.store.workers() == [msgspec.structs.replace(paused, revision=2)]
         await bench.store.put_block(Block(A, HASH, BlockReason.FAILURES, 1, 1e12))
         await bench.store.remove_worker(A)
         assert await bench.store.get_worker(A) is None
@@ -359,6 +357,8 @@ class KeepingContract:
         assert await bench.store.workers() == [], "what was removed is not put back by whoever read it before"
         assert await bench.store.blocks() == []
         assert await bench.store.next_block_end() is None
+        assert await bench.store.note_worker(A, WorkerDelta(completed=1)) is None
+        assert await bench.store.workers() == []
 
     async def test_a_blocked_pair_is_not_leased_and_its_worker_takes_what_comes_next(
         self, bench: Bench

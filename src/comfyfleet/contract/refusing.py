@@ -18,11 +18,11 @@ from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import Change, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import ProfileKey
-from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.whole import WholeJob
-from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.model.worker import Capabilities, Service, WorkerDelta, WorkerRecord
 from comfyfleet.ports import Movable, Store
 
 NoRoom = Callable[[Store], AbstractAsyncContextManager[None]]
@@ -84,6 +84,8 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
         "drop_profiles": lambda: store.drop_profiles([SLOW]),
         "put_worker": lambda: store.put_worker(WORKER),
         "replace_worker": lambda: store.replace_worker(WORKER),
+        "note_worker": lambda: store.note_worker(A, WorkerDelta(completed=1)),
+        "learn": lambda: store.learn(LessonDelta(HASH, "card", 1.0, 0.2, 8)),
         "remove_worker": lambda: store.remove_worker(A),
         "put_block": lambda: store.put_block(block),
         "lift": lambda: store.lift([Pair(A, "counted")]),

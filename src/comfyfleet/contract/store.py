@@ -7,6 +7,7 @@ from comfyfleet.contract.cabinet import CabinetContract
 from comfyfleet.contract.differential import DifferentialContract
 from comfyfleet.contract.holding import HoldingContract
 from comfyfleet.contract.keeping import KeepingContract
+from comfyfleet.contract.learning import LearningContract
 from comfyfleet.contract.leasing import LeasingContract
 from comfyfleet.contract.racing import RacingContract
 from comfyfleet.contract.settling import SettlingContract
@@ -16,6 +17,7 @@ from comfyfleet.contract.sharing import SharingContract
 class StoreContract(
     LeasingContract,
     KeepingContract,
+    LearningContract,
     RacingContract,
     CabinetContract,
     HoldingContract,

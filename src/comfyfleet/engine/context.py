@@ -13,7 +13,7 @@ from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Phase, Written
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Submission
-from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.deadly import is_refusing
 from comfyfleet.policy.failover import FailoverStrategy
@@ -23,6 +23,7 @@ from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Bus, Chance, Clock, Store
 
 _MAX_LESSONS = 10_000
+_LEARN_AGAIN_S = 10.0
 
 
 async def _nobody(_: Dispatch) -> None:
@@ -68,6 +69,7 @@ class Context:
         self.gate: Gate = OpenGate()
         """Set by whoever knows of tenants and their terms."""
         self._lessons: dict[WorkflowHash, Lesson] = {}
+        self._learned_at = self.clock.monotonic()
 
     async def compare_clocks(self) -> None:
         self.clock.heard(await self.store.now())
@@ -141,7 +143,12 @@ class Context:
 
     async def lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
         known = self._lessons.get(workflow_hash)
-        if known is None:
+        is_old = self.store.is_shared and self.clock.monotonic() >= self._learned_at + _LEARN_AGAIN_S
+        if is_old:
+            # Other engines learn too.
+            self._lessons.clear()
+            self._learned_at = self.clock.monotonic()
+        if known is None or is_old:
             known = await self.store.get_lesson(workflow_hash)
             if known is not None:
                 self._remember(known)
@@ -151,9 +158,11 @@ class Context:
         """What this engine has at hand; good enough to rank by."""
         return self._lessons.get(workflow_hash)
 
-    async def learn(self, lesson: Lesson) -> None:
+    async def learn(self, delta: LessonDelta) -> Lesson:
+        """What is known with it, here and at every other engine."""
+        lesson = await self.store.learn(delta)
         self._remember(lesson)
-        await self.store.put_lesson(lesson)
+        return lesson
 
     def _remember(self, lesson: Lesson) -> None:
         self._lessons.pop(lesson.workflow_hash, None)

@@ -8,7 +8,7 @@ workers that differ only in what nobody asks for, share one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import msgspec
 
@@ -16,7 +16,7 @@ from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
+from comfyfleet.model.worker import Capabilities, LiveState, WorkerDelta, WorkerRecord
 from comfyfleet.policy.deadly import is_refusing
 from comfyfleet.policy.fakes import is_held_back
 from comfyfleet.policy.feasibility import is_feasible
@@ -243,25 +243,30 @@ class Fleet:
             profile = known.profile
         else:
             profile = await self._admit(worker_id, capabilities)
-        record = WorkerRecord(worker_id, capabilities, profile, slots, now, now, live)
-        if known is not None:
-            record = msgspec.structs.replace(
-                known,
+
+        def anew(stored: WorkerRecord) -> WorkerRecord:
+            return msgspec.structs.replace(
+                stored,
                 capabilities=capabilities,
                 profile=profile,
                 slots=slots,
-                live=live if known.is_offline else still_warm(known.live, live),
-                connected_at=now if known.is_offline else known.connected_at,
+                live=live if stored.is_offline else still_warm(stored.live, live),
+                connected_at=now if stored.is_offline else stored.connected_at,
                 last_seen_at=now,
                 is_offline=False,
                 offline_reason="",
                 # Draining ends with the process that drained: what comes back wants work.
-                is_draining=known.is_draining and not known.is_offline,
+                is_draining=stored.is_draining and not stored.is_offline,
+                registrations=stored.registrations + 1,
             )
-        record = msgspec.structs.replace(record, registrations=record.registrations + 1)
-        self.workers[worker_id] = record
-        self._changed()
-        await self._store.put_worker(record)
+
+        # Over what an operator says of it meanwhile, never past it.
+        record = await self.change(worker_id, anew)
+        if record is None:
+            record = WorkerRecord(worker_id, capabilities, profile, slots, now, now, live, registrations=1)
+            self.workers[worker_id] = record
+            self._changed()
+            await self._store.put_worker(record)
         if known is not None and known.profile != profile:
             await self._drop_unused()
         return record
@@ -293,14 +298,23 @@ class Fleet:
         if stored is None or stored.profile != matched.profile:
             await self.sync()
 
-    async def change(self, record: WorkerRecord) -> bool:
-        """Written over what `newest` answered. False: since then it was removed, or registered anew."""
-        self._changed()
-        return await self._replace(record)
+    async def change(
+        self, worker_id: WorkerId, change: Callable[[WorkerRecord], WorkerRecord | None]
+    ) -> WorkerRecord | None:
+        """As `change` makes it of what stands in the store; again, when somebody else has written it since. None: there
+        is none (any more), or nothing is to be changed."""
+        while (newest := await self.newest(worker_id)) is not None:
+            changed = change(newest)
+            if changed is None:
+                return None
+            self._changed()
+            if await self._replace(changed):
+                return self.workers.get(worker_id)
+        return None
 
     async def _replace(self, record: WorkerRecord) -> bool:
         worker_id = record.worker_id
-        self.workers[worker_id] = record
+        self.workers[worker_id] = msgspec.structs.replace(record, revision=record.revision + 1)
         if await self._store.replace_worker(record):
             return True
         stored = await self._store.get_worker(worker_id)
@@ -354,18 +368,23 @@ class Fleet:
         busy_s: float = 0.0,
         live: LiveState | None = None,
     ) -> None:
-        """Totals and live values: nothing that selectivity depends on."""
-        worker = await self.newest(worker_id)
-        if worker is None:
+        """Totals and live values: nothing that selectivity depends on, and nothing that an operator sets."""
+        known = self.workers.get(worker_id)
+        if known is None:
             return
-        noted = msgspec.structs.replace(
-            worker,
-            completed=worker.completed + completed,
-            failed=worker.failed + failed,
-            busy_s=worker.busy_s + busy_s,
-            live=worker.live if live is None else live,
+        noted = await self._store.note_worker(
+            worker_id, WorkerDelta(completed, failed, busy_s, known.last_seen_at, live)
         )
-        await self._replace(noted)
+        if noted is None:
+            # Removed at another engine: it stays so until it registers again.
+            self._forget(worker_id)
+            return
+        if _differs(known, noted):
+            # The next look judges what it may take now.
+            self._table_version = -1
+        if (known := self.workers.get(worker_id)) is not None and known.revision <= noted.revision:
+            seen_at = max(noted.last_seen_at, known.last_seen_at)
+            self.workers[worker_id] = msgspec.structs.replace(noted, last_seen_at=seen_at)
 
     async def remove(self, worker_id: WorkerId) -> None:
         async with self._changing:
@@ -423,7 +442,7 @@ class Fleet:
             profile = await self._admit(worker.worker_id, worker.capabilities, worker.profile)
             if profile != worker.profile:
                 moved = True
-                await self.change(msgspec.structs.replace(worker, profile=profile))
+                await self._replace(msgspec.structs.replace(worker, profile=profile))
         if moved:
             await self._drop_unused()
 

@@ -24,6 +24,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import TenantId
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.timing import Due, review
 from comfyfleet.ports import Timer
 
@@ -255,9 +256,7 @@ class Sweeper:
             if until > now:
                 self.wake_by(until)
                 continue
-            newest = await fleet.newest(worker.worker_id)
-            released = newest and msgspec.structs.replace(newest, quarantined_until=None)
-            if released is None or not await fleet.change(released):
+            if await fleet.change(worker.worker_id, _released) is None:
                 continue
             self._context.tell("released", worker.worker_id)
             self._rounds.worker_freed(worker.worker_id)
@@ -317,3 +316,7 @@ class Sweeper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _released(worker: WorkerRecord) -> WorkerRecord:
+    return msgspec.structs.replace(worker, quarantined_until=None)

@@ -26,11 +26,12 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import ClassKey, WorkerId
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.deadly import failure_of_deadly, refusal_of
 from comfyfleet.policy.failover import blocked_target, is_quarantined, lifted_by_inventory, met_by_two
 from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.feasibility import is_feasible
-from comfyfleet.policy.learning import after_out_of_memory, no_lesson, with_memory
+from comfyfleet.policy.learning import no_lesson, of_out_of_memory, with_memory
 from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
 from comfyfleet.policy.refusals import is_refusal, refusing_signatures, without_signatures
 from comfyfleet.policy.retry import Choice, Verdict, after_failure
@@ -401,8 +402,7 @@ class Verdicts:
         context, workflow_hash = self._context, dispatch.workflow_hash
         lesson = await context.lesson(workflow_hash) or no_lesson(workflow_hash)
         if failure.vram_gb:
-            lesson = after_out_of_memory(lesson, dispatch.tenant, failure.vram_gb)
-            await context.learn(lesson)
+            lesson = await context.learn(of_out_of_memory(workflow_hash, dispatch.tenant, failure.vram_gb))
         base = dispatch.relaxed_class or dispatch.class_key
         cls = context.fleet.classes[base]
         needs = with_memory(cls.requirements, lesson, dispatch.tenant, context.fleet.capabilities())
@@ -423,9 +423,11 @@ class Verdicts:
             return
         if is_quarantined(await context.store.blocks(worker_id), context.rules, now):
             until = now + context.rules.quarantine_s
-            newest = await context.fleet.newest(worker_id)
-            kept_off = newest and msgspec.structs.replace(newest, quarantined_until=until)
-            if kept_off is None or not await context.fleet.change(kept_off):
+
+            def kept_off(worker: WorkerRecord) -> WorkerRecord:
+                return msgspec.structs.replace(worker, quarantined_until=until)
+
+            if await context.fleet.change(worker_id, kept_off) is None:
                 return
             context.tell("quarantined", worker_id, until=until)
             context.wake_by(until)

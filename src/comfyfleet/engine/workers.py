@@ -44,13 +44,12 @@ from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
 from comfyfleet.model.job import Job
-from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.payload_digest import lease_sha256, runnable_workflow
 from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import lifted_by_inventory
-from comfyfleet.policy.learning import after_run, no_lesson, warmed
+from comfyfleet.policy.learning import of_run, warmed
 from comfyfleet.policy.lifecycle import completed
 
 _MAX_REASON = 500
@@ -98,18 +97,20 @@ class WorkerDesk:
 
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         """It takes nothing until it registers again. What it is running is its own to report."""
-        worker = await self._context.fleet.newest(worker_id)
-        reason = reason[:_MAX_REASON]
-        if worker is None or (worker.is_offline and worker.offline_reason == reason):
-            return
-        gone = msgspec.structs.replace(
-            worker,
-            is_offline=True,
-            offline_reason=reason,
+        reason, was_offline = reason[:_MAX_REASON], False
+
+        def gone(worker: WorkerRecord) -> WorkerRecord | None:
+            nonlocal was_offline
+            was_offline = worker.is_offline
+            if worker.is_offline and worker.offline_reason == reason:
+                return None
             # Gone already, it knows by now what is wrong.
-            disconnects=worker.disconnects + (not worker.is_offline),
-        )
-        if not await self._context.fleet.change(gone) or worker.is_offline:
+            disconnects = worker.disconnects + (not worker.is_offline)
+            return msgspec.structs.replace(
+                worker, is_offline=True, offline_reason=reason, disconnects=disconnects
+            )
+
+        if await self._context.fleet.change(worker_id, gone) is None or was_offline:
             return
         self._rounds.dismiss(worker_id)
         self._context.tell("offline", worker_id, reason=reason)
@@ -134,15 +135,15 @@ class WorkerDesk:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is offline: start it again where it ran"
             )
-        while (worker := await self._context.fleet.newest(worker_id)) is not None:
-            changed = msgspec.structs.replace(
+
+        def flagged(worker: WorkerRecord) -> WorkerRecord:
+            return msgspec.structs.replace(
                 worker,
                 is_paused=worker.is_paused if is_paused is None else is_paused,
                 is_draining=worker.is_draining if is_draining is None else is_draining,
             )
-            if await self._context.fleet.change(changed):
-                break
-        else:
+
+        if await self._context.fleet.change(worker_id, flagged) is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
         self._rounds.worker_freed(worker_id)
 
@@ -438,8 +439,7 @@ class WorkerDesk:
         worker = context.fleet.workers.get(worker_id)
         if worker is None:
             return
-        lesson: Lesson = await context.lesson(dispatch.workflow_hash) or no_lesson(dispatch.workflow_hash)
-        await context.learn(after_run(lesson, worker.capabilities.worker_class, seconds))
+        await context.learn(of_run(dispatch.workflow_hash, worker.capabilities.worker_class, seconds))
         cls = context.fleet.classes.get(dispatch.class_key)
         models = () if cls is None else cls.requirements.models
         warm = warmed(worker.live, models, dispatch.workflow_hash)

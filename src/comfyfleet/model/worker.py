@@ -131,6 +131,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     busy_s: float = 0.0
     disconnects: int = 0
     registrations: int = 0
+    revision: int = 0
+    """How often it was written, but for its totals and signs of life."""
 
     @property
     def registration(self) -> str:
@@ -143,4 +145,35 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             or self.is_paused
             or self.is_offline
             or (self.quarantined_until is not None and now < self.quarantined_until)
+        )
+
+    def over(self, stored: WorkerRecord) -> WorkerRecord:
+        """This, written over what stands in the store: totals are only ever added to, and nobody is seen earlier."""
+        return msgspec.structs.replace(
+            self,
+            completed=stored.completed,
+            failed=stored.failed,
+            busy_s=stored.busy_s,
+            last_seen_at=max(self.last_seen_at, stored.last_seen_at),
+            revision=stored.revision + 1,
+        )
+
+
+class WorkerDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a run or a sign of life adds to a record, whatever others change in it at the same time."""
+
+    completed: int = 0
+    failed: int = 0
+    busy_s: float = 0.0
+    seen_at: float = 0.0
+    live: LiveState | None = None
+
+    def apply(self, worker: WorkerRecord) -> WorkerRecord:
+        return msgspec.structs.replace(
+            worker,
+            completed=worker.completed + self.completed,
+            failed=worker.failed + self.failed,
+            busy_s=worker.busy_s + self.busy_s,
+            last_seen_at=max(worker.last_seen_at, self.seen_at),
+            live=worker.live if self.live is None else self.live,
         )

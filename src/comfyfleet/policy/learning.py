@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from comfyfleet.model.ids import TenantId, WorkflowHash
-from comfyfleet.model.lesson import Duration, Lesson
+from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.worker import Capabilities, LiveState
 
@@ -21,25 +21,20 @@ _MAX_WORKER_CLASSES = 64
 _MAX_TENANTS = 16
 
 
+def of_run(workflow_hash: WorkflowHash, worker_class: str, seconds: float) -> LessonDelta:
+    return LessonDelta(workflow_hash, worker_class, seconds, _FADE, _MAX_WORKER_CLASSES)
+
+
+def of_out_of_memory(workflow_hash: WorkflowHash, tenant: TenantId, vram_gb: float) -> LessonDelta:
+    return LessonDelta(workflow_hash, tenant=tenant, memory_gb=vram_gb, most_tenants=_MAX_TENANTS)
+
+
 def after_run(lesson: Lesson, worker_class: str, seconds: float) -> Lesson:
-    known = lesson.durations.get(worker_class)
-    if known is None:
-        if len(lesson.durations) >= _MAX_WORKER_CLASSES:
-            return lesson
-        learned = Duration(seconds, 1)
-    else:
-        weight = max(_FADE, 1 / (known.runs + 1))
-        learned = Duration(known.mean_s + weight * (seconds - known.mean_s), known.runs + 1)
-    return msgspec.structs.replace(lesson, durations={**lesson.durations, worker_class: learned})
+    return of_run(lesson.workflow_hash, worker_class, seconds).apply(lesson)
 
 
 def after_out_of_memory(lesson: Lesson, tenant: TenantId, vram_gb: float) -> Lesson:
-    limits = dict(lesson.memory_by_tenant)
-    limits[tenant] = max(limits.get(tenant, 0.0), vram_gb)
-    if len(limits) > _MAX_TENANTS:
-        # The largest count for most: the second of them is everybody's.
-        del limits[min(limits, key=lambda each: limits[each])]
-    return msgspec.structs.replace(lesson, memory_by_tenant=limits)
+    return of_out_of_memory(lesson.workflow_hash, tenant, vram_gb).apply(lesson)
 
 
 def memory_above_gb(lesson: Lesson, tenant: TenantId) -> float:

@@ -26,9 +26,9 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
-from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.adopting import MemoryMoving
 from comfyfleet.stores.cabinet import MemoryCabinet
@@ -112,10 +112,16 @@ class MemoryStore:
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
         known = self._kept.workers.get(worker.worker_id)
-        if known is None or known.registration != worker.registration:
+        if known is None or known.revision != worker.revision:
             return False
-        self._kept.workers[worker.worker_id] = worker
+        self._kept.workers[worker.worker_id] = worker.over(known)
         return True
+
+    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+        known = self._kept.workers.get(worker_id)
+        if known is not None:
+            known = self._kept.workers[worker_id] = delta.apply(known)
+        return known
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         return self._kept.workers.get(worker_id)
@@ -294,6 +300,11 @@ class MemoryStore:
 
     async def put_lesson(self, lesson: Lesson) -> None:
         self._kept.lessons.put(lesson)
+
+    async def learn(self, delta: LessonDelta) -> Lesson:
+        lesson = delta.apply(self._kept.lessons.get(delta.workflow_hash))
+        self._kept.lessons.put(lesson)
+        return lesson
 
     # what a job tells
 

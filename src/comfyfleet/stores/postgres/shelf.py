@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.model.lesson import Lesson
-from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.lesson import Lesson, LessonDelta
+from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.stores.postgres import codec
 from comfyfleet.stores.postgres.pool import Step
 from comfyfleet.stores.shelf import MAX_LESSONS, MAX_PAIRS_PER_WORKER
@@ -39,6 +39,12 @@ INSERT INTO comfyfleet.lessons (workflow_hash, number, body) VALUES (%s, nextval
 ON CONFLICT (workflow_hash) DO UPDATE SET number = excluded.number, body = excluded.body RETURNING number
 """
 
+_BEGIN_LESSON = """
+INSERT INTO comfyfleet.lessons (workflow_hash, number, body) VALUES (%s, nextval('comfyfleet.lesson_order'), %s)
+ON CONFLICT (workflow_hash) DO NOTHING RETURNING number
+"""
+_HOLD_LESSON = "SELECT body FROM comfyfleet.lessons WHERE workflow_hash = %s FOR UPDATE"
+
 _BOUND_LESSONS = """
 DELETE FROM comfyfleet.lessons WHERE number <= (
     SELECT number FROM comfyfleet.lessons ORDER BY number DESC OFFSET %s LIMIT 1
@@ -47,15 +53,31 @@ DELETE FROM comfyfleet.lessons WHERE number <= (
 _BOUND_LESSONS_EVERY = 1000
 
 
-_REPLACE_WORKER = """
-UPDATE comfyfleet.workers SET body = %s WHERE worker_id = %s
-AND coalesce((body ->> 'registrations')::integer, 0) = %s AND (body ->> 'connected_at')::float8 = %s RETURNING number
-"""
+async def _held_worker(step: Step, worker_id: WorkerId) -> WorkerRecord | None:
+    row = await step.row("SELECT body FROM comfyfleet.workers WHERE worker_id = %s FOR UPDATE", (worker_id,))
+    return None if row is None else codec.decode_worker(row[0])
+
+
+def _put_worker(step: Step, worker: WorkerRecord) -> None:
+    values = (codec.encode(worker), worker.worker_id)
+    step.add("UPDATE comfyfleet.workers SET body = %s WHERE worker_id = %s", values)
 
 
 async def replace_worker(step: Step, worker: WorkerRecord) -> bool:
-    values = (codec.encode(worker), worker.worker_id, worker.registrations, worker.connected_at)
-    return await step.row(_REPLACE_WORKER, values) is not None
+    stored = await _held_worker(step, worker.worker_id)
+    if stored is None or stored.revision != worker.revision:
+        return False
+    _put_worker(step, worker.over(stored))
+    return True
+
+
+async def note_worker(step: Step, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+    stored = await _held_worker(step, worker_id)
+    if stored is None:
+        return None
+    noted = delta.apply(stored)
+    _put_worker(step, noted)
+    return noted
 
 
 async def get_block(step: Step, pair: Pair) -> Block | None:
@@ -118,3 +140,14 @@ async def put_lesson(step: Step, lesson: Lesson) -> None:
     # The longest unused are forgotten now and then: counting them at every lesson would cost more than they do.
     if row is not None and row[0] % _BOUND_LESSONS_EVERY == 0:
         step.add(_BOUND_LESSONS, (MAX_LESSONS,))
+
+
+async def learn(step: Step, delta: LessonDelta) -> Lesson:
+    # There must be a row to hold, or two that learn the first lesson would each write their own.
+    empty = codec.encode(Lesson(delta.workflow_hash))
+    found = await step.ask(
+        (_BEGIN_LESSON, (delta.workflow_hash, empty)), (_HOLD_LESSON, (delta.workflow_hash,))
+    )
+    lesson = delta.apply(codec.decode_lesson(found[1][0][0]))
+    await put_lesson(step, lesson)
+    return lesson

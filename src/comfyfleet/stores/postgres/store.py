@@ -28,9 +28,9 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
-from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.guards import extended, holds, is_held
 from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shares, shelf, table
@@ -185,8 +185,7 @@ class PostgresStore:
         return None if self._test_clock is None else self._test_clock.now()
 
     async def now(self) -> float:
-        ((now,),) = await self._fetch(*rows.moment(self._test_now))
-        return float(now)
+        return float((await self._fetch(*rows.moment(self._test_now)))[0][0])
 
     async def _transact(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
         return await self._pool.transact(lambda step: work(step, *values))
@@ -239,6 +238,9 @@ class PostgresStore:
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
         return await self._transact(shelf.replace_worker, worker)
+
+    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+        return await self._transact(shelf.note_worker, worker_id, delta)
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         found = await self._fetch("SELECT body FROM comfyfleet.workers WHERE worker_id = %s", (worker_id,))
@@ -445,8 +447,7 @@ class PostgresStore:
         self._hints.tell()
 
     async def is_queue_paused(self) -> bool:
-        ((is_paused,),) = await self._fetch("SELECT is_paused FROM comfyfleet.state")
-        return bool(is_paused)
+        return bool((await self._fetch("SELECT is_paused FROM comfyfleet.state"))[0][0])
 
     # what is kept with a job
 
@@ -494,3 +495,6 @@ class PostgresStore:
 
     async def put_lesson(self, lesson: Lesson) -> None:
         await self._transact(shelf.put_lesson, lesson)
+
+    async def learn(self, delta: LessonDelta) -> Lesson:
+        return await self._transact(shelf.learn, delta)

@@ -115,10 +115,15 @@ end
 
 define('put_worker', put_worker)
 
--- the same → nil if there is none, or one of another registration
+-- the same, and the record it is written over → nil if another stands there, or none. From an engine of before
+-- revision 15, without that record → nil if there is none, or one of another registration
 define('replace_worker', function(s, args)
+  local known = read(s, s.p .. 'worker:' .. args[4])
   local registration = read(s, s.p .. 'worker_registration:' .. args[4])
-  if not read(s, s.p .. 'worker:' .. args[4]) or (args[7] and registration and registration ~= args[7]) then
+  if not known or (args[8] and known ~= args[8]) then
+    return nil
+  end
+  if not args[8] and args[7] and registration and registration ~= args[7] then
     return nil
   end
   return put_worker(s, args)
@@ -156,9 +161,12 @@ end)
 
 -- lessons
 
--- workflow hash, lesson (JSON), how many are kept
+-- workflow hash, lesson (JSON), how many are kept; then the lesson it is written over, or "" → nil if another stands there
 define('put_lesson', function(s, args)
   local lessons, order = s.p .. 'lessons', s.p .. 'lessons:order'
+  if args[7] and args[7] ~= (call('HGET', lessons, args[4]) or '') then
+    return nil
+  end
   call('HSET', lessons, args[4], args[5])
   call('ZADD', order, serial(s), args[4])
   if call('ZCARD', order) > tonumber(args[6]) then

@@ -25,9 +25,9 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
-from comfyfleet.model.lesson import Lesson
+from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.index import MAX_IDLE_CLASSES
 from comfyfleet.stores.redis import codec
@@ -37,6 +37,7 @@ from comfyfleet.stores.redis.client import Argument, Client, Send
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
 from comfyfleet.stores.redis.foreign import RedisForeign
+from comfyfleet.stores.redis.learning import Learning
 from comfyfleet.stores.redis.library import ensure_library
 from comfyfleet.stores.redis.listening import Listener
 from comfyfleet.stores.redis.moving import RedisMoving
@@ -64,6 +65,7 @@ class RedisStore:
         self._may_load = may_load
         self._client = Client(self._address, secrets.token_hex(8), self._greet, patience_s=patience_s)
         self._listener: Listener | None = None
+        self._learning = Learning(self._learn)
         self._epoch = 0
         self.durability: Durability = "none"
         self.records = RedisRecords(self)
@@ -192,7 +194,25 @@ class RedisStore:
         await self._do("put_worker", *_said_of(worker))
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
-        return await self._do("replace_worker", *_said_of(worker)) is not None
+        def change(stored: WorkerRecord) -> WorkerRecord | None:
+            return worker.over(stored) if stored.revision == worker.revision else None
+
+        return await self._change_worker(worker.worker_id, change) is not None
+
+    async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+        return await self._change_worker(worker_id, delta.apply)
+
+    async def _change_worker(
+        self, worker_id: WorkerId, change: Callable[[WorkerRecord], WorkerRecord | None]
+    ) -> WorkerRecord | None:
+        """Written over what was read, or read again."""
+        while (text := await self._get(f"worker:{worker_id}")) is not None:
+            changed = change(_workers.decode(as_bytes(text)))
+            if changed is None:
+                return None
+            if await self._do("replace_worker", *_said_of(changed), as_bytes(text)) is not None:
+                return changed
+        return None
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         text = await self._get(f"worker:{worker_id}")
@@ -378,6 +398,21 @@ class RedisStore:
 
     async def put_lesson(self, lesson: Lesson) -> None:
         await self._do("put_lesson", lesson.workflow_hash, msgspec.json.encode(lesson), MAX_LESSONS)
+
+    async def learn(self, delta: LessonDelta) -> Lesson:
+        return await self._learning.learn(delta)
+
+    async def _learn(self, deltas: list[LessonDelta]) -> Lesson:
+        workflow_hash = deltas[0].workflow_hash
+        while True:
+            text = await self._client.call("HGET", f"{self.prefix}lessons", workflow_hash)
+            known = b"" if text is None else as_bytes(text)
+            lesson = _lessons.decode(known) if known else Lesson(workflow_hash)
+            for delta in deltas:
+                lesson = delta.apply(lesson)
+            said = (workflow_hash, msgspec.json.encode(lesson), MAX_LESSONS, known)
+            if await self._do("put_lesson", *said) is not None:
+                return lesson
 
     # the tenant's side
 

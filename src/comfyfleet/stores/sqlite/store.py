@@ -31,11 +31,9 @@ from comfyfleet.model.dispatch import (
     Written,
 )
 from comfyfleet.model.fact import Fact, FactDraft
-from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
-from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.kept import Kept
 from comfyfleet.stores.packing import pack
@@ -43,6 +41,7 @@ from comfyfleet.stores.sqlite import codec, rows
 from comfyfleet.stores.sqlite.cabinet import SqliteCabinet
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.ended import Ended
+from comfyfleet.stores.sqlite.fleet import SqliteFleet
 from comfyfleet.stores.sqlite.migrating import connect, migrate
 from comfyfleet.stores.sqlite.moving import SqliteMoving
 from comfyfleet.stores.sqlite.owner import Ownership
@@ -55,7 +54,7 @@ from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
 _LEASED: dict[str, Any] = {"phase": Phase.LEASED}
 
 
-class SqliteStore:
+class SqliteStore(SqliteFleet):
     def __init__(self, path: str | Path, clock: Clock) -> None:
         self.path = Path(path)
         self.epoch = 1
@@ -162,39 +161,6 @@ class SqliteStore:
                 self._kept.index.drop_profile(profile)
                 rows.drop_profile(batch, profile)
             await self._writer.written(batch)
-
-    # workers
-
-    async def put_worker(self, worker: WorkerRecord) -> None:
-        blob = self._check(worker)
-        self._kept.workers[worker.worker_id] = worker
-        batch = self._writer.batch()
-        rows.put_worker(batch, worker.worker_id, blob)
-        await self._writer.written(batch)
-
-    async def replace_worker(self, worker: WorkerRecord) -> bool:
-        # One that is not there is waited for: its removal may not be written yet.
-        known = self._kept.workers.get(worker.worker_id) or await self.get_worker(worker.worker_id)
-        if known is None or known.registration != worker.registration:
-            return False
-        await self.put_worker(worker)
-        return True
-
-    async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
-        await self._wait(Area.WORKERS)
-        return self._kept.workers.get(worker_id)
-
-    async def workers(self) -> list[WorkerRecord]:
-        await self._wait(Area.WORKERS)
-        return list(self._kept.workers.values())
-
-    async def remove_worker(self, worker_id: WorkerId) -> None:
-        self._check(worker_id)
-        self._kept.workers.pop(worker_id, None)
-        self._kept.blocks.forget_worker(worker_id)
-        batch = self._writer.batch()
-        rows.remove_worker(batch, worker_id)
-        await self._writer.written(batch)
 
     # dispatches
 
@@ -389,16 +355,6 @@ class SqliteStore:
 
     async def next_block_end(self) -> float | None:
         return self._kept.blocks.next_end()
-
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
-        await self._wait(Area.LESSONS)
-        return self._kept.lessons.get(workflow_hash)
-
-    async def put_lesson(self, lesson: Lesson) -> None:
-        blob = self._check(lesson)
-        batch = self._writer.batch()
-        rows.put_lesson(batch, lesson.workflow_hash, blob, self._kept.lessons.put(lesson))
-        await self._writer.written(batch)
 
     # reserving
 
