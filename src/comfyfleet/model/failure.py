@@ -115,3 +115,7 @@ class ServiceFailed(ComfyFleetError):
 class ServiceOccupied(ServiceFailed):
     """The service does not come to the job, which never began there, because of somebody else's. No fault of the job's:
     it is given back uncharged."""
+
+
+class FileTooLarge(ServiceFailed):
+    """A file of the service has more than there is room for. The work is done: the file stays where it is."""

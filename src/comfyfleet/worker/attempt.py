@@ -20,7 +20,14 @@ import msgspec
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release, Report, Settled
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied, bounded
+from comfyfleet.model.failure import (
+    Failure,
+    FailureKind,
+    FileTooLarge,
+    ServiceFailed,
+    ServiceOccupied,
+    bounded,
+)
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.ports import Connector, InputSource, OutputKeeper, OutputSource, WorkerApi
@@ -282,7 +289,8 @@ class AttemptRun:
                 file_id = await self._api.keep(self.ref, file, self._connector)
                 return msgspec.structs.replace(file, file_id=file_id)
             except Exception as error:
-                if isinstance(error, Refusal) and error.code is RefusalCode.TOO_LARGE:
+                is_refused = isinstance(error, Refusal) and error.code is RefusalCode.TOO_LARGE
+                if is_refused or isinstance(error, FileTooLarge):
                     # The work is done: better a file on its server alone than none.
                     _log.warning("%s stays on its server: %s", file.filename, error)
                     return file

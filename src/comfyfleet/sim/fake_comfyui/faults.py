@@ -63,6 +63,15 @@ class Faults(msgspec.Struct, kw_only=True, dict=True, forbid_unknown_fields=True
     """So many HTTP requests are answered with 500."""
     fail_request_paths: list[str] = msgspec.field(default_factory=list)
     """Only paths that begin so are answered with 500; empty means all."""
+    endless_paths: list[str] = msgspec.field(default_factory=list)
+    """Answers to paths that begin so never end: the beginning of JSON, for as long as it is read."""
+    swollen_paths: list[str] = msgspec.field(default_factory=list)
+    """Answers to paths that begin so are lists of a million empty lists: many times their size once decoded."""
+    redirect_paths: list[str] = msgspec.field(default_factory=list)
+    """Requests to paths that begin so, the websocket's too, are sent on to `redirect_to`."""
+    redirect_to: str = ""
+    huge_frame_bytes: int = 0
+    """Each websocket is greeted with a frame of this size."""
     lose_submit_answers: int = 0
     """So many prompts are queued without their submitter ever getting an answer."""
     lost_answer_manner: Literal["drop", "hang"] = "drop"

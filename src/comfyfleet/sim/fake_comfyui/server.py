@@ -240,6 +240,12 @@ def _own_faults(machine: Machine) -> Middleware:
         if request.path.startswith(PREFIX):
             return await handler(request)
         await machine.loop_is_free.wait()
+        if faults.redirect_to and path_meets(request.path, faults.redirect_paths):
+            return web.Response(status=302, headers={"Location": f"{faults.redirect_to}{request.path_qs}"})
+        if faults.endless_paths and path_meets(request.path, faults.endless_paths):
+            return await _endless(request, machine)
+        if faults.swollen_paths and path_meets(request.path, faults.swollen_paths):
+            return web.Response(body=b"[" + b"[]," * 1_000_000 + b"[]]", content_type="application/json")
         if faults.slow_answer_s > 0 and path_meets(request.path, faults.slow_paths):
             await asyncio.sleep(faults.slow_answer_s)
         if path_meets(request.path, faults.fail_request_paths) and faults.takes_one("fail_requests"):
@@ -247,6 +253,18 @@ def _own_faults(machine: Machine) -> Middleware:
         return await handler(request)
 
     return apply
+
+
+async def _endless(request: web.Request, machine: Machine) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "application/json"})
+    await response.prepare(request)
+    await response.write(b'{"a": "')
+    piece = b"x" * 65_536
+    with suppress(ConnectionError):
+        while True:
+            await response.write(piece)
+            machine.stats.bytes_without_end += len(piece)
+    return response
 
 
 @web.middleware

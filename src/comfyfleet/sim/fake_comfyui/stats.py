@@ -32,6 +32,8 @@ class FakeStats(msgspec.Struct, kw_only=True):
     """Loads that had to throw another model off the card."""
     previews_sent: int = 0
     uploads: int = 0
+    bytes_without_end: int = 0
+    """What was taken of answers that never end."""
     crashes: int = 0
 
     def starts(self, prompt_id: str, now: float) -> PromptRun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +21,7 @@ import msgspec
 from comfyfleet.model.job import OutputFile
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, ServerAddress
 
+CHUNK = 1 << 18
 LARGE_BODY = 1 << 20
 """JSON beyond this size is parsed in a thread: a catalogue of nodes has megabytes."""
 
@@ -38,10 +39,20 @@ class Unreachable(Exception):
         self.is_timeout = is_timeout
 
 
+class TooMuch(Unreachable):
+    """The server sends more than it may. What a prompt left may be the reason (`is_of_prompt`), or it is broken."""
+
+    def __init__(self, reason: str, *, is_of_prompt: bool = False) -> None:
+        super().__init__(reason)
+        self.is_of_prompt = is_of_prompt
+
+
 class Answer(msgspec.Struct, frozen=True):
     status: int
     body: Any
     """Parsed where it is JSON, else its text."""
+    size: int = 0
+    """Of the text, in bytes."""
 
     @property
     def is_ok(self) -> bool:
@@ -62,9 +73,16 @@ class Upload(msgspec.Struct, frozen=True):
 class Api:
     """The session with one server, from `open` to `close`."""
 
-    def __init__(self, address: ServerAddress, settings: ComfyUISettings) -> None:
+    def __init__(
+        self,
+        address: ServerAddress,
+        settings: ComfyUISettings,
+        on_too_much: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_too_much` is told, in words, when the server sends more than any server should."""
         self.address = address
         self._settings = settings
+        self.on_too_much = on_too_much
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -74,10 +92,14 @@ class Api:
         if self.address.user is not None and "authorization" not in {name.lower() for name in headers}:
             secret = f"{self.address.user}:{self.address.password}".encode()
             headers["Authorization"] = f"Basic {base64.b64encode(secret).decode()}"
+        # Unpacked, a few kilobytes may be gigabytes: nothing packed is asked for, and none is unpacked.
+        headers["Accept-Encoding"] = "identity"
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=self._settings.verify_tls),
             headers=headers,
             cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trace_configs=[_follows_nobody()],
         )
 
     async def close(self) -> None:
@@ -100,7 +122,7 @@ class Api:
         return await self._ask("GET", "/queue")
 
     async def history(self, prompt_id: str) -> Answer:
-        return await self._ask("GET", f"/history/{quote(prompt_id, safe='')}")
+        return await self._ask("GET", f"/history/{quote(prompt_id, safe='')}", is_of_prompt=True)
 
     async def queue_length(self) -> Answer:
         return await self._ask("GET", "/prompt")
@@ -153,7 +175,15 @@ class Api:
         ):
             yield response
 
-    async def _ask(self, method: str, path: str, timeout_s: float | None = None, **content: Any) -> Answer:
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        timeout_s: float | None = None,
+        *,
+        is_of_prompt: bool = False,
+        **content: Any,
+    ) -> Answer:
         timeout = self._timeout(self._settings.request_s if timeout_s is None else timeout_s)
         async with (
             _reaching(),
@@ -162,11 +192,60 @@ class Api:
                 method, self.address.url(path), timeout=timeout, allow_redirects=False, **content
             ) as response,
         ):
-            body = await response.read()
-            return Answer(response.status, await read_json(body))
+            try:
+                body = await self._read(response, self._settings.max_answer_bytes)
+                _count(body, self._settings.max_answer_values)
+            except TooMuch as error:
+                words = f"it answers {method} {path} with {error}"
+                if not is_of_prompt:
+                    self.on_too_much(words)
+                raise TooMuch(words, is_of_prompt=is_of_prompt) from error
+            return Answer(response.status, await read_json(body), len(body))
+
+    async def _read(self, response: aiohttp.ClientResponse, most: int) -> bytes:
+        body = bytearray()
+        async for chunk in pieces_of(response, most):
+            body += chunk
+        return bytes(body)
 
     def _timeout(self, total_s: float) -> aiohttp.ClientTimeout:
         return aiohttp.ClientTimeout(total=total_s, sock_connect=min(total_s, self._settings.connect_s))
+
+
+async def pieces_of(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
+    """The content as it comes. Raises `TooMuch` as soon as it is known to be more."""
+    packed = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if packed not in ("", "identity"):
+        raise Unreachable(f"the server answered packed by {packed[:20]!r}, which it was not asked for")
+    size = response.content_length or 0
+    if size <= most:
+        size = 0
+        async for chunk in response.content.iter_chunked(CHUNK):
+            size += len(chunk)
+            if size > most:
+                break
+            yield chunk
+    if size > most:
+        # Not read to its end: the connection is of no use any more.
+        response.close()
+        raise TooMuch(f"more than {most} bytes")
+
+
+def _count(body: bytes, most: int) -> None:
+    """Signs between values, those in texts too: more values there cannot be."""
+    if len(body) > most and body.count(b",") + body.count(b"[") + body.count(b"{") > most:
+        raise TooMuch(f"more than {most} values")
+
+
+def _follows_nobody() -> aiohttp.TraceConfig:
+    """A websocket would follow a redirect to wherever a server sends it, with our credentials."""
+
+    async def refuse(*_: object) -> None:
+        raise aiohttp.ClientError("the server sends us to another address, which is not followed")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse)
+    return trace
 
 
 @asynccontextmanager

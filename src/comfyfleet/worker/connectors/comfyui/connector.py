@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import uuid
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
 from comfyfleet.model.calls import LeasedJob, Report, RunningAttempt
-from comfyfleet.model.failure import FailureKind, ServiceFailed, ServiceOccupied
+from comfyfleet.model.failure import Failure, FailureKind, FileTooLarge, ServiceFailed, ServiceOccupied
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.model.workflow import InvalidWorkflow, Workflow, parse_workflow, with_filename_prefix
 from comfyfleet.ports import Inventory
 from comfyfleet.worker.connectors.comfyui import failures, inventory
-from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.api import Api, TooMuch, Unreachable, pieces_of
 from comfyfleet.worker.connectors.comfyui.attachments import place
 from comfyfleet.worker.connectors.comfyui.failures import fail
 from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, Machine
@@ -36,8 +37,6 @@ from comfyfleet.worker.connectors.comfyui.truth import State, look_up
 from comfyfleet.worker.connectors.comfyui.vitality import Vitality
 
 log = logging.getLogger(__name__)
-
-CHUNK = 1 << 18
 
 T = TypeVar("T")
 
@@ -55,7 +54,7 @@ class ComfyUI:
         self.client_id: str | None = None
         """By which the server knows whom to tell of a prompt. One that is the same after a restart of this program
         hears of what the server still runs from before."""
-        self._api = Api(self.address, self.settings)
+        self._api = Api(self.address, self.settings, self._sends_too_much)
         self._listener: Listener | None = None
         self._client_id = ""
         self._runs: dict[str, Run] = {}
@@ -111,6 +110,8 @@ class ComfyUI:
 
     async def check_health(self) -> bool:
         """False too while the server answers and its execution thread, found dead or occupied, shows no life."""
+        if self._vitality.is_broken:
+            return False
         try:
             answer = await self._api.queue_length()
             if not answer.is_ok or not isinstance(answer.body, dict):
@@ -125,7 +126,10 @@ class ComfyUI:
         try:
             await self._notice_restart()
             service, machine, nodes = await inventory.ask(
-                self._api, self.settings.inventory_s, self.settings.providers
+                self._api,
+                self.settings.inventory_s,
+                self.settings.providers,
+                2 * self.settings.max_answer_bytes,
             )
         except Unreachable as error:
             raise fail(FailureKind.TRANSIENT, f"The server did not tell what it has: {error}") from error
@@ -217,24 +221,38 @@ class ComfyUI:
     async def fetch(self, file: OutputFile) -> bytes:
         """The content of a file the server has. Raises `ServiceFailed`."""
         parts: list[bytes] = []
-        await self._stream(file, parts.append)
+        await self._stream(file, parts.append, self.settings.max_fetch_bytes)
         return b"".join(parts)
 
     async def save(self, file: OutputFile, path: Path) -> int:
         """Stream a file of the server to a path; the number of bytes. Raises `ServiceFailed`."""
-        with path.open("wb") as target:
-            return await self._stream(file, target.write)
+        usage = await asyncio.to_thread(shutil.disk_usage, path.parent)
+        room = max(0, usage.free - self.settings.min_free_bytes)
+        try:
+            with path.open("wb") as target:
+                return await self._stream(file, target.write, min(self.settings.max_file_bytes, room))
+        except FileTooLarge:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+            raise
 
-    async def _stream(self, file: OutputFile, write: Callable[[bytes], object]) -> int:
+    async def _stream(self, file: OutputFile, write: Callable[[bytes], object], most: int) -> int:
         size = 0
         try:
             async with self._api.view(file) as response:
                 if response.status != 200:
                     what = f"the file {file.filename!r} in {file.folder}/{file.subfolder}"
                     raise ServiceFailed(failures.refused_file(response.status, what))
-                async for chunk in response.content.iter_chunked(CHUNK):
-                    write(chunk)
-                    size += len(chunk)
+                is_size_told = response.content_length is not None
+                try:
+                    async for chunk in pieces_of(response, most):
+                        write(chunk)
+                        size += len(chunk)
+                except TooMuch as error:
+                    words = f"The file {file.filename!r} has {error}, and there is room for no more."
+                    if not is_size_told:
+                        # A file on a disk has a size: this one may never end.
+                        self._sends_too_much(f"its files do not end: {file.filename[:100]!r} has {error}")
+                    raise FileTooLarge(Failure(FailureKind.UNKNOWN, words)) from error
         except Unreachable as error:
             raise fail(
                 FailureKind.TRANSIENT, f"The file {file.filename!r} did not arrive: {error}"
@@ -374,6 +392,12 @@ class ComfyUI:
             return
         if answer.is_ok and isinstance(answer.body, dict):
             self._machine = inventory.read_machine(answer.body)
+
+    def _sends_too_much(self, words: str) -> None:
+        log.warning("%s is not used for %g s: %s", self.server_id, self.settings.broken_s, words)
+        self._vitality.found_broken(words)
+        # A check follows, so that nothing more is begun there.
+        self._tell_connection(False)
 
     def _restarted(self) -> None:
         self._boot.restarted()

@@ -6,6 +6,7 @@ noticed. No list of ComfyUI is complete by itself, so models are the union of al
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import uuid
@@ -17,7 +18,7 @@ import msgspec
 
 from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
 from comfyfleet.model.worker import Gpu, Hardware, Memory, Service
-from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.api import Answer, Api, TooMuch, Unreachable
 from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
 from comfyfleet.worker.connectors.comfyui.stopping import parse_version
 
@@ -74,19 +75,29 @@ class BootWatch:
         return is_reset
 
 
-async def ask(api: Api, timeout_s: float, providers: tuple[str, ...]) -> tuple[Service, Machine, NodeCatalog]:
+async def ask(
+    api: Api, timeout_s: float, providers: tuple[str, ...], max_bytes: int = 1 << 28
+) -> tuple[Service, Machine, NodeCatalog]:
     """Raises `Unreachable` when the server does not tell what it is or what nodes it has."""
-    stats = await _object(api, "/system_stats", timeout_s)
-    nodes = await _object(api, "/object_info", timeout_s)
-    embeddings = await _names(api, "/embeddings", timeout_s)
-    folders = await _names(api, "/models", timeout_s)
+    budget = _Budget(api, timeout_s, max_bytes)
+    stats = await _object(budget, "/system_stats")
+    nodes = await _object(budget, "/object_info")
+    embeddings = await _names(budget, "/embeddings")
+    folders = await _names(budget, "/models")
     listings = [
-        await _names(api, f"/models/{quote(folder, safe='')}", timeout_s)
+        await _names(budget, f"/models/{quote(folder, safe='')}")
         for folder in folders[:MAX_FOLDERS]
         if folder not in NOT_MODELS
     ]
+    # Beside the loop: a catalogue has thousands of nodes, or as many as a server likes.
+    return await asyncio.to_thread(_read, stats, nodes, [embeddings, *listings], providers)
+
+
+def _read(
+    stats: dict[str, Any], nodes: dict[str, Any], listings: list[list[str]], providers: tuple[str, ...]
+) -> tuple[Service, Machine, NodeCatalog]:
     machine = read_machine(stats)
-    models = combo_models(nodes).union(embeddings, *listings)
+    models = combo_models(nodes).union(*listings)
     catalog = read_catalog(nodes, checks_new_style=_checks_new_style(machine.version))
     service = Service(
         name="comfyui",
@@ -166,16 +177,35 @@ def _smallest(sizes: Iterable[Any]) -> float | None:
     return round(min(known) / GIGABYTE, 2) if known else None
 
 
-async def _object(api: Api, path: str, timeout_s: float) -> dict[str, Any]:
-    answer = await api.get(path, timeout_s)
+class _Budget:
+    """What all the lists of a server may have together: there may be hundreds of them."""
+
+    def __init__(self, api: Api, timeout_s: float, most: int) -> None:
+        self._api = api
+        self._timeout_s = timeout_s
+        self._most = most
+        self._left = most
+
+    async def get(self, path: str) -> Answer:
+        answer = await self._api.get(path, self._timeout_s)
+        self._left -= answer.size
+        if self._left < 0:
+            words = f"its lists of nodes and models have more than {self._most} bytes together"
+            self._api.on_too_much(words)
+            raise TooMuch(words)
+        return answer
+
+
+async def _object(budget: _Budget, path: str) -> dict[str, Any]:
+    answer = await budget.get(path)
     if answer.is_ok and isinstance(answer.body, dict):
         return answer.body
     raise Unreachable(f"the server answered {answer.status} to {path}")
 
 
-async def _names(api: Api, path: str, timeout_s: float) -> list[str]:
+async def _names(budget: _Budget, path: str) -> list[str]:
     """A list that older servers may not have."""
-    answer = await api.get(path, timeout_s)
+    answer = await budget.get(path)
     if not answer.is_ok or not isinstance(answer.body, list):
         return []
     return [name for name in answer.body if isinstance(name, str)]

@@ -22,6 +22,15 @@ from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 log = logging.getLogger(__name__)
 
 
+def _is_too_much(frame: aiohttp.WSMessage) -> bool:
+    error = frame.data
+    return (
+        frame.type is aiohttp.WSMsgType.ERROR
+        and isinstance(error, aiohttp.WebSocketError)
+        and error.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+    )
+
+
 class Ear(Protocol):
     """Who listens for one prompt id."""
 
@@ -136,7 +145,7 @@ class Listener:
                 self._api.address.websocket,
                 params={"clientId": self._client_id},
                 # An output may be tens of megabytes and comes in one message.
-                max_msg_size=0,
+                max_msg_size=self._settings.max_message_bytes,
                 compress=0,
                 heartbeat=self._settings.heartbeat_s,
             )
@@ -194,9 +203,18 @@ class Listener:
         elif frame.type is aiohttp.WSMsgType.BINARY:
             message = parse_binary(frame.data)
         else:
+            if _is_too_much(frame):
+                self._too_much()
             return
         if message is not None:
             self.route(message)
+
+    def _too_much(self) -> None:
+        words = f"its websocket sends messages of more than {self._settings.max_message_bytes} bytes"
+        log.warning("%s: %s", self._api.address.server_id, words)
+        if not self._ears:
+            # During a run of ours it may be an output of that; the run goes on without news.
+            self._api.on_too_much(words)
 
     def route(self, message: Message) -> None:
         """To the attempt the message is about. Frames without a prompt id belong to the prompt that is executing."""

@@ -25,6 +25,8 @@ class Message(msgspec.Struct, frozen=True):
     prompt_id: str | None
     data: dict[str, Any]
     image: bytes | None = None
+    size: int = 0
+    """Of a text frame, in characters."""
 
     @property
     def node(self) -> str | None:
@@ -51,7 +53,7 @@ def parse_text(frame: str) -> Message | None:
     kind, data = content.get("type"), content.get("data")
     if not isinstance(kind, str) or not isinstance(data, dict):
         return None
-    return Message(kind, text_or_none(data.get("prompt_id")), data)
+    return Message(kind, text_or_none(data.get("prompt_id")), data, size=len(frame))
 
 
 def parse_binary(frame: bytes) -> Message | None:

@@ -15,7 +15,7 @@ from comfyfleet.model.calls import LeasedJob, Report
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
 from comfyfleet.model.job import JobResult
-from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.api import Api, TooMuch, Unreachable
 from comfyfleet.worker.connectors.comfyui.listener import Listener
 from comfyfleet.worker.connectors.comfyui.messages import Message
 from comfyfleet.worker.connectors.comfyui.outputs import read_entry
@@ -47,7 +47,9 @@ class Run:
         self._settings = settings
         self.vram_gb: float | None = None
         self._loop = asyncio.get_running_loop()
-        self._tracker = Tracker(job.workflow, api.address.base, job.include_outputs)
+        self._tracker = Tracker(
+            job.workflow, api.address.base, job.include_outputs, settings.max_message_bytes
+        )
         self._wake = asyncio.Event()
         self._end_told = asyncio.Event()
         self._look_now = False
@@ -173,6 +175,8 @@ class Run:
         try:
             is_end_told = self._tracker.is_end_told
             standing = await look_up(self._api, self.prompt_id, is_end_told=is_end_told)
+        except TooMuch as error:
+            return self._too_much(error)
         except Unreachable as error:
             return self._no_answer(error)
         self._trouble_since = None
@@ -265,6 +269,14 @@ class Run:
             # Only a process that is gone refuses connections; one that does not answer may be cut off from us.
             server_died="process" if error.is_refused and self._started_at is not None else None,
         )
+
+    def _too_much(self, error: TooMuch) -> Failure:
+        if error.is_of_prompt:
+            return Failure(
+                FailureKind.NODE_ERROR,
+                f"What the run left cannot be read: {error}. Let the workflow save files instead.",
+            )
+        return Failure(FailureKind.DEAD_WORKER, f"The server cannot be used: {error}.")
 
     def _heard(self) -> JobResult | Failure | None:
         """What the socket told of the end: good enough where the history can no longer be asked."""

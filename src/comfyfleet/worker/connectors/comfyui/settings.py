@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
+MEGABYTE = 1 << 20
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -81,6 +82,21 @@ class ComfyUISettings(msgspec.Struct, frozen=True, kw_only=True):
     sweep_s: float = 60.0
     """How long a prompt whose submit got no answer is looked for, to be removed when it turns up late."""
     close_s: float = 5.0
+
+    max_answer_bytes: int = 128 * MEGABYTE
+    """What an answer of the server may have; one that has more is not read to its end."""
+    max_answer_values: int = 4_000_000
+    """How many values there may be in it: decoded, an empty list takes twenty times its text."""
+    max_message_bytes: int = 128 * MEGABYTE
+    """What a message of the websocket may have, and all outputs together that are heard of one run."""
+    max_file_bytes: int = 64 * 1024 * MEGABYTE
+    """What a file of the server may have that is saved on this machine."""
+    max_fetch_bytes: int = 1024 * MEGABYTE
+    """What a file may have that is read into memory."""
+    min_free_bytes: int = 1024 * MEGABYTE
+    """What no file of the server takes of the disk that it is saved on."""
+    broken_s: float = 300.0
+    """A server that sends more than it may is not used for so long, then tried again."""
 
     progress_interval_s: float = 0.05
     """Progress is reported no more often; the last one is always reported."""

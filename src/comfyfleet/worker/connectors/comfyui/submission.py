@@ -13,7 +13,7 @@ import msgspec
 
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.worker.connectors.comfyui import failures
-from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.api import Answer, Api, TooMuch, Unreachable
 from comfyfleet.worker.connectors.comfyui.failures import fail
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 from comfyfleet.worker.connectors.comfyui.truth import State, look_up
@@ -58,6 +58,8 @@ class Submission:
                     return known
                 left_s = max(0.05, began + accept_s - loop.time())
                 return await self._post(left_s, accept_s)
+            except TooMuch as error:
+                raise fail(FailureKind.DEAD_WORKER, f"The server cannot be used: {error}.") from error
             except Unreachable as error:
                 if error.status is not None and error.status < 500:
                     # Another program, or a gate that does not let us in: waiting does not help.

@@ -19,6 +19,8 @@ from comfyfleet.worker.connectors.comfyui import failures
 from comfyfleet.worker.connectors.comfyui.messages import Message, text_or_none
 from comfyfleet.worker.connectors.comfyui.outputs import build_result, files_of, is_included
 
+MAX_NODES_HEARD = 20_000
+
 
 class News(msgspec.Struct, frozen=True):
     """A report to be made, without the lease it is made under."""
@@ -43,7 +45,15 @@ class _Busy:
 class Tracker:
     """Hears the messages of one prompt id, in their order."""
 
-    def __init__(self, graph: Mapping[str, Any], base: str, included: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        graph: Mapping[str, Any],
+        base: str,
+        included: tuple[str, ...] = (),
+        max_output_size: int = 1 << 27,
+    ) -> None:
+        """`max_output_size`: of what is told of outputs, no more is kept. The history has it all."""
+        self._output_room = max_output_size
         self._nodes = frozenset(graph)
         self._base = base
         self._included = included
@@ -82,15 +92,16 @@ class Tracker:
                 self.is_end_told = True
                 self._close_all(at)
             case "executing" if message.node is not None:
-                self._begin(message.node, text_or_none(data.get("display_node")), at, wall)
-                news.append(self._progress())
+                if self._has_room_for(message.node):
+                    self._begin(message.node, text_or_none(data.get("display_node")), at, wall)
+                    news.append(self._progress())
             case "progress":
                 self._step(data.get("value"), data.get("max"), self._shown(message.node))
                 news.append(self._progress())
             case "progress_state":
                 self._states(data.get("nodes"), at)
                 news.append(self._progress())
-            case "executed" if message.node is not None:
+            case "executed" if message.node is not None and self._has_room_for(message.node, message.size):
                 news += self._executed(message.node, text_or_none(data.get("display_node")), data, at)
             case "execution_success":
                 self.is_success_told = True
@@ -143,6 +154,12 @@ class Tracker:
             return node
         return self._display.get(node) or node.split(".", 1)[0]
 
+    def _has_room_for(self, node: str, size: int = 0) -> bool:
+        """A run makes nodes as it goes, and a server may tell of as many as it likes."""
+        self._output_room -= size
+        is_known = node in self._nodes or node in self._display
+        return self._output_room >= 0 and (is_known or len(self._display) + len(self._busy) < MAX_NODES_HEARD)
+
     def _begin(self, node: str, display: str | None, at: float, wall: float) -> None:
         if display is not None:
             self._display[node] = display
@@ -177,7 +194,7 @@ class Tracker:
             return
         self._has_states = True
         for node, content in nodes.items():
-            if not isinstance(content, Mapping):
+            if not isinstance(content, Mapping) or not self._has_room_for(node):
                 continue
             display = text_or_none(content.get("display_node_id"))
             if display is not None:

@@ -33,6 +33,8 @@ class _Finding(Enum):
     """The thread died, idle or with our own prompt."""
     UNSTOPPABLE = "unstoppable"
     """Our own prompt goes on running although it was told to stop."""
+    BROKEN = "broken"
+    """It sends more than any server should."""
     OCCUPIED = "occupied"
     """Somebody else's prompt runs and runs."""
 
@@ -57,7 +59,7 @@ class Vitality:
         match self._finding:
             case None:
                 return None
-            case _Finding.DEAD:
+            case _Finding.DEAD | _Finding.BROKEN:
                 return self._words
             case _Finding.UNSTOPPABLE:
                 return (
@@ -73,7 +75,19 @@ class Vitality:
                     f"{RESTART}"
                 )
 
+    def found_broken(self, words: str) -> None:
+        self._find(_Finding.BROKEN, "", 0)
+        self._words = words
+
+    @property
+    def is_broken(self) -> bool:
+        """It is not even asked whether it is better."""
+        return self._finding is _Finding.BROKEN and self._age_s() < self._settings.broken_s
+
     def found_dead(self, prompt_id: str, losses: int, words: str) -> None:
+        if self.is_broken:
+            # Why a run failed there is known already, and better.
+            return
         self._find(_Finding.DEAD, prompt_id, losses)
         self._words = words
 
@@ -91,8 +105,10 @@ class Vitality:
 
     async def is_dead(self, losses: int, *, is_listening: bool) -> bool:
         """`losses` counts how often the websocket was lost. Raises `Unreachable`."""
-        if self._finding is None:
-            return False
+        if self._finding is _Finding.BROKEN and not self.is_broken:
+            self.found_alive()
+        if self._finding is None or self.is_broken:
+            return self.is_broken
         # The socket of a server goes with its process, so one that was lost and is back may be a new server's.
         is_new = losses > self._losses and is_listening
         if is_new and self._finding is not _Finding.OCCUPIED:
