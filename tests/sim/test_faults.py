@@ -184,6 +184,39 @@ async def test_answers_are_slow_only_where_told() -> None:
         await client.get("/api/queue")
 
 
+async def test_answers_without_end_are_sent_for_as_long_as_they_are_read() -> None:
+    async with fake() as client:
+        client.server.faults.endless_paths = ["/object_info"]
+        async with client.session.get(f"{client.server.url}/object_info") as answer:
+            assert answer.content_length is None
+            assert len(await answer.content.readexactly(1_000_000)) == 1_000_000
+            answer.close()
+        assert await client.status("/queue") == 200
+
+
+async def test_swollen_answers_are_small_and_decode_to_many_values() -> None:
+    async with fake() as client:
+        client.server.faults.swollen_paths = ["/queue"]
+        assert len(await client.get("/queue")) == 1_000_001
+
+
+async def test_requests_and_websockets_are_sent_elsewhere() -> None:
+    async with fake() as client:
+        client.server.faults.redirect_paths = ["/ws", "/queue"]
+        client.server.faults.redirect_to = "http://127.0.0.1:9"
+        for path in ("/ws?clientId=a", "/queue"):
+            async with client.session.get(client.server.url + path, allow_redirects=False) as answer:
+                assert (answer.status, answer.headers["Location"]) == (302, f"http://127.0.0.1:9{path}")
+        assert await client.status("/prompt") == 200
+
+
+async def test_a_websocket_is_greeted_with_a_frame_of_any_size() -> None:
+    async with fake() as client:
+        client.server.faults.huge_frame_bytes = 3_000_000
+        async with client.session.ws_connect(f"{client.server.url}/ws", max_msg_size=0) as socket:
+            assert len(await socket.receive_bytes()) == 3_000_000
+
+
 def test_every_switch_is_tested_here() -> None:
     source = Path(__file__).read_text()
     assert [name for name in Faults.__struct_fields__ if name not in source] == []
