@@ -110,6 +110,7 @@ def _table(entries: list[Entry]) -> Table:
         "streams",
         "thrown",
         "lost",
+        "mixed",
         "twice",
         "stale",
         "doubled",
@@ -121,7 +122,7 @@ def _table(entries: list[Entry]) -> Table:
         kills = [str(entry.kills.get(role, 0) or "") for role in ("engine", "hub", "worker", "server")]
         thrown = entry.requests + entry.frames
         sizes = [str(each or "") for each in (entry.zombies, entry.cuts, entry.streams, thrown)]
-        zeros = [str(entry.lost), str(entry.completed_twice), str(entry.stale_accepted)]
+        zeros = [str(entry.lost), str(entry.mixed), str(entry.completed_twice), str(entry.stale_accepted)]
         zeros += [str(entry.duplicate_executions), str(entry.missed)]
         table.add_row(entry.part, str(entry.jobs), *kills, *sizes, *zeros, f"{entry.seconds:.0f}")
     return table

@@ -9,12 +9,13 @@ import asyncio
 import itertools
 import random
 import signal
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from chaos.bridge import BridgeClient, Look, look_at
 from chaos.logs import Log
+from chaos.made import made_from
 from chaos.setting import Setting, opened_engine, play
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import Submitted
@@ -68,7 +69,9 @@ def submission(chance: random.Random, reference: str, longest_s: float) -> Submi
     """Most jobs are short; some outlast a lease several times, so that heartbeats matter."""
     longest = chance.choices((0.05, 0.5, longest_s), (80, 15, 5))[0]
     seconds = chance.uniform(0.0, longest)
-    graph = {"1": {"class_type": chance.choice(_KINDS), "inputs": {"seconds": round(seconds, 3)}}}
+    # The nonce makes each job's graph, and so what is made from it, its own.
+    inputs = {"seconds": round(seconds, 3), "nonce": f"{chance.getrandbits(64):016x}"}
+    graph = {"1": {"class_type": chance.choice(_KINDS), "inputs": inputs}}
     return Submission(graph, reference=reference, priority=chance.choice((-1, 0, 0, 0, 1)))
 
 
@@ -100,7 +103,7 @@ async def _one_after_the_other(
     for number in numbers:
         reference = f"{who}/{number}"
         asked = submission(chance, reference, longest_s)
-        log.write("submitting", reference=reference)
+        log.write("submitting", reference=reference, made=made_from(asked.workflow))
         job_id = await _submit(door, asked)
         log.write("acknowledged", reference=reference, job=job_id)
         await _await_end(door, log, reference, job_id)
@@ -129,7 +132,9 @@ async def _await_end(door: Door, log: Log, reference: str, job_id: JobId) -> Non
             log.write("seen", reference=reference, job=job_id, value=f"refused: {refusal.code.value}")
             return
         if found.phase.is_final:
-            log.write("seen", reference=reference, job=job_id, value=value_of(found))
+            log.write(
+                "seen", reference=reference, job=job_id, value=value_of(found), made=made_of(found.result)
+            )
             return
 
 
@@ -140,8 +145,19 @@ def value_of(found: Look) -> str:
     return execution_of(found.result)
 
 
-def result_of(execution: str) -> JobResult:
-    return JobResult(outputs={"1": {"execution": [execution]}})
+def result_of(execution: str, workflow: Mapping[str, Any]) -> JobResult:
+    """What a worker makes of the graph that it was given."""
+    return JobResult(outputs={"1": {"execution": [execution], "made": [made_from(workflow)]}})
+
+
+def made_of(result: JobResult | None) -> str | None:
+    """What a result was made from. Workers in Node.js give the graph back as they were given it."""
+    if result is None:
+        return None
+    if given := result.outputs.get("9", {}).get("made_from"):
+        return made_from(given[0])
+    made = result.outputs.get("1", {}).get("made")
+    return str(made[0]) if made else None
 
 
 def execution_of(result: JobResult) -> str:
@@ -164,11 +180,12 @@ async def _read_some(door: Door, log: Log, jobs: Iterable[str]) -> None:
     for job in jobs:
         while True:
             try:
-                value = value_of(await door.look(JobId(job)))
+                found = await door.look(JobId(job))
+                value, made = value_of(found), made_of(found.result)
                 break
             except (Fault, OSError):
                 await asyncio.sleep(0.05)
             except Refusal as refusal:
-                value = f"refused: {refusal.code.value}"
+                value, made = f"refused: {refusal.code.value}", None
                 break
-        log.write("read_again", job=job, value=value)
+        log.write("read_again", job=job, value=value, made=made)

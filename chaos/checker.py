@@ -28,6 +28,10 @@ class Finding(msgspec.Struct, frozen=True):
     acknowledged: int = 0
     executions: int = 0
     lost: int = 0
+    mixed: int = 0
+    """Jobs of which a lease or a result had to do with another payload than their caller submitted."""
+    compared: int = 0
+    """Looks at results whose content was compared with what was submitted."""
     completed_twice: int = 0
     stale_accepted: int = 0
     stale_refused: int = 0
@@ -40,7 +44,12 @@ class Finding(msgspec.Struct, frozen=True):
     @property
     def is_clean(self) -> bool:
         return not (
-            self.lost or self.completed_twice or self.stale_accepted or self.unexplained or self.wrong
+            self.lost
+            or self.mixed
+            or self.completed_twice
+            or self.stale_accepted
+            or self.unexplained
+            or self.wrong
         )
 
 
@@ -74,6 +83,7 @@ def check(lines: Sequence[Line], *, wrong_at_most: int = 20) -> Finding:
     acknowledged = _acknowledged(lines)
     wrong: list[str] = []
     lost = _lost(lines, acknowledged, wrong)
+    mixed, compared = _mixed(lines, acknowledged, wrong)
     twice = _completed_twice(lines, wrong)
     stale_accepted, stale_refused = _stale(lines, wrong)
     duplicates, explained = _duplicates(lines, wrong)
@@ -82,6 +92,8 @@ def check(lines: Sequence[Line], *, wrong_at_most: int = 20) -> Finding:
         acknowledged=len(acknowledged),
         executions=sum(line.what == "began" for line in lines),
         lost=lost,
+        mixed=mixed,
+        compared=compared,
         completed_twice=twice,
         stale_accepted=stale_accepted,
         stale_refused=stale_refused,
@@ -120,6 +132,33 @@ def _lost(lines: Iterable[Line], acknowledged: dict[str, set[str]], wrong: list[
             told = "; ".join(f"{job} {bad.get(job, 'was never seen completed')}" for job in missing)
             wrong.append(f"lost: {reference}, acknowledged as {' and '.join(sorted(jobs))}: {told}")
     return lost
+
+
+def _mixed(lines: Iterable[Line], acknowledged: dict[str, set[str]], wrong: list[str]) -> tuple[int, int]:
+    """A lease carried, or a caller was shown, something that was not made from what this caller submitted."""
+    asked = {line.reference: line.made for line in lines if line.what == "submitting"}
+    own = {job: asked.get(reference) for reference, jobs in acknowledged.items() for job in jobs}
+    executed = {(line.job, line.execution) for line in lines if line.what == "began"}
+    mixed: set[str] = set()
+    compared = 0
+    for line in lines:
+        if line.job is None or line.job not in own:
+            continue
+        expected = own[line.job]
+        if line.what == "granted":
+            # Workers in Node.js show no graph with the lease; what they make of it shows in the result.
+            is_wrong = line.made is not None and line.made != expected
+            what = f"lease {line.lease} of it carried another payload"
+        else:
+            is_result = line.what in ("seen", "read_again") and (line.job, line.value) in executed
+            compared += is_result
+            # What nobody says cannot be compared, and must not pass for equal.
+            is_wrong = is_result and (expected is None or line.made != expected)
+            what = f"{line.who} was shown what was made from {line.made}, and not from {expected}"
+        if is_wrong:
+            mixed.add(line.job)
+            wrong.append(f"mixed: {line.job}: {what}")
+    return len(mixed), compared
 
 
 def _completed_twice(lines: Iterable[Line], wrong: list[str]) -> int:

@@ -89,6 +89,8 @@ def set_up(stage: Stage, size: Size) -> str:
         command = foreign.prepare(stage.setting.folder)
     except CannotTakePart as reason:
         return str(reason)
+    # They load no functions: somebody with an engine has to be there before them.
+    stage.await_ready(list(stage.actors.values())[:1])
     for number in range(size.node_workers):
         name = f"node-{number}"
         stage.add(name, "worker", foreign.node_process, name, size.slots, command)

@@ -16,7 +16,7 @@ import psycopg
 from tests.servers.postgres_server import PostgresServer
 
 from chaos import kill_loop
-from chaos.callers import execution_of
+from chaos.callers import execution_of, made_of
 from chaos.checker import Finding, check
 from chaos.kill_loop import QUIET_WITHIN_S, Loop, Teller, set_up
 from chaos.logs import Line, Role, read_logs
@@ -37,6 +37,9 @@ from comfyfleet.tenancy.estate import Estate
 PRICE, GRANTED = 3, 1_000_000
 _MANY = 1_000
 _LOOK_S = 0.5
+
+Told = tuple[str | None, str | None]
+"""Which execution a result is, or what became of the job instead, and what the result was made from."""
 
 
 class Size(kill_loop.Size, frozen=True):
@@ -149,7 +152,9 @@ async def _opened(setting: Setting, stack: AsyncExitStack) -> Estate:
 
 
 async def _audit(stage: Stage, size: Size, lines: list[Line]) -> Audited:
-    told = {line.job: line.value for line in lines if line.what == "seen" and line.job and line.value}
+    told = {
+        line.job: (line.value, line.made) for line in lines if line.what == "seen" and line.job and line.value
+    }
     async with AsyncExitStack() as stack:
         estate = await _opened(stage.setting, stack)
         wrong = await _left(estate)
@@ -184,7 +189,7 @@ async def _left(estate: Estate) -> list[str]:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _wrong(book: Book, database: TenantDatabase, told: Mapping[str, str]) -> list[str]:
+async def _wrong(book: Book, database: TenantDatabase, told: Mapping[str, Told]) -> list[str]:
     """Where a book does not add up, or says otherwise than callers were told."""
     tenant, completed = book.account.tenant, 0
     found = [f"{tenant}: {each}" for each in accounting.problems(book)]
@@ -199,10 +204,12 @@ async def _wrong(book: Book, database: TenantDatabase, told: Mapping[str, str]) 
         if phase == Phase.COMPLETED:
             completed += 1
             value = "no result" if job.result is None else execution_of(job.result)
+            made = made_of(job.result)
         else:
-            value = f"not completed: {phase}"
-        if told.get(hold_id.job_id) != value:
-            found.append(f"{hold_id}: its caller was told {told.get(hold_id.job_id)}, its book says {value}")
+            value, made = f"not completed: {phase}", None
+        if told.get(hold_id.job_id) != (value, made):
+            was = told.get(hold_id.job_id)
+            found.append(f"{hold_id}: its caller was told {was}, its book says {(value, made)}")
     if book.account.balance != GRANTED - PRICE * completed:
         found.append(f"{tenant} has {book.account.balance} after {completed} that completed")
     return found

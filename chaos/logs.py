@@ -63,6 +63,8 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     report: str | None = None
     """Which report: complete, fail, release, heartbeat, progress."""
     value: str | None = None
+    made: str | None = None
+    """Of a submit: what must be made of it. Of a lease: what is made from its graph. Of a look: what was made."""
     number: int = 0
     """Of a fact."""
     since: float | None = None

@@ -20,8 +20,30 @@ def new_nonce() -> str:
 
 
 def made_from(workflow: Mapping[str, Any]) -> str:
-    text = json.dumps(workflow, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(_plain(workflow), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _plain(value: Any) -> Any:
+    """Some languages have one kind of number: what went through them is the same graph still."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def graph_in(png: bytes) -> dict[str, Any]:
+    """The graph that a picture was made from, as ComfyUI writes it into its files; empty if there is none."""
+    place = 8
+    while place + 8 <= len(png):
+        length, kind = int.from_bytes(png[place : place + 4], "big"), png[place + 4 : place + 8]
+        name, _, text = png[place + 8 : place + 8 + length].partition(b"\0")
+        if kind == b"tEXt" and name == b"prompt":
+            graph: dict[str, Any] = json.loads(text.decode("latin-1"))
+            return graph
+        place += 12 + length
+    return {}
 
 
 def file_made_from(workflow: Mapping[str, Any]) -> bytes:

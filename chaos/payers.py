@@ -13,8 +13,9 @@ from typing import TypeVar
 import msgspec
 
 from chaos.bridge import BridgeClient, Look
-from chaos.callers import submission, value_of
+from chaos.callers import made_of, submission, value_of
 from chaos.logs import Log
+from chaos.made import made_from
 from chaos.setting import Setting, play
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -66,7 +67,7 @@ async def _one_after_the_other(
         reference = f"{who}/{number}"
         asked = submission(chance, reference, longest_s)
         asked = msgspec.structs.replace(asked, tenant=tenant_of(number % tenants))
-        log.write("submitting", reference=reference)
+        log.write("submitting", reference=reference, made=made_from(asked.workflow))
         job_id = (await _until_answered(partial(door.submit, asked))).job_id
         log.write("acknowledged", reference=reference, job=job_id)
         if chance.random() < _CANCELLED:
@@ -78,7 +79,7 @@ async def _one_after_the_other(
         if found.phase is Phase.CANCELLED:
             log.write("cancelled", reference=reference, job=job_id)
         # Counted, too, as finished.
-        log.write("seen", reference=reference, job=job_id, value=value_of(found))
+        log.write("seen", reference=reference, job=job_id, value=value_of(found), made=made_of(found.result))
 
 
 async def _retried(door: BridgeClient, job_id: JobId) -> Look:

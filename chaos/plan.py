@@ -128,11 +128,11 @@ class Entry(msgspec.Struct, frozen=True):
     grown_mb: dict[str, float] = {}
     """Of those whom large files passed through: what they grew by."""
     leases: int = 0
-    """Whose payload was compared with what was submitted …"""
+    """Whose payload was compared with what was submitted."""
     mixed: int = 0
-    """… and those that carried another job's."""
-    outputs: int = 0
-    """Results and files that were downloaded and compared."""
+    """Jobs with something of another's: in a lease, or in what a caller got."""
+    compared: int = 0
+    """Results and files that callers got and that were compared with what they submitted."""
     cells: tuple[str, ...] = ()
     """The same for each store, number of hubs and delay."""
     consumed: int = 0
@@ -228,11 +228,9 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
                 part,
                 size,
                 seed,
-                Finding(acknowledged=whole.jobs, lost=whole.lost),
+                Finding(acknowledged=whole.jobs, lost=whole.lost, mixed=whole.mixed, compared=whole.outputs),
                 contents.wrong,
                 leases=whole.leases,
-                mixed=whole.mixed,
-                outputs=whole.outputs,
                 cells=tuple(map(str, contents.cells)),
             )
         case large_files.Size():
@@ -265,6 +263,8 @@ def _entry(
         finding.duplicate_executions,
         finding.explained,
         finding.unexplained,
+        mixed=finding.mixed,
+        compared=finding.compared,
         stale_refused=finding.stale_refused,
         executions=finding.executions,
         wrong=finding.wrong + wrong,

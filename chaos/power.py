@@ -21,10 +21,11 @@ from pathlib import Path
 import msgspec
 from tests.servers.redis_server import RedisServer
 
-from chaos.callers import caller_process, execution_of
+from chaos.callers import caller_process, execution_of, made_of
 from chaos.engines import engine_process
 from chaos.kill_loop import QUIET_WITHIN_S, Teller
 from chaos.logs import read_logs
+from chaos.made import made_from
 from chaos.setting import opened_store
 from chaos.stage import Kind, Stage
 from chaos.workers import worker_process
@@ -60,6 +61,8 @@ class _Promised(msgspec.Struct, frozen=True):
 
     jobs: dict[str, str]
     results: dict[str, str]
+    made: dict[str, str]
+    """What must be made of each."""
 
 
 def run(size: Size, seed: int, tell: Teller) -> Outage:
@@ -144,6 +147,11 @@ def _promised(stage: Stage) -> _Promised:
             line.reference: line.value
             for line in lines
             if line.what == "seen" and line.reference and line.value
+        },
+        {
+            line.reference: line.made
+            for line in lines
+            if line.what == "submitting" and line.reference and line.made
         },
     )
 
@@ -247,19 +255,23 @@ async def _missing(url: str, promised: _Promised) -> list[str]:
     async with opened_store(url) as store:
         found = await asyncio.gather(
             *(
-                _problem(store, reference, job, promised.results.get(reference))
+                _problem(store, reference, job, promised.results.get(reference), promised.made.get(reference))
                 for reference, job in promised.jobs.items()
             )
         )
     return [problem for problem in found if problem]
 
 
-async def _problem(store: Store, reference: str, job: str, value: str | None) -> str:
+async def _problem(store: Store, reference: str, job: str, value: str | None, made: str | None) -> str:
     record = await store.records.by_reference(DEFAULT_TENANT, reference)
     if record is None or record.job_id != job or await store.load(record.job_id) is None:
         return f"{reference}, acknowledged as {job}, is gone"
+    if made_from(record.payload.workflow) != made:
+        return f"{reference} has another payload than was submitted"
     if value is None:
         return ""
     if record.phase is not Phase.COMPLETED or record.result is None or execution_of(record.result) != value:
         return f"{reference} was seen completed and is {record.phase.value}"
+    if made_of(record.result) != made:
+        return f"{reference} has a result that was made from another payload"
     return ""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import msgspec
 from tests.acceptance._process import picture_workflow
+from yarl import URL
 
 from chaos.logs import Line, Log
+from chaos.made import graph_in, made_from
 from chaos.setting import Setting, play
 
 _AGAIN_S = 0.05
@@ -101,18 +103,48 @@ class _Hub:
             self._log.write("came_back", job=job, number=last)
             await asyncio.sleep(_AGAIN_S)
 
-    async def read(self, job: str) -> str:
-        """The attempt that completed it; or, in words that are no attempt's, what became of the job instead."""
+    async def read(self, job: str) -> tuple[str, str | None]:
+        """The attempt that completed it; or, in words that are no attempt's, what became of the job instead. And what
+        its result was made from."""
+        details = await self._get(f"/api/jobs/{job}")
+        if isinstance(details, int):
+            return f"refused: {details}", None
+        return _attempt_of(msgspec.json.decode(details)), await self._made(job)
+
+    async def _made(self, job: str) -> str | None:
+        """By what a worker gave back, or by the graph in the picture that it left, as it is downloaded."""
+        found = await self._get(f"/api/jobs/{job}/result")
+        result = None if isinstance(found, int) else msgspec.json.decode(found)["result"]
+        if result is None:
+            return None
+        if given := result.get("outputs", {}).get("9", {}).get("made_from"):
+            return picture_of(given[0])
+        made = set()
+        for file in result.get("files", ()):
+            content = await self._get(URL(file["url"]).raw_path_qs)
+            made.add(picture_of(graph_in(content)) if isinstance(content, bytes) else str(content))
+        return " and ".join(sorted(made)) or None
+
+    async def _get(self, path: str) -> bytes | int:
+        """What is there, or how it was refused. Asked again while the hub is away."""
         while True:
             try:
-                async with self._session.get(f"/api/jobs/{job}") as response:
+                async with self._session.get(URL(path, encoded=True)) as response:
                     if response.status == 200:
-                        return _attempt_of(await response.json())
+                        return await response.read()
                     if response.status != 503:
-                        return f"refused: {response.status}"
+                        return response.status
             except _LOST:
                 pass
             await asyncio.sleep(_AGAIN_S)
+
+
+def picture_of(graph: Mapping[str, Any]) -> str:
+    """What a picture is made of: a hub draws seeds, and a worker names files in its own way."""
+    try:
+        return made_from({"text": graph["6"]["inputs"]["text"], "steps": graph["3"]["inputs"]["steps"]})
+    except (KeyError, TypeError):
+        return "no picture of ours"
 
 
 def _attempt_of(details: dict[str, Any]) -> str:
@@ -175,16 +207,19 @@ async def _one_after_the_other(
 
 
 def _submission(chance: random.Random, number: int) -> dict[str, Any]:
-    workflow = picture_workflow(f"picture {number}", steps=chance.choice((1, 2, 4)))
+    # The nonce makes each picture its job's own.
+    text = f"picture {number} {chance.getrandbits(64):016x}"
+    workflow = picture_workflow(text, steps=chance.choice((1, 2, 4)))
     return {"payload": {"workflow": workflow}, "priority": chance.choice((-1, 0, 0, 0, 1))}
 
 
 async def _one(hub: _Hub, log: Log, reference: str, body: dict[str, Any]) -> None:
-    log.write("submitting", reference=reference)
+    log.write("submitting", reference=reference, made=picture_of(body["payload"]["workflow"]))
     job = await hub.submit(reference, body)
     log.write("acknowledged", reference=reference, job=job)
     await hub.watch(job)
-    log.write("seen", reference=reference, job=job, value=await hub.read(job))
+    value, made = await hub.read(job)
+    log.write("seen", reference=reference, job=job, value=value, made=made)
 
 
 async def _jobs_of(setting: Setting, caller: str, jobs: int) -> AsyncIterator[str]:
@@ -219,7 +254,8 @@ async def _read_again(setting: Setting, who: str, address: Address, jobs: list[s
             some = jobs[at : at + _AT_ONCE]
             await asyncio.gather(*map(hub.watch, some))
             for job in some:
-                log.write("read_again", job=job, value=await hub.read(job))
+                value, made = await hub.read(job)
+                log.write("read_again", job=job, value=value, made=made)
 
 
 # over the WebSocket

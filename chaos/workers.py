@@ -17,6 +17,7 @@ import msgspec
 from chaos.bridge import BridgeClient
 from chaos.callers import execution_of, result_of
 from chaos.logs import Log
+from chaos.made import made_from
 from chaos.setting import AGENT, Setting, opened_engine, play
 from comfyfleet.model.calls import (
     Beat,
@@ -90,7 +91,7 @@ def executing(log: Log, is_bridged: bool) -> Callable[[LeasedJob, Reporter], Awa
         log.write("began", execution=execution, is_bridged=is_bridged, **told(job.ref))
         await asyncio.sleep(seconds_of(job))
         log.write("finished", execution=execution, **told(job.ref))
-        return result_of(execution)
+        return result_of(execution, job.workflow)
 
     return execute
 
@@ -113,7 +114,7 @@ class LoggedApi:
     async def poll(self, call: Poll) -> LeasedJob | None:
         job = await self._api.poll(call)
         if job is not None:
-            self._log.write("granted", **told(job.ref))
+            self._log.write("granted", made=made_from(job.workflow), **told(job.ref))
         return job
 
     async def complete(self, call: Completion) -> Settled:

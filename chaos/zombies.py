@@ -108,7 +108,7 @@ class _Zombie:
         self._log.write("began", execution=execution, is_bridged=self._is_bridged, **told(job.ref))
         has_slept = await self._execute(job)
         self._log.write("finished", execution=execution, **told(job.ref))
-        await self._try(lambda: self._api.complete(Completion(job.ref, result_of(execution))))
+        await self._try(lambda: self._api.complete(Completion(job.ref, result_of(execution, job.workflow))))
         if has_slept:
             await self._insist(job)
 

@@ -126,7 +126,7 @@ async function work({ payload }, report, signal) {
     await report({ value: step, max: 4, percentage: 25 * step })
     signal.throwIfAborted()
   }
-  return { outputs: { 9: { text: [`made by ${WORKER}`] } } }
+  return { outputs: { 9: { text: [`made by ${WORKER}`], made_from: [payload.workflow] } } }
 }
 
 // Commands make things fast; a heartbeat would tell of a cancel too, only later.

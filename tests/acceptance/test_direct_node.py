@@ -100,7 +100,7 @@ async def test_it_works_beside_one_in_python_and_when_it_is_killed_another_does_
         assert {record.client_id for record in records} == {"python", "node"}
         (made, *_) = (record for record in records if record.client_id == "node")
         assert made.result is not None
-        assert made.result.outputs == {"9": {"text": ["made by node"]}}
+        assert made.result.outputs["9"]["text"] == ["made by node"]
         in_node.send_signal(signal.SIGTERM)
         slow = await fleet.node("slow", WORK_MS=60_000)
         jobs = [await pool.enqueue(picture_workflow(f"dog {number}")) for number in range(4)]

@@ -22,11 +22,11 @@ class Story:
         return self
 
     def submit(self, at: float = 0) -> Story:
-        self.tell(at, "caller.0", "submitting", reference="r")
+        self.tell(at, "caller.0", "submitting", reference="r", made="own")
         return self.tell(at, "caller.0", "acknowledged", reference="r", job="j")
 
     def begin(self, at: float, who: str, lease: int, **values: Any) -> Story:
-        self.tell(at, who, "granted", job="j", lease=lease)
+        self.tell(at, who, "granted", job="j", lease=lease, made="own")
         return self.tell(at, who, "began", job="j", lease=lease, execution=f"e{lease}", **values)
 
     def report(
@@ -36,8 +36,8 @@ class Story:
         self.tell(at, who, "reporting", **of)
         return self.tell(at, who, answer, **of)
 
-    def see(self, at: float, value: str, what: What = "seen") -> Story:
-        return self.tell(at, "caller.0", what, reference="r", job="j", value=value)
+    def see(self, at: float, value: str, what: What = "seen", made: str | None = "own") -> Story:
+        return self.tell(at, "caller.0", what, reference="r", job="j", value=value, made=made)
 
     def kill(self, at: float, role: Any, value: str) -> Story:
         return self.tell(at, "conductor", "killing", role=role, value=value)
@@ -52,7 +52,7 @@ def a_good_day() -> Story:
 
 def test_a_day_on_which_nothing_happened_is_clean() -> None:
     finding = a_good_day().see(9, "e1", "read_again").check()
-    assert finding == Finding(submitted=1, acknowledged=1, executions=1)
+    assert finding == Finding(submitted=1, acknowledged=1, executions=1, compared=2)
     assert finding.is_clean
 
 
@@ -79,6 +79,30 @@ def test_a_job_that_is_gone_when_it_is_read_again_is_lost() -> None:
 def test_a_reference_that_became_two_jobs_is_lost() -> None:
     story = a_good_day().tell(5, "caller.0", "acknowledged", reference="r", job="k")
     assert story.check().lost == 1
+
+
+@pytest.mark.parametrize("what", ["seen", "read_again"])
+@pytest.mark.parametrize("made", ["another's", None])
+def test_a_result_that_was_not_made_from_what_its_caller_submitted_is_mixed(
+    what: What, made: str | None
+) -> None:
+    finding = a_good_day().see(9, "e1", what, made).check()
+    assert (finding.mixed, finding.lost, finding.completed_twice) == (1, 0, 0)
+    assert not finding.is_clean
+
+
+def test_a_lease_with_another_payload_is_mixed_whatever_became_of_it() -> None:
+    story = Story().submit().tell(0.5, "worker-1.0", "granted", job="j", lease=1, made="another's")
+    finding = story.begin(1, "worker-0.0", 2).report(2, "worker-0.0", 2).see(3, "e2").check()
+    assert finding.mixed == 1
+    assert not finding.is_clean
+
+
+def test_a_caller_that_does_not_say_what_must_be_made_proves_nothing() -> None:
+    story = Story().tell(0, "caller.0", "submitting", reference="r")
+    story.tell(0, "caller.0", "acknowledged", reference="r", job="j")
+    finding = story.begin(1, "worker-0.0", 1).report(2, "worker-0.0", 1).see(3, "e1", made=None).check()
+    assert finding.mixed == 1
 
 
 def test_two_accepted_completions_are_found() -> None:

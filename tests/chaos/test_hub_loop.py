@@ -19,6 +19,7 @@ def test_a_hub_killed_under_load_loses_no_job_and_no_watcher_misses_a_change() -
     assert entry.kills == {"hub": 3}
     # Two watchers, the caller and a last reader of each job, one more job for each worker to come back for.
     assert entry.streams == 4 * entry.jobs == 4 * 123
+    assert entry.compared == 2 * entry.jobs, "each result and picture is compared with what was submitted"
     assert entry.returns > 0, "a kill that no watcher feels proves nothing"
 
 

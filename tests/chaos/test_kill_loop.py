@@ -30,6 +30,8 @@ def test_kills_lose_nothing_double_nothing_and_explain_every_second_execution(
     assert entry.jobs == size.jobs
     assert entry.kills.get("worker") == size.worker_kills
     assert entry.executions >= entry.jobs
+    # As its caller saw it, and once more when all was quiet.
+    assert entry.compared == 2 * entry.jobs, "each result is compared with what was submitted"
 
 
 def test_nothing_a_zombie_reports_changes_anything() -> None:

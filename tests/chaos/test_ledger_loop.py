@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import pytest
+from chaos.callers import result_of
+from chaos.ledger_loop import _wrong
+from chaos.made import made_from
 from chaos.plan import QUICK, play
 from tests.servers.postgres_server import CannotStart
+
+from comfyfleet.contract.teller import Teller
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.tenancy.databases import open_tenant_database
 
 SEED = 7
 
 # Its processes want the machine for themselves.
 pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(300)]
+
+
+async def test_a_book_whose_result_was_made_from_another_payload_is_noticed(tmp_path: Path) -> None:
+    own, another = ({"1": {"inputs": {"nonce": name}}} for name in ("own", "another"))
+    database = open_tenant_database(f"sqlite:///{tmp_path}/pool.db")
+    await database.open()
+    teller = Teller(database)
+    hold = await teller.submit(0)
+    ending = teller.ending(hold, Phase.COMPLETED)
+    ending = msgspec.structs.replace(ending, changes={"result": result_of("e1", own)})
+    await database.end_round(ending)
+    book = await database.book(hold.tenant)
+    for told, is_wrong in ((own, False), (another, True)):
+        found = await _wrong(book, database, {hold.hold_id.job_id: ("e1", made_from(told))})
+        assert any("its book says" in each for each in found) is is_wrong
+    await database.close()
 
 
 def test_every_hold_is_settled_once_as_its_job_ended_whatever_was_killed() -> None:

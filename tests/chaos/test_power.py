@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
+from chaos.callers import result_of, submission
+from chaos.made import made_from
 from chaos.plan import QUICK, play
 
 from chaos import power
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
+from comfyfleet.model.calls import Completion, Poll, RegisterWorker
+from comfyfleet.model.dispatch import AtRevision, Change, Write
+from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.worker import Capabilities, Service
+from comfyfleet.stores.memory import MemoryStore
 
 SEED = 7
 
@@ -21,6 +31,28 @@ def test_every_cut_after_the_last_acknowledged_commit_reopens_with_every_job(par
     assert entry.is_clean
     assert entry.cuts > 5
     assert entry.jobs >= 30
+
+
+async def test_a_payload_or_result_that_is_another_jobs_is_noticed() -> None:
+    """Nothing is missing then, and each job is completed."""
+    async with Engine(store := MemoryStore(SystemClock())) as engine:
+        await engine.register(RegisterWorker(WorkerId("gpu"), Capabilities((Service("comfyui"),))))
+        asked = submission(random.Random(SEED), "r", 0.1)
+        job = (await engine.submit(asked)).job_id
+        leased = await engine.poll(Poll(WorkerId("gpu"), PollId("p"), 0))
+        assert leased is not None
+        made, another = made_from(leased.workflow), made_from({"1": {"inputs": {"nonce": "another"}}})
+        await engine.complete(Completion(leased.ref, result_of("e1", leased.workflow)))
+        assert await power._problem(store, "r", job, "e1", made) == ""
+        assert "another payload" in await power._problem(store, "r", job, None, another)
+        swapped = result_of("e1", {"1": {"inputs": {"nonce": "another"}}})
+        record = await store.records.get(job)
+        assert record is not None
+        dispatch = await store.load(job)
+        assert dispatch is not None
+        write = Write(job, AtRevision(dispatch.revision), Change(), job={"result": swapped})
+        assert await store.write(write) is not None
+        assert "made from another payload" in await power._problem(store, "r", job, "e1", made)
 
 
 # Where commits are small, all jobs may stand in the first third of SQLite's log; the first of Redis' is its library.

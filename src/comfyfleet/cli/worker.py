@@ -273,9 +273,10 @@ def _simulated(seconds: Sequence[float], name: str | None, slots: int) -> list[S
 
         async def behave(job: LeasedJob, report: Reporter) -> JobResult:
             click.echo(f"run {job.attempt_id}")
-            result = await run(job, report)
+            await run(job, report)
             click.echo(f"ran {job.attempt_id}")
-            return result
+            # So that whoever submitted it can see what was run for it.
+            return JobResult({"9": {"made_from": [job.workflow]}})
 
         return behave
 
