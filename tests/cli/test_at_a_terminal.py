@@ -109,6 +109,19 @@ def test_top_ends_with_q_and_gives_the_terminal_back(env: Mapping[str, str]) -> 
         assert screen.seen.rstrip().endswith("\x1b[?1049l"), "the other screen is left"
 
 
+def test_the_admin_key_is_shown_once_to_whoever_starts_a_hub_at_a_terminal(tmp_path: Path) -> None:
+    env = {"COMFYFLEET_DATA": str(tmp_path / "data"), "TERM": "xterm"}
+    seen = []
+    for _ in range(2):
+        with terminal("hub", "--port", "0", env=env, columns=200) as screen:
+            screen.until(lambda seen: "status page: http://" in seen)
+            seen.append(screen.seen)
+    key = json.loads((tmp_path / "data" / "hub.json").read_text())["key"]
+    assert f"admin key, shown this once: {key}" in seen[0]
+    assert key not in seen[1] and f"admin key: in {tmp_path / 'data' / 'hub.json'}" in seen[1]
+    assert "token=" not in "".join(seen)
+
+
 def test_top_fits_into_a_small_window(env: Mapping[str, str]) -> None:
     with terminal("top", env=env, rows=8, columns=40) as screen:
         screen.until(lambda seen: "running job" in seen)

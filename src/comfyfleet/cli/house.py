@@ -6,13 +6,14 @@ Who lives in it (agents, a demo) and when it ends is for the commands.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shlex
 import shutil
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,8 +38,11 @@ from comfyfleet.model.access import Role
 from comfyfleet.outbound.guard import Guard
 from comfyfleet.stores.opening import open_store
 from comfyfleet.tenancy.estate import Estate
+from comfyfleet.tenancy.keys import KEY_PREFIX
 
 T = TypeVar("T")
+
+_LOG = logging.getLogger(__name__)
 
 _FILES = 65_536
 
@@ -110,7 +114,9 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
         key, is_new = await _owners_key(hub, known)
         async with Serving(hub, serving_settings) as serving:
             url = _near_url(serving, settings.host)
-            file = write_hub(resolved.data, LocalHub(url, key, _absolute(settings.certificate)))
+            local = LocalHub(url, key, _absolute(settings.certificate))
+            file = write_hub(resolved.data, local)
+            hub.keys.on_rotated = _following(resolved.data, local, key)
             _settle()
             yield House(engine, hub, InsideApi(engine, assets), serving, url, key, is_new, file)
 
@@ -156,6 +162,21 @@ async def _owners_key(hub: Hub, known: LocalHub | None) -> tuple[str, bool]:
     return made, True
 
 
+def _following(data: Path, local: LocalHub, owners: str) -> Callable[[str, str], None]:
+    """Keeps the commands of this machine working when the owner's key gets a new secret."""
+
+    def follow(key_id: str, secret: str) -> None:
+        if owners.removeprefix(KEY_PREFIX).partition("_")[0] != key_id:
+            return
+        try:
+            write_hub(data, msgspec.structs.replace(local, key=secret))
+        except CommandFailed as error:
+            # The new secret is on its way to whoever asked for it, and works; only this file has the old one.
+            _LOG.error("the owner's key was rotated, and the new one could not be kept: %s", error)
+
+    return follow
+
+
 def _serving_settings(resolved: Resolved) -> ServingSettings:
     settings = resolved.values
     if settings.open and not is_loopback(settings.host):
@@ -185,7 +206,8 @@ def _near_url(serving: Serving, host: str) -> str:
 
 
 def greet(house: House, resolved: Resolved) -> None:
-    """Where to go next; the key is told the first time only."""
+    """Where to go next. The key is shown the first time only, and only to somebody who sits at a terminal: what goes
+    anywhere else is kept by whoever keeps logs."""
     settings = resolved.values
     click.echo(f"The hub answers at {house.url}")
     click.echo(f"  keeps its jobs in {masked('store', settings.store) or resolved.data}")
@@ -193,11 +215,12 @@ def greet(house: House, resolved: Resolved) -> None:
         click.echo(f"  keeps its files in {masked('assets', settings.assets)}")
     if settings.open:
         click.echo("  asks nobody on this machine for a key")
-    elif house.is_key_new:
+    elif house.is_key_new and sys.stdout.isatty():
         click.echo(f"  admin key, shown this once: {house.key}")
-        click.echo(f"  status page: {house.url}/?token={house.key}")
+        click.echo(f"    it is in {house.key_file} too, which nobody else can read")
     else:
-        click.echo(f"  the owner's key is in {house.key_file}")
+        click.echo(f"  admin key: in {house.key_file}, which nobody else can read")
+    click.echo(f"  status page: {house.url}/" + ("" if settings.open else " (it asks for the key)"))
     if not is_loopback(settings.host) and settings.certificate is None:
         click.echo(
             "Warning: keys travel unencrypted to other machines: give --certificate, or put a proxy with TLS in front",

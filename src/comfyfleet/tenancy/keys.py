@@ -30,6 +30,8 @@ class Keys:
     def __init__(self, cabinet: Cabinet, clock: Clock) -> None:
         self._cabinet = cabinet
         self._clock = clock
+        self.on_rotated: Callable[[str, str], None] | None = None
+        """Hears the id and the new text of a key that was rotated here, before anybody else has it."""
 
     # keys
 
@@ -100,7 +102,10 @@ class Keys:
                 old_until=self._clock.now() + overlap_s if overlap_s > 0 else None,
             )
 
-        return await self._change(key_id, renew), f"{KEY_PREFIX}{key_id}_{secret}"
+        key, text = await self._change(key_id, renew), f"{KEY_PREFIX}{key_id}_{secret}"
+        if self.on_rotated is not None:
+            self.on_rotated(key_id, text)
+        return key, text
 
     async def revoke(self, key_id: str) -> ApiKey:
         now = self._clock.now()
