@@ -113,8 +113,13 @@ class Switchboard:
             return known[call.worker_id]
 
         calls = ("poll", "heartbeat", "progress", "complete", "fail", "release", "commands", "unregister")
+
+        async def knows_nodes(_: WorkerRecord) -> bool | None:
+            return None
+
         engine = SimpleNamespace(
             register=register,
+            knows_nodes=knows_nodes,
             known_worker=known.get,
             rules=Rules(),
             store=SimpleNamespace(is_shared=False),

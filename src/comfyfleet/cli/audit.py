@@ -9,6 +9,7 @@ import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from comfyfleet.client.fleet import FleetClient
@@ -115,11 +116,9 @@ def verify(notes: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         )
     else:
         for kind, each in found.items():
-            click.echo(
-                f"{kind}={each.head}  {each.entries} entries, {'not whole' if each.problems else 'whole'}"
-            )
+            echo(f"{kind}={each.head}  {each.entries} entries, {'not whole' if each.problems else 'whole'}")
             for problem in each.problems:
-                click.echo(f"  {problem}")
+                echo(f"  {problem}")
     if any(each.problems for each in found.values()):
         raise CommandFailed("the audit log is not as it was written")
 

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 
 @click.group("blocks", invoke_without_command=True)
@@ -69,4 +70,4 @@ def lift(worker_id: str, target: str, **flags: Any) -> None:
     from comfyfleet.cli.reach import ask
 
     ask(flags, lambda client: client.lift_block(worker_id, target))
-    click.echo(f"lifted {target} for {'every worker' if worker_id == '*' else worker_id}")
+    echo(f"lifted {target} for {'every worker' if worker_id == '*' else worker_id}")

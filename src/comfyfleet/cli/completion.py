@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.printing import echo
 
 
 @click.command("completion")
@@ -18,6 +19,6 @@ def command(shell: str) -> None:
     kind = get_completion_class(shell)
     assert kind is not None, "click knows these shells"
     try:
-        click.echo(kind(comfyfleet, {}, "comfyfleet", "_COMFYFLEET_COMPLETE").source())
+        echo(kind(comfyfleet, {}, "comfyfleet", "_COMFYFLEET_COMPLETE").source())
     except RuntimeError as error:
         raise CommandFailed(f"completion for this {shell} will not do: {error}") from error

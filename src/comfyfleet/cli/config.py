@@ -8,6 +8,7 @@ import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.cli.options import as_json, settings
+from comfyfleet.cli.printing import echo
 
 
 @click.group("config")
@@ -59,9 +60,9 @@ def check(config: str | None, as_json: bool) -> None:
         print_json({"holds": not problems, "problems": problems})
     else:
         for problem in problems:
-            click.echo(problem, err=True)
+            echo(problem, err=True)
         if not problems:
-            click.echo("the settings can be understood")
+            echo("the settings can be understood")
     if problems:
         raise SystemExit(ExitCode.USAGE)
 

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 
 def _said(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -72,7 +73,7 @@ def grant(
     if as_json:
         print_json(made)
     else:
-        click.echo(f"{made.id}: {made.amount} {made.state.value}")
+        echo(f"{made.id}: {made.amount} {made.state.value}")
 
 
 def _deciding(name: str, text: str, method: str) -> None:
@@ -88,7 +89,7 @@ def _deciding(name: str, text: str, method: str) -> None:
         if as_json:
             print_json(decided)
         else:
-            click.echo(f"{decided.id}: {decided.amount} {decided.state.value}")
+            echo(f"{decided.id}: {decided.amount} {decided.state.value}")
 
 
 _deciding("confirm", "A pending grant may be spent from now on.", "confirm_grant")
@@ -121,7 +122,7 @@ def adjust(
     if as_json:
         print_json(after)
     else:
-        click.echo(f"{after.tenant} has {after.balance}, of which {after.available} are available")
+        echo(f"{after.tenant} has {after.balance}, of which {after.available} are available")
 
 
 @command.command("grants")
@@ -207,9 +208,9 @@ def export(tenant_id: str, of: Any, form: Any, after: int, out: Path | None, **f
         ),
     )
     if last is None:
-        click.echo(f"there is nothing behind number {after}", err=True)
+        echo(f"there is nothing behind number {after}", err=True)
     else:
-        click.echo(f"up to number {last}; go on with --after {last}", err=True)
+        echo(f"up to number {last}; go on with --after {last}", err=True)
 
 
 def when(at: float) -> str:

@@ -9,6 +9,7 @@ import click
 
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 
 @click.group("dead")
@@ -32,7 +33,7 @@ def list_(limit: int, cursor: str | None, as_json: bool, **flags: Any) -> None:
         return
     print_jobs(page.jobs, "no job failed for good")
     if page.cursor is not None:
-        click.echo(f"there is more: --cursor {page.cursor}", err=True)
+        echo(f"there is more: --cursor {page.cursor}", err=True)
 
 
 @command.command("retry")
@@ -53,7 +54,7 @@ def retry(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         print_json(found)
         return
     for answer in found:
-        click.echo(f"{answer.id} {answer.status}")
+        echo(f"{answer.id} {answer.status}")
 
 
 @command.command("purge")
@@ -90,4 +91,4 @@ def purge(older_than: float | None, yes: bool, as_json: bool, **flags: Any) -> N
     if as_json:
         print_json({"purged": purged})
     else:
-        click.echo(f"{purged} forgotten")
+        echo(f"{purged} forgotten")

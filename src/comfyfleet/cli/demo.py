@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated, make_folder, run
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +83,7 @@ def command(out: Path | None, once: bool, plain: bool, port: int | None, time_sc
         raise CommandFailed(str(error)) from error
     except (KeyboardInterrupt, Terminated):
         if not report.is_told:
-            click.echo(f"interrupted, {len(report.pictures)} of {count_jobs()} done", err=True)
+            echo(f"interrupted, {len(report.pictures)} of {count_jobs()} done", err=True)
             raise
     if not report.is_complete:
         raise SystemExit(ExitCode.FAILED)

@@ -12,6 +12,7 @@ import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, run
 from comfyfleet.cli.options import as_json, settings
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from comfyfleet.stores.sealed.keyring import Keyring, Tally
@@ -41,7 +42,7 @@ def new_key(key_id: str) -> None:
         read_master_keys([line])
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="ID") from error
-    click.echo(line)
+    echo(line)
 
 
 @command.command("status")
@@ -91,7 +92,7 @@ def shred(tenant: str, yes: bool, **flags: Any) -> None:
         raise CommandFailed(
             f"tenant {tenant!r} has no data key here: nothing was sealed for it", ExitCode.REFUSED
         )
-    click.echo(f"{destroyed} data key{'s' if destroyed > 1 else ''} of tenant {tenant!r} destroyed")
+    echo(f"{destroyed} data key{'s' if destroyed > 1 else ''} of tenant {tenant!r} destroyed")
 
 
 def _with_keyring(flags: dict[str, Any], work: Callable[[Keyring], Awaitable[T]]) -> T:
@@ -133,4 +134,4 @@ def _show(tally: Tally, as_json: bool) -> None:
         empty="nothing is sealed in this store yet",
     )
     if tally.destroyed:
-        click.echo(f"{tally.destroyed} more were destroyed")
+        echo(f"{tally.destroyed} more were destroyed")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated, run
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings, Faults
@@ -240,14 +241,14 @@ def _announce(servers: Sequence[FakeComfyUI]) -> None:
     for server in sorted(servers, key=lambda each: each.settings.name):
         settings = server.settings
         count = sum(len(names) for names in settings.models.values())
-        click.echo(
+        echo(
             f"{server.url}  fake ComfyUI {settings.version}, {settings.vram_gb:g} GB, {count} models, "
             f"speed {settings.speed:g}"
         )
     url = min(servers, key=lambda each: each.settings.name).url
-    click.echo("\nLook at the switches, make it fail, see what it did:")
-    click.echo(f"  curl {url}/fake/faults")
-    click.echo(f"""  curl {url}/fake/faults -d '{{"out_of_memory": 1}}'""")
-    click.echo(f"""  curl {url}/fake/faults -d '{{"restart": true}}'""")
-    click.echo(f"  curl {url}/fake/stats")
-    click.echo("\nCtrl-C stops.")
+    echo("\nLook at the switches, make it fail, see what it did:")
+    echo(f"  curl {url}/fake/faults")
+    echo(f"""  curl {url}/fake/faults -d '{{"out_of_memory": 1}}'""")
+    echo(f"""  curl {url}/fake/faults -d '{{"restart": true}}'""")
+    echo(f"  curl {url}/fake/stats")
+    echo("\nCtrl-C stops.")

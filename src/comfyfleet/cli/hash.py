@@ -6,6 +6,8 @@ from typing import BinaryIO
 
 import click
 
+from comfyfleet.cli.printing import echo
+
 
 @click.command("hash")
 @click.argument("workflow", type=click.File("rb"))
@@ -35,12 +37,12 @@ def command(workflow: BinaryIO, as_json: bool) -> None:
             "nodes": len(parsed.nodes),
             **lists,
         }
-        click.echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
         return
-    click.echo(f"workflow hash  {hash_workflow(parsed)}")
-    click.echo(f"exact hash     {exact_hash(parsed)}")
-    click.echo(f"nodes          {len(parsed.nodes)}")
+    echo(f"workflow hash  {hash_workflow(parsed)}")
+    echo(f"exact hash     {exact_hash(parsed)}")
+    echo(f"nodes          {len(parsed.nodes)}")
     for name, values in lists.items():
         label = name.replace("_", " ")
         for index, value in enumerate(values or ["–"]):
-            click.echo(f"{label if index == 0 else '':<15}{value}")
+            echo(f"{label if index == 0 else '':<15}{value}")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-import click
 import msgspec
 
 from comfyfleet.cli.assets import open_assets
@@ -27,6 +26,7 @@ from comfyfleet.cli.encrypting import attended, keyring_of, sealed_by, sealing_b
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
 from comfyfleet.cli.pools import pool_urls
+from comfyfleet.cli.printing import echo
 from comfyfleet.cli.settings import Resolved, masked
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
@@ -209,29 +209,29 @@ def greet(house: House, resolved: Resolved) -> None:
     """Where to go next. The key is shown the first time only, and only to somebody who sits at a terminal: what goes
     anywhere else is kept by whoever keeps logs."""
     settings = resolved.values
-    click.echo(f"The hub answers at {house.url}")
-    click.echo(f"  keeps its jobs in {masked('store', settings.store) or resolved.data}")
+    echo(f"The hub answers at {house.url}")
+    echo(f"  keeps its jobs in {masked('store', settings.store) or resolved.data}")
     if settings.assets is not None:
-        click.echo(f"  keeps its files in {masked('assets', settings.assets)}")
+        echo(f"  keeps its files in {masked('assets', settings.assets)}")
     if settings.open:
-        click.echo("  asks nobody on this machine for a key")
+        echo("  asks nobody on this machine for a key")
     elif house.is_key_new and sys.stdout.isatty():
-        click.echo(f"  admin key, shown this once: {house.key}")
-        click.echo(f"    it is in {house.key_file} too, which nobody else can read")
+        echo(f"  admin key, shown this once: {house.key}")
+        echo(f"    it is in {house.key_file} too, which nobody else can read")
     else:
-        click.echo(f"  admin key: in {house.key_file}, which nobody else can read")
-    click.echo(f"  status page: {house.url}/" + ("" if settings.open else " (it asks for the key)"))
+        echo(f"  admin key: in {house.key_file}, which nobody else can read")
+    echo(f"  status page: {house.url}/" + ("" if settings.open else " (it asks for the key)"))
     if not is_loopback(settings.host) and settings.certificate is None:
-        click.echo(
+        echo(
             "Warning: keys travel unencrypted to other machines: give --certificate, or put a proxy with TLS in front",
             err=True,
         )
     if house.is_key_new:
-        click.echo("Next, in another terminal of this machine (it finds the hub and the key by itself):")
+        echo("Next, in another terminal of this machine (it finds the hub and the key by itself):")
         # Named by a flag, the folder is unknown to whoever does not name it too.
         more = f" --data {shlex.quote(str(resolved.data))}" if "flag" in resolved.origin("data").place else ""
-        click.echo(f"  {as_called()} submit workflow.json --watch --out pictures{more}")
-        click.echo(f"  {as_called()} top{more}")
+        echo(f"  {as_called()} submit workflow.json --watch --out pictures{more}")
+        echo(f"  {as_called()} top{more}")
 
 
 def as_called() -> str:

@@ -10,6 +10,7 @@ import click
 from comfyfleet.cli import values
 from comfyfleet.cli.endings import make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 
 @click.group("job")
@@ -42,7 +43,7 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
     now = time.time()
     # Of a submission that may be repeated: nobody chose it.
     is_made_up = (job.reference or "").startswith(IDEMPOTENCY_PREFIX)
-    click.echo(f"{job.id}  {job.status}" + (", paused" if job.is_paused else ""))
+    echo(f"{job.id}  {job.status}" + (", paused" if job.is_paused else ""))
     told = {
         "workflow": job.workflow_hash,
         "tenant": job.tenant,
@@ -55,9 +56,9 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
     }
     for name, value in told.items():
         if value is not None:
-            click.echo(f"  {name:<10} {value}")
+            echo(f"  {name:<10} {value}")
     if job.error is not None:
-        click.echo(f"  {'error':<10} {job.error.kind.value}: {job.error.message}")
+        echo(f"  {'error':<10} {job.error.kind.value}: {job.error.message}")
     if job.history:
         rows = [
             [str(each.lease), each.worker_id, each.outcome, "" if each.error is None else each.error.message]
@@ -65,7 +66,7 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
         ]
         print_table(["lease", "worker", "outcome", "error"], rows, empty="")
     for file in ended.result.files if ended.result else ():
-        click.echo(f"  {file.filename}  {file.url or ''}")
+        echo(f"  {file.filename}  {file.url or ''}")
 
 
 @command.command("receipt")
@@ -140,7 +141,7 @@ def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         state = (
             "is being cancelled" if answer.cancel_requested and answer.status == "leased" else answer.status
         )
-        click.echo(f"{answer.id} {state}")
+        echo(f"{answer.id} {state}")
 
 
 @command.command("retry")
@@ -155,7 +156,7 @@ def retry(job_id: str, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json(answer)
     else:
-        click.echo(f"{answer.id} {answer.status}")
+        echo(f"{answer.id} {answer.status}")
 
 
 @command.command("explain")
@@ -171,14 +172,14 @@ def explain(job_id: str, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json(answer)
         return
-    click.echo(answer.summary)
+    echo(answer.summary)
     if answer.phase in (Phase.FAILED, Phase.CANCELLED):
-        click.echo(f"  again: comfyfleet job retry {answer.job_id}")
+        echo(f"  again: comfyfleet job retry {answer.job_id}")
     if answer.position is not None:
-        click.echo(f"  its place in line: {answer.position}")
+        echo(f"  its place in line: {answer.position}")
     for worker in answer.workers:
         others = f" ({worker.count} of them)" if worker.count > 1 else ""
-        click.echo(f"  {worker.worker_id}{others}: {'; '.join(worker.reasons) or worker.reason}")
+        echo(f"  {worker.worker_id}{others}: {'; '.join(worker.reasons) or worker.reason}")
 
 
 def _changing(name: str, text: str, method: str) -> None:
@@ -193,7 +194,7 @@ def _changing(name: str, text: str, method: str) -> None:
         if as_json:
             print_json(job)
         else:
-            click.echo(f"{job.id} {'paused' if job.is_paused else job.status}")
+            echo(f"{job.id} {'paused' if job.is_paused else job.status}")
 
 
 _changing("pause", "Keep a waiting job from running; it keeps its place.", "pause")
@@ -213,4 +214,4 @@ def priority(job_id: str, priority: int, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json(job)
     else:
-        click.echo(f"{job.id} has priority {job.priority}")
+        echo(f"{job.id} has priority {job.priority}")

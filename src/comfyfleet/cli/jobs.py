@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +81,7 @@ def command(
         return
     print_jobs(jobs, "there are no such jobs")
     if after is not None:
-        click.echo(f"there is more: --cursor {after}", err=True)
+        echo(f"there is more: --cursor {after}", err=True)
 
 
 async def _list(

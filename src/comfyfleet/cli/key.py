@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 
 @click.group("key")
@@ -46,7 +47,7 @@ def create(
     if as_json:
         print_json(made)
     else:
-        click.echo(made.key)
+        echo(made.key)
 
 
 @command.command("list")
@@ -105,7 +106,7 @@ def revoke(key_id: str, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json(key)
     else:
-        click.echo(f"{key.id} revoked")
+        echo(f"{key.id} revoked")
 
 
 @command.command("rotate")
@@ -123,7 +124,7 @@ def rotate(key_id: str, overlap: float, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json(made)
     else:
-        click.echo(made.key)
+        echo(made.key)
 
 
 @command.command("invite")
@@ -144,4 +145,4 @@ def invite(uses: int, hours: float, prefix: str, as_json: bool, **flags: Any) ->
     if as_json:
         print_json(made)
     else:
-        click.echo(made.token)
+        echo(made.token)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from comfyfleet import tracing
+from comfyfleet.cli.printing import LineFormatter, escaped
 
 _SECRETS = (
     (re.compile(r"\b(cf[a-z]_)[\w-]{4,}"), r"\1…"),
@@ -32,15 +33,16 @@ def struck_out(text: str) -> str:
     return text
 
 
-class TextFormatter(logging.Formatter):
+class TextFormatter(LineFormatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
-    def format(self, record: logging.LogRecord) -> str:
-        first, *rest = struck_out(super().format(record)).split("\n")
-        if about := " ".join(f"{name}={value}" for name, value in tracing.fields().items()):
-            first += f" [{about}]"
-        return "\n".join((first, *rest))
+    def _struck_out(self, text: str) -> str:
+        return struck_out(text)
+
+    def _about(self) -> str:
+        about = " ".join(f"{name}={value}" for name, value in tracing.fields().items())
+        return f" [{about}]" if about else ""
 
 
 class JsonFormatter(logging.Formatter):
@@ -54,7 +56,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             told["traceback"] = struck_out(self.formatException(record.exc_info))
-        return msgspec.json.encode(told).decode()
+        return escaped(msgspec.json.encode(told).decode(), is_line=True)
 
 
 def set_up(level: str, format_: str) -> None:

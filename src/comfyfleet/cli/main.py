@@ -14,6 +14,7 @@ import click
 
 from comfyfleet import __version__
 from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated
+from comfyfleet.cli.printing import LineFormatter, echo
 
 _COMMANDS = {
     "audit": "comfyfleet.cli.audit",
@@ -81,10 +82,11 @@ def comfyfleet(session: _Session, debug: bool) -> None:
 
     session.is_debugging = debug
     if debug:
-        logging.basicConfig(level=logging.DEBUG, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("asyncio").setLevel(logging.INFO)
-    else:
-        logging.basicConfig(level=logging.ERROR, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if debug else "%(levelname)s: %(message)s"
+    handler.setFormatter(LineFormatter(form))
+    logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, handlers=[handler])
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -111,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except click.Abort as error:
         if error.__cause__ is None:
             # In the middle of a question; after any other Ctrl-C click has ended the line.
-            click.echo(err=True)
+            echo(err=True)
         sys.exit(ExitCode.INTERRUPTED)
     except KeyboardInterrupt:
         sys.exit(ExitCode.INTERRUPTED)
@@ -125,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if session.wants_json:
             _tell_json(code, message, error)
         else:
-            click.echo(f"Error: {message}", err=True)
+            echo(f"Error: {message}", err=True)
         sys.exit(code)
 
 
@@ -142,7 +144,7 @@ def _tell_json(code: int, message: str, error: Exception | None = None) -> None:
         "message": message,
         "details": {} if refusal is None else refusal.details,
     }
-    click.echo(msgspec.json.encode({"error": told}), err=True)
+    echo(msgspec.json.encode({"error": told}), err=True)
 
 
 def _explained(error: Exception) -> tuple[ExitCode, str]:

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 
 @click.group("queue")
@@ -51,4 +52,4 @@ def _set(flags: dict[str, Any], as_json: bool, method: str) -> None:
     if as_json:
         print_json(queue)
     else:
-        click.echo("the queue is paused" if queue.is_paused else "the queue runs")
+        echo("the queue is paused" if queue.is_paused else "the queue runs")

@@ -11,11 +11,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-import click
 import msgspec
 
 from comfyfleet.cli.endings import run
 from comfyfleet.cli.local import HUB_FILE, read_hub
+from comfyfleet.cli.printing import echo, escaped
 from comfyfleet.cli.settings import Resolved, read_settings
 from comfyfleet.client.fleet import DEFAULT_URL, FleetClient
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -118,7 +118,7 @@ def ask(
 
 def print_json(value: Any) -> None:
     """One object or list, indented; what is unset is null."""
-    click.echo(msgspec.json.format(msgspec.json.encode(plain(value))).decode())
+    echo(msgspec.json.format(msgspec.json.encode(plain(value))).decode())
 
 
 def plain(value: Any) -> Any:
@@ -146,13 +146,14 @@ def print_table(headings: list[str], rows: list[list[str]], *, empty: str) -> No
     from rich.text import Text
 
     if not rows:
-        click.echo(empty)
+        echo(empty)
         return
     if not _console().is_terminal:
         # For pipes: nothing is cut off or wrapped.
         widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
         for row in [headings, *rows]:
-            click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+            cells = [escaped(cell, is_line=True) for cell in row]
+            echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, heading in enumerate(headings):
@@ -161,7 +162,7 @@ def print_table(headings: list[str], rows: list[list[str]], *, empty: str) -> No
         table.add_column(heading, min_width=width, no_wrap=not number)
     for row in rows:
         # As text: what others named must not be read as styles.
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(escaped(cell, is_line=True)) for cell in row))
     _console().print(table)
 
 
@@ -170,7 +171,7 @@ def print_pairs(pairs: list[tuple[str, object]]) -> None:
     width = max((len(name) for name, _ in pairs), default=0)
     for name, value in pairs:
         shown = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-        click.echo(f"{name:<{width}}  {shown}")
+        echo(f"{name:<{width}}  {shown}")
 
 
 def rate(worker: WorkerBody) -> str:

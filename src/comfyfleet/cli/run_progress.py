@@ -6,10 +6,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from comfyfleet.cli.printing import echo, escaped
 from comfyfleet.pool.events import PoolEvent
 
 
@@ -25,7 +25,7 @@ class RunProgress:
         self._bar: Progress | None = None
         if self._console.is_terminal and not is_quiet:
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 TaskProgressColumn(),
                 TimeElapsedColumn(),
@@ -46,12 +46,12 @@ class RunProgress:
             self._bar.stop()
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(escaped(line), markup=False, soft_wrap=True)
 
     def answer(self, line: str) -> None:
         """What follows from a key that was pressed: whoever sits at the terminal sees it, quiet or not."""
         if self._is_quiet and self._console.is_terminal:
-            click.echo(line, err=True)
+            echo(line, err=True)
         else:
             self.say(line)
 
@@ -59,14 +59,14 @@ class RunProgress:
         """What a quiet run must not keep to itself either."""
         if self._bar is not None:
             self._bar.stop()
-        click.echo(f"Warning: {line}", err=True)
+        echo(f"Warning: {line}", err=True)
 
     def saved(self, path: Path) -> None:
         if self._bar is not None:
             self._bar.stop()
         self.paths.append(path)
         if not self._as_json:
-            click.echo(path)
+            echo(path)
 
     def hear(self, event: PoolEvent) -> None:
         match event.name:
@@ -87,4 +87,4 @@ class RunProgress:
 
     def _show(self, description: str, percentage: float) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=description, completed=percentage)
+            self._bar.update(self._task, description=escaped(description, is_line=True), completed=percentage)

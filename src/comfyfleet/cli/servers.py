@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.printing import echo
 from comfyfleet.cli.settings import Resolved
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.worker import Capabilities, Cost, Location, TenantAccess
@@ -190,4 +191,4 @@ def this_process() -> str:
 
 
 def tell_state(worker: str, state: AgentState) -> None:
-    click.echo(f"{worker}: {state.status.value}" + (f" ({state.reason})" if state.reason else ""))
+    echo(f"{worker}: {state.status.value}" + (f" ({state.reason})" if state.reason else ""))

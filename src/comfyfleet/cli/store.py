@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, run
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from comfyfleet.engine.moving import Moved
@@ -76,7 +77,7 @@ def vacuum(url: str, as_json: bool) -> None:
     if as_json:
         _print_json({"store": str(path), "bytes_before": before, "bytes_after": after})
     else:
-        click.echo(f"{path}: {_size(before)} before, {_size(after)} now")
+        echo(f"{path}: {_size(before)} before, {_size(after)} now")
 
 
 @command.command("backup")
@@ -109,7 +110,7 @@ def backup(url: str, file: Path, as_json: bool) -> None:
     if as_json:
         _print_json({"store": str(path), "file": str(file), "bytes": size})
     else:
-        click.echo(f"{path} copied to {file} ({_size(size)})")
+        echo(f"{path} copied to {file} ({_size(size)})")
 
 
 @command.command("move")
@@ -204,7 +205,7 @@ def _plain(moved: Moved) -> dict[str, Any]:
 def _print_json(value: object) -> None:
     import msgspec
 
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
+    echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def _show(found: Examination) -> None:
@@ -222,7 +223,7 @@ def _show(found: Examination) -> None:
     pairs += [("problem", problem) for problem in found.problems]
     print_pairs(pairs)
     if not found.problems:
-        click.echo("sound")
+        echo("sound")
 
 
 def _tell(moved: Moved, is_dry_run: bool) -> None:
@@ -236,16 +237,16 @@ def _tell(moved: Moved, is_dry_run: bool) -> None:
                 reason = "both stores have gone on with it: an engine still works on the source"
             case _:
                 reason = "it runs"
-        click.echo(f"stays  {stayed.job_id}  {reason}")
+        echo(f"stays  {stayed.job_id}  {reason}")
     if len(moved.stayed) > _SHOWN:
-        click.echo(f"stay   {len(moved.stayed) - _SHOWN} more; --json names them all")
+        echo(f"stay   {len(moved.stayed) - _SHOWN} more; --json names them all")
     phases = ", ".join(f"{number} {phase}" for phase, number in moved.by_phase.items())
     verb = "would move" if is_dry_run else "moved"
     others = ((moved.blocks, "block"), (moved.lessons, "lesson"), (moved.documents, "document"))
     rest = ", ".join(_number(number, noun) for number, noun in others)
-    click.echo(f"{_number(moved.jobs, 'job')} {verb}{f' ({phases})' if phases else ''}, {rest}")
+    echo(f"{_number(moved.jobs, 'job')} {verb}{f' ({phases})' if phases else ''}, {rest}")
     if not is_dry_run:
-        click.echo("the source is paused; let hubs and workers open the target now")
+        echo("the source is paused; let hubs and workers open the target now")
 
 
 def _size(size: int) -> str:

@@ -11,6 +11,7 @@ import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from comfyfleet.cli.run import Draft
@@ -209,17 +210,17 @@ async def _submit(
         if refusals:
             # What was taken is told first: it runs, whatever became of the others.
             for job in jobs:
-                click.echo(job.id)
+                echo(job.id)
             raise CommandFailed(
                 f"{len(refusals)} of {len(found)} jobs were refused, the first one because: {refusals[0].message}",
                 ExitCode.REFUSED,
             )
     for job in jobs:
         for warning in job.warnings:
-            click.echo(f"Warning: no worker can run {job.id} now: {warning}", err=True)
+            echo(f"Warning: no worker can run {job.id} now: {warning}", err=True)
     if as_json:
         print_json(jobs)
     elif is_told:
         for job in jobs:
-            click.echo(job.id)
+            echo(job.id)
     return [job.id for job in jobs]

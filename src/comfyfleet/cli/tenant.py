@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 from comfyfleet.cli.terms import CLEARED, given, term_options
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def create(tenant_id: str, into: str | None, as_json: bool, **flags: Any) -> Non
     if as_json:
         print_json(made)
         return
-    click.echo(f"{made.id} is set up in the pool {made.pool}")
-    click.echo(f"Next: comfyfleet key create tenant --tenant {made.id}", err=True)
+    echo(f"{made.id} is set up in the pool {made.pool}")
+    echo(f"Next: comfyfleet key create tenant --tenant {made.id}", err=True)
 
 
 @command.command("list")
@@ -147,7 +148,7 @@ def set_(tenant_id: str, cleared: tuple[str, ...], as_json: bool, **flags: Any) 
         print_json(changed)
     else:
         names = [*terms, *(name for said in parts.values() for name in said)]
-        click.echo(f"{changed.id}: {', '.join(names)} changed")
+        echo(f"{changed.id}: {', '.join(names)} changed")
 
 
 def _stating(name: str, text: str, method: str) -> None:
@@ -162,7 +163,7 @@ def _stating(name: str, text: str, method: str) -> None:
         if as_json:
             print_json(tenant)
         else:
-            click.echo(f"{tenant.id} is {tenant.state.value}")
+            echo(f"{tenant.id} is {tenant.state.value}")
 
 
 _stating("suspend", "Take nothing new of it and lease nothing; what runs may end.", "suspend_tenant")
@@ -195,9 +196,9 @@ def move(tenant_id: str, pool: str, no_wait: bool, as_json: bool, **flags: Any) 
     if as_json:
         print_json(tenant)
     elif tenant.state == "moving":
-        click.echo(f"{tenant.id} is on its way to the pool {tenant.moving_to}")
+        echo(f"{tenant.id} is on its way to the pool {tenant.moving_to}")
     else:
-        click.echo(f"{tenant.id} lies in the pool {tenant.pool}")
+        echo(f"{tenant.id} lies in the pool {tenant.pool}")
 
 
 @command.command("delete")
@@ -235,4 +236,4 @@ def delete(tenant_id: str, confirm: str | None, no_wait: bool, as_json: bool, **
     if as_json:
         print_json({"tenant": tenant_id, "is_gone": is_gone})
     else:
-        click.echo(f"{tenant_id} is {'gone' if is_gone else 'being deleted'}")
+        echo(f"{tenant_id} is {'gone' if is_gone else 'being deleted'}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import escaped
 
 if TYPE_CHECKING:
     import asyncio
@@ -156,7 +157,7 @@ def _drawn(
     shown_workers = workers[: max(1, room - len(shown_jobs))]
     for worker in shown_workers:
         fleet.add_row(
-            Text(worker.id),
+            Text(escaped(worker.id, is_line=True)),
             Text(worker.status.value, style=styles.get(worker.status.value, "")),
             f"{len(worker.current_jobs)} of {worker.slots}",
             str(worker.completed),
@@ -169,7 +170,9 @@ def _drawn(
         running.add_column(heading, no_wrap=True)
     for job in shown_jobs:
         since = ago(job.started_at or job.submitted_at, now)
-        running.add_row(Text(job.id), Text(job.worker_id or "–"), str(job.priority), since)
+        running.add_row(
+            Text(escaped(job.id)), Text(escaped(job.worker_id or "–", is_line=True)), str(job.priority), since
+        )
     waiting = (
         f"{stats.waiting} waiting, {stats.delayed} delayed, {stats.paused} paused, {stats.leased} running"
     )

@@ -11,6 +11,7 @@ import click
 
 from comfyfleet.cli.endings import Terminated
 from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +112,7 @@ async def _live(resolved: Resolved, fake_beside_real: bool) -> Sequence[int]:
             else:
                 await signals.before(_keep_looking(house, agents, resolved), 1)
             if len(agents):
-                click.echo("draining: what runs may end; once more stops at once")
+                echo("draining: what runs may end; once more stops at once")
                 await signals.before(agents.drain(), 2)
     return signals.came
 
@@ -120,7 +121,7 @@ async def _tell_of_real(house: House, named: Sequence[str]) -> None:
     real = [each.worker_id for each in await house.engine.workers() if not each.capabilities.is_fake]
     if real or named:
         shown = ", ".join([*named, *real][:3])
-        click.echo(
+        echo(
             f"Warning: the fake servers take no jobs, because this fleet has real workers ({shown}). Give "
             "--fake-beside-real to let them, or another --data folder to try things apart",
             err=True,
@@ -139,16 +140,14 @@ async def _keep_looking(house: House, agents: Agents, resolved: Resolved) -> Non
         for address in found.fakes:
             if address not in told:
                 told.add(address)
-                click.echo(
-                    f"A fake ComfyUI answers at {address}; it works here only if named: --server {address}"
-                )
+                echo(f"A fake ComfyUI answers at {address}; it works here only if named: --server {address}")
         for address in found.servers:
             (server,) = declaring(named([address], None, resolved.values.slots), declared_in(resolved))
             assert server.id is not None, "named servers have an id"
             if server.id not in agents:
                 await agents.add(house.api, server)
         if is_first and not len(agents):
-            click.echo(
+            echo(
                 f"No ComfyUI answers on ports {LOCAL_PORTS[0]} to {LOCAL_PORTS[-1]} of this machine; one that comes is "
                 "found. Or name one with --server, or try --fake 2"
             )

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.cli.printing import echo, escaped
 from comfyfleet.cli.reach import print_json
 from comfyfleet.client.fleet import FleetClient
 from comfyfleet.client.options import JobUpdate
@@ -40,7 +40,7 @@ class Bar:
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             columns = (
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 TaskProgressColumn(),
                 TimeElapsedColumn(),
@@ -63,11 +63,14 @@ class Bar:
     def show(self, done: float, total: float, title: str | None = None) -> None:
         if self._bar is not None:
             self._bar.update(
-                self._bar.task_ids[0], completed=done, total=total, description=title or self._title
+                self._bar.task_ids[0],
+                completed=done,
+                total=total,
+                description=escaped(title or self._title, is_line=True),
             )
 
     def say(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(escaped(line), markup=False, soft_wrap=True)
 
 
 async def watch_jobs(
@@ -153,7 +156,7 @@ def _told_at_the_end(saved: list[Path], *, is_quiet: bool) -> Iterator[None]:
         yield
     finally:
         for path in () if is_quiet else saved:
-            click.echo(path)
+            echo(path)
 
 
 async def _save(client: FleetClient, ended: ResultBody, out: Path | None, saved: list[Path]) -> None:

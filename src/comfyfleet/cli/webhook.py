@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from comfyfleet.client.fleet import FleetClient
@@ -55,9 +56,9 @@ def add(
     if as_json:
         print_json(made)
     else:
-        click.echo(made.id)
+        echo(made.id)
         whose = " --every-tenant" if every_tenant else ""
-        click.echo(
+        echo(
             f"Deliveries are signed: `comfyfleet webhook secret{whose}` makes a secret to verify them with",
             err=True,
         )
@@ -101,7 +102,7 @@ def remove(webhook_id: str, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json({"removed": webhook_id})
     else:
-        click.echo(f"{webhook_id} removed")
+        echo(f"{webhook_id} removed")
 
 
 @command.command("secret")
@@ -124,7 +125,7 @@ def secret(overlap: float, every_tenant: bool, as_json: bool, **flags: Any) -> N
     if as_json:
         print_json(made)
     else:
-        click.echo(made.secret)
+        echo(made.secret)
 
 
 @command.command("deliveries")
@@ -187,4 +188,4 @@ def resend(delivery_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         print_json(found)
     else:
         for delivery in found:
-            click.echo(f"{delivery.id} is sent again")
+            echo(f"{delivery.id} is sent again")

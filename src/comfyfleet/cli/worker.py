@@ -13,6 +13,7 @@ import click
 
 from comfyfleet.cli import workers
 from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
+from comfyfleet.cli.printing import echo
 from comfyfleet.cli.up import ended
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ async def _work_for_hub(
     settings_ = AgentSettings(drain_grace_s=resolved.values.grace_s)
     agents = Agents(tell_state, settings_, journals=journals(resolved))
     stack.push_async_callback(agents.close)
-    click.echo(f"works for {reach.url}")
+    echo(f"works for {reach.url}")
     for server in servers:
         keyed = await signals.before(_key(resolved, reach, str(server.id)), 1)
         if keyed is None:
@@ -245,16 +246,16 @@ async def _key(resolved: Resolved, reach: Reach, worker: str) -> str | None:
             try:
                 made = await client.enrol(token, worker)
             except Fault as error:
-                click.echo(f"{worker}: {error}; tries again", err=True)
+                echo(f"{worker}: {error}; tries again", err=True)
                 await asyncio.sleep(5.0)
                 continue
             write_worker_key(resolved.data, reach.url, worker, made.key)
-            click.echo(f"{worker}: enrolled")
+            echo(f"{worker}: enrolled")
             return made.key
 
 
 def _tell_of_drain() -> None:
-    click.echo("draining: what runs may end; once more stops at once")
+    echo("draining: what runs may end; once more stops at once")
 
 
 def _simulated(seconds: Sequence[float], name: str | None, slots: int) -> list[Server]:
@@ -272,9 +273,9 @@ def _simulated(seconds: Sequence[float], name: str | None, slots: int) -> list[S
         run = takes(run_s, steps=0)
 
         async def behave(job: LeasedJob, report: Reporter) -> JobResult:
-            click.echo(f"run {job.attempt_id}")
+            echo(f"run {job.attempt_id}")
             await run(job, report)
-            click.echo(f"ran {job.attempt_id}")
+            echo(f"ran {job.attempt_id}")
             # So that whoever submitted it can see what was run for it.
             return JobResult({"9": {"made_from": [job.workflow]}})
 

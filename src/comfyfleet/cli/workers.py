@@ -8,6 +8,7 @@ import click
 
 from comfyfleet.cli import values
 from comfyfleet.cli.options import TO_REACH, as_json, settings
+from comfyfleet.cli.printing import echo
 
 
 @click.group("workers", invoke_without_command=True)
@@ -75,15 +76,15 @@ def show(worker_id: str, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json(worker)
         return
-    click.echo(f"{worker.id}  {state_of(worker)}")
+    echo(f"{worker.id}  {state_of(worker)}")
     if worker.offline_reason:
-        click.echo(f"  {'why':<13} {plain(worker.offline_reason)}")
+        echo(f"  {'why':<13} {plain(worker.offline_reason)}")
     for name in ("environment", "slots", "current_jobs", "completed", "failed", "per_hour", "disconnects"):
-        click.echo(f"  {name:<13} {plain(getattr(worker, name))}")
+        echo(f"  {name:<13} {plain(getattr(worker, name))}")
     for service in worker.capabilities.services if worker.capabilities else ():
         models = "any" if service.models is None else len(service.models)
         classes = "any" if service.node_classes is None else len(service.node_classes)
-        click.echo(f"  {service.name}: {models} models, {classes} node classes")
+        echo(f"  {service.name}: {models} models, {classes} node classes")
 
 
 def _commanding(name: str, text: str, method: str) -> None:
@@ -98,7 +99,7 @@ def _commanding(name: str, text: str, method: str) -> None:
         if as_json:
             print_json(worker)
         else:
-            click.echo(f"{worker.id} {worker.status.value}")
+            echo(f"{worker.id} {worker.status.value}")
 
 
 _commanding("drain", "Let a worker end what it runs, and leave.", "drain_worker")
@@ -118,4 +119,4 @@ def remove(worker_id: str, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json({"id": worker_id, "removed": True})
     else:
-        click.echo(f"{worker_id} removed")
+        echo(f"{worker_id} removed")

@@ -18,6 +18,7 @@ from comfyfleet.engine.workers import WorkerDesk
 from comfyfleet.model.calls import Applicant, FinishedRun, ForeignReport, RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
+from comfyfleet.policy.reports import safe_failure
 from comfyfleet.ports import ForeignWorkers, Timer
 
 _LOG = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ class ForeignDesk:
 
     async def _judge(self, door: ForeignWorkers, report: ForeignReport) -> bool:
         try:
-            await self._workers.fail(report.call)
+            failure = safe_failure(report.call.failure)
+            await self._workers.fail(msgspec.structs.replace(report.call, failure=failure))
         except Exception as error:
             is_over = isinstance(error, Refusal) and error.code is RefusalCode.LEASE_LOST
             # If so, another engine has judged it, or the lease ran out before anybody came to it.

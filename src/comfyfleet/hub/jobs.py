@@ -24,6 +24,7 @@ from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.workflow import parse_workflow
+from comfyfleet.policy.reports import safe_result
 from comfyfleet.ports import Assets
 from comfyfleet.tracing import about
 from comfyfleet.wire import answers, bodies
@@ -167,8 +168,9 @@ class JobHandlers:
         """Files that were uploaded come with a link that is good for a short while."""
         if job.result is None:
             return None
-        files = []
-        for file in job.result.files:
+        # Once more: a worker that has the store alone writes its result itself.
+        result, files = safe_result(job.result), []
+        for file in result.files:
             record = None
             if self._assets is not None and file.file_id is not None:
                 record = await self._assets.get(file.file_id, job.tenant)
@@ -176,7 +178,7 @@ class JobHandlers:
                 link = await self._assets.grant(record, "GET")
                 file = msgspec.structs.replace(file, url=link.url)
             files.append(file)
-        return msgspec.structs.replace(job.result, files=tuple(files))
+        return msgspec.structs.replace(result, files=tuple(files))
 
     async def explain(self, call: Call[None]) -> Reply:
         return Reply(200, await self._engine.explain(await self._mine(call), call.caller.scope))

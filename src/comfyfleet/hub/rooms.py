@@ -21,6 +21,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News, NewsKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
+from comfyfleet.policy.reports import safe_result
 from comfyfleet.wire.progress import ProgressBody, fact_body, news_body
 
 _LOG = logging.getLogger(__name__)
@@ -151,8 +152,9 @@ class Room(Feed):
         self.tenant = record.tenant
         self._standing = await standing_of(self._engine, dispatch, record)
         is_over = facts[-1].kind.is_final
+        result = None if record.result is None else safe_result(record.result)
         for fact in facts:
-            came_of_it = (record.result, record.failure) if is_over and fact is facts[-1] else ()
+            came_of_it = (result, record.failure) if is_over and fact is facts[-1] else ()
             entry = Entry(fact.kind.value, fact_body(fact, *came_of_it), fact.number)
             self.facts.append(entry)
             self.add(entry)

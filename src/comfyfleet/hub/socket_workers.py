@@ -21,6 +21,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult
+from comfyfleet.policy.reports import safe_failure, safe_news, safe_result
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import Face, spell
@@ -76,12 +77,12 @@ class SocketWorkers:
             case "heartbeat":
                 return await self._beat(body)
             case "complete_job":
-                result, ref = socket.result_of(body.result), self._ref(body)
+                result, ref = safe_result(socket.result_of(body.result)), self._ref(body)
                 await self._check_files(result, ref.attempt_id)
                 settled = await self._engine.complete(Completion(ref, result, body.seconds))
                 return self._settled("job_completed", body, settled)
             case "fail_job":
-                failure = socket.failure_of(body.error)
+                failure = safe_failure(socket.failure_of(body.error))
                 settled = await self._engine.fail(FailureReport(self._ref(body), failure, body.seconds))
                 return self._settled("job_failed", body, settled)
         settled = await self._engine.release(Release(self._ref(body), body.reason))
@@ -176,7 +177,7 @@ class SocketWorkers:
     async def _progress(self, body: socket.UpdateProgress) -> None:
         ref = self._ref(body)
         data = body.progress if isinstance(body.progress, dict) else {"percentage": body.progress}
-        beat = await self._engine.progress([Report(ref, NewsKind.PROGRESS, data)])
+        beat = await self._engine.progress([Report(ref, NewsKind.PROGRESS, safe_news(data))])
         self._command(beat.commands)
         self._lose(beat.lost)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,13 +15,14 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.model.access import Caller
-from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release
+from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release, Report
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.worker import Capabilities, WorkerRecord
+from comfyfleet.policy.reports import safe_failure, safe_news, safe_result
 from comfyfleet.ports import Assets
 from comfyfleet.tracing import about
 from comfyfleet.wire import worker as wire
@@ -131,7 +133,7 @@ class WorkerHandlers:
             )
         told: tuple[Command, ...] = ()
         if body.reports:
-            told = (await self._engine.progress([wire.report(report) for report in body.reports])).commands
+            told = (await self._engine.progress(_reports(body.reports))).commands
         beat = await self._engine.heartbeat(worker_id, [wire.lease_ref(lease) for lease in body.leases])
         if told:
             # Most commands are handed out once, to whichever of the two came first.
@@ -140,7 +142,7 @@ class WorkerHandlers:
         return Reply(200, wire.beat_answer(beat, inputs))
 
     async def progress(self, call: Call[wire.ProgressBatch]) -> Reply:
-        beat = await self._engine.progress([wire.report(report) for report in call.given.reports])
+        beat = await self._engine.progress(_reports(call.given.reports))
         return Reply(200, wire.beat_answer(beat))
 
     async def commands(self, call: Call[wire.CommandsBody]) -> Reply:
@@ -155,7 +157,7 @@ class WorkerHandlers:
         ref = wire.lease_ref(body.lease)
         await self.check_files(body.result, ref.attempt_id)
         holder = await self._holder(body)
-        settled = await self._engine.complete(Completion(ref, body.result, body.seconds))
+        settled = await self._engine.complete(Completion(ref, safe_result(body.result), body.seconds))
         _tell_end(ref, "completed")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
@@ -163,7 +165,7 @@ class WorkerHandlers:
         body = call.given
         ref = wire.lease_ref(body.lease)
         holder = await self._holder(body)
-        settled = await self._engine.fail(FailureReport(ref, body.failure, body.seconds))
+        settled = await self._engine.fail(FailureReport(ref, safe_failure(body.failure), body.seconds))
         _tell_end(ref, f"failed ({body.failure.kind}): {body.failure.message[:1_000]}")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
@@ -241,6 +243,11 @@ class WorkerHandlers:
             known = (record.capabilities, wire.capabilities_hash(record.capabilities))
             self._hashes[record.worker_id] = known
         return known[1]
+
+
+def _reports(told: Sequence[wire.ReportBody]) -> list[Report]:
+    reports = map(wire.report, told)
+    return [msgspec.structs.replace(each, data=safe_news(each.data)) for each in reports]
 
 
 def _tell_end(ref: LeaseRef, end: str) -> None:
