@@ -21,12 +21,14 @@ from msgspec import Meta
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.hub.limits import Limits
+from comfyfleet.model.bounds import ServerBounds
 from comfyfleet.model.requirement import CostTier, Isolation
 from comfyfleet.policy.retention import DAY_S, RULES, Retention
 from comfyfleet.policy.rules import Rules
 
 if TYPE_CHECKING:
     from comfyfleet.outbound.guard import Allowed
+    from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 
 PREFIX = "COMFYFLEET_"
 FILE_NAME = "comfyfleet.toml"
@@ -105,6 +107,7 @@ TABLES: dict[str, type[msgspec.Struct]] = {
     "s3": S3Settings,
     "encryption": EncryptionSettings,
     "retention": Retention,
+    "comfyui": ServerBounds,
 }
 POOLS = "pools"
 """A table too, whose names are the operator's own."""
@@ -168,6 +171,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The databases that tenants are assigned to, by name. Unless said, one beside an embedded store."""
     encryption: dict[str, Any] = {}
     retention: dict[str, Any] = {}
+    comfyui: dict[str, Any] = {}
 
 
 _FLAG = 3
@@ -221,6 +225,11 @@ class Resolved(msgspec.Struct, frozen=True):
 
     def retention(self) -> Retention:
         return msgspec.convert(self.values.retention, Retention)
+
+    def comfyui(self) -> ComfyUISettings:
+        from comfyfleet.worker.connectors.comfyui import ComfyUISettings
+
+        return ComfyUISettings(**self.values.comfyui)
 
     def encryption(self) -> EncryptionSettings:
         return msgspec.convert(self.values.encryption, EncryptionSettings)

@@ -99,7 +99,10 @@ async def _live(resolved: Resolved, fake_beside_real: bool) -> Sequence[int]:
                 return signals.came
             (house,) = entered
             agents = Agents(
-                tell_state, AgentSettings(drain_grace_s=chosen.grace_s), journals=journals(resolved)
+                tell_state,
+                AgentSettings(drain_grace_s=chosen.grace_s),
+                resolved.comfyui(),
+                journals=journals(resolved),
             )
             stack.push_async_callback(agents.close)
             greet(house, resolved)

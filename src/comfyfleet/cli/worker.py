@@ -181,6 +181,7 @@ async def _work_on_store(
         on_state=tell_state,
         rules=resolved.rules(),
         agent=agent,
+        comfyui=resolved.comfyui(),
         journals=journals(resolved),
         sealing=sealing_of(resolved),
     )
@@ -207,7 +208,7 @@ async def _work_for_hub(
         raise resolved.wrong("hub", f"name it as http{reach.url[2:]} and say --transport websocket")
     transport = WebSocketWorkerApi if resolved.values.transport == "websocket" else HttpWorkerApi
     settings_ = AgentSettings(drain_grace_s=resolved.values.grace_s)
-    agents = Agents(tell_state, settings_, journals=journals(resolved))
+    agents = Agents(tell_state, settings_, resolved.comfyui(), journals=journals(resolved))
     stack.push_async_callback(agents.close)
     echo(f"works for {reach.url}")
     for server in servers:

@@ -11,17 +11,18 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-MEGABYTE = 1 << 20
+from comfyfleet.model.bounds import ServerBounds
+
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-class ComfyUISettings(msgspec.Struct, frozen=True, kw_only=True):
+class ComfyUISettings(ServerBounds, frozen=True, kw_only=True):
     """All durations are seconds. The defaults suit a server in the same network."""
 
     providers: tuple[str, ...] = ("local",)
     subfolder: str = "comfyfleet"
     """Inputs and outputs of an attempt lie in a folder of their own below this one."""
-    headers: dict[str, str] = {}
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
     """Sent with every request, for servers behind a gate that wants a key."""
     verify_tls: bool = True
     folder: Path | None = None
@@ -65,15 +66,6 @@ class ComfyUISettings(msgspec.Struct, frozen=True, kw_only=True):
     silent_run_s: float = 3600.0
     """A run without any sign for so long, where the attempt sets no stall timeout: dead as well."""
 
-    occupied_s: float = 120.0
-    """A prompt of ours waits for so long behind one of somebody else's that shows no sign of life: ours is given back,
-    and the server is not used until that one has ended. Where it ends, the next is waited for twice as long."""
-    occupied_dead_s: float = 900.0
-    """Such a prompt of somebody else's has not ended after so long: the server's execution thread is dead."""
-
-    dead_worker_s: float = 600.0
-    """A server whose execution thread was found dead is tried again after so long, should nothing wait in its queue."""
-
     cancel_s: float = 60.0
     """How long a cancel insists."""
     stop_s: float = 3.0
@@ -82,21 +74,6 @@ class ComfyUISettings(msgspec.Struct, frozen=True, kw_only=True):
     sweep_s: float = 60.0
     """How long a prompt whose submit got no answer is looked for, to be removed when it turns up late."""
     close_s: float = 5.0
-
-    max_answer_bytes: int = 128 * MEGABYTE
-    """What an answer of the server may have; one that has more is not read to its end."""
-    max_answer_values: int = 4_000_000
-    """How many values there may be in it: decoded, an empty list takes twenty times its text."""
-    max_message_bytes: int = 128 * MEGABYTE
-    """What a message of the websocket may have, and all outputs together that are heard of one run."""
-    max_file_bytes: int = 64 * 1024 * MEGABYTE
-    """What a file of the server may have that is saved on this machine."""
-    max_fetch_bytes: int = 1024 * MEGABYTE
-    """What a file may have that is read into memory."""
-    min_free_bytes: int = 1024 * MEGABYTE
-    """What no file of the server takes of the disk that it is saved on."""
-    broken_s: float = 300.0
-    """A server that sends more than it may is not used for so long, then tried again."""
 
     progress_interval_s: float = 0.05
     """Progress is reported no more often; the last one is always reported."""
