@@ -24,6 +24,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.audit import Audit
+from comfyfleet.hub.body import Bodies
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.inputs import InputDesk
@@ -100,7 +101,15 @@ class Switchboard:
             return Caller(Role.WORKER, "somebody")
 
         await AgentSession(
-            self.handlers, identify, "", self.limits, rate, Places(self.limits), scope, send
+            self.handlers,
+            identify,
+            "",
+            self.limits,
+            rate,
+            Places(self.limits),
+            Bodies(self.limits),
+            scope,
+            send,
         ).run(receive)
 
     @asynccontextmanager
@@ -139,6 +148,7 @@ class Switchboard:
             Audit(MemoryCabinet(), clock, SystemChance()),
             Places(limits),
             lambda *_: None,
+            Bodies(limits),
         )
         async with self.transport(self.url) as far:
             yield far

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, MutableMapping
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.hub._hub import HubRig, graph, hub_in_process, running_hub, submission
 
-from comfyfleet.hub.limits import Limits, Rate, check_json
+from comfyfleet.hub.json_bounds import check_json
+from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
 from comfyfleet.policy.rules import Rules
@@ -87,6 +90,88 @@ async def test_a_body_in_pieces_is_stopped_where_it_is_too_much() -> None:
         async with rig.session.post(f"{rig.url}/api/jobs", data=pieces(), headers=headers) as response:
             assert response.status == 413
         assert (await rig.get("/api/stats")).status == 200
+
+
+async def never() -> MutableMapping[str, Any]:
+    raise AssertionError("nothing of the body is read")
+
+
+async def answer_without_reading(rig: HubRig, path: str, **headers: str) -> int:
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 1),
+    }
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    await rig.hub(scope, never, send)
+    return int(sent[0]["status"])
+
+
+async def test_nothing_is_read_of_a_body_that_will_be_refused_whatever_it_is(rig: HubRig) -> None:
+    worker = {"authorization": f"Bearer {rig.keys[Role.WORKER]}"}
+    assert await answer_without_reading(rig, "/api/jobs") == 401
+    assert await answer_without_reading(rig, "/api/jobs", authorization="Bearer cfk_wrong") == 401
+    assert await answer_without_reading(rig, "/api/jobs", **worker) == 403
+    tenant = {"authorization": f"Bearer {rig.keys[Role.TENANT]}"}
+    assert await answer_without_reading(rig, "/api/jobs", **tenant, **{"content-length": "20001"}) == 413
+    assert await answer_without_reading(rig, "/api/worker/enrol", **{"content-length": "4097"}) == 413
+
+
+async def test_each_route_has_a_bound_of_its_own(rig: HubRig) -> None:
+    assert (await rig.post("/api/worker/enrol", raw=b" " * 4_097, role=None)).code == "too_large"
+    bomb = gzip.compress(b" " * 4_097)
+    packed = await rig.post("/api/worker/enrol", raw=bomb, role=None, headers={"content-encoding": "gzip"})
+    assert packed.code == "too_large" and packed.body["max_bytes"] == 4_096
+    async with hub_in_process() as usual:
+        assert (await usual.post("/api/keys", raw=b" " * 65_537)).code == "too_large"
+        assert (await usual.post("/api/tenants", raw=b" " * 65_537)).code == "invalid_request"
+
+
+async def test_all_large_bodies_together_have_a_bound_and_one_key_has_half_of_it() -> None:
+    body = msgspec.json.encode(
+        submission(workflow={"1": {"class_type": "A", "inputs": {"x": "x" * 300_000}}})
+    )
+    async with hub_in_process(limits=Limits(max_bodies_bytes=1_000_000)) as rig:
+        at_once = [rig.post("/api/jobs", raw=body, role=Role.TENANT) for _ in range(4)]
+        answers = await asyncio.gather(*at_once)
+        assert sorted({answer.status for answer in answers}) == [201, 503]
+        assert all(answer.code == "unavailable" for answer in answers if answer.status == 503)
+        # Whatever was held has been given back, after refusals too.
+        assert (await rig.post("/api/jobs", raw=body, role=Role.TENANT)).status == 201
+        assert (await rig.post("/api/jobs", raw=body[:-5], role=Role.TENANT)).status == 400
+        assert (await rig.post("/api/jobs", raw=body, role=Role.TENANT)).status == 201
+
+
+async def test_a_large_workflow_is_the_same_job_as_a_small_one_with_its_shape() -> None:
+    async with hub_in_process() as rig:
+        made = []
+        for length in (10, 200_000):
+            workflow = {"1": {"class_type": "A", "inputs": {"x": "x" * length}}}
+            made.append((await rig.post("/api/jobs", submission(workflow=workflow))).body)
+        assert made[0]["workflow_hash"] == made[1]["workflow_hash"]
+        job = await rig.engine.get(made[1]["id"])
+        assert len(job.job.payload.workflow["1"]["inputs"]["x"]) == 200_000
+
+
+@pytest.mark.parametrize("size", [10, 65_536, 131_072, 200_001])
+@pytest.mark.parametrize("name", ["gzip", "deflate"])
+async def test_what_is_unpacked_in_pieces_arrives_whole(size: int, name: str) -> None:
+    pack: Callable[[bytes], bytes] = gzip.compress if name == "gzip" else zlib.compress
+    workflow = {"1": {"class_type": "A", "inputs": {"x": "xyz" * size}}}
+    async with hub_in_process() as rig:
+        raw = pack(msgspec.json.encode(submission(workflow=workflow)))
+        answer = await rig.post("/api/jobs", raw=raw, headers={"content-encoding": name})
+        assert answer.status == 201, answer.content
+        kept = (await rig.engine.get(answer.body["id"])).job.payload.workflow
+        assert kept == workflow
 
 
 # content

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comfyfleet.model.canonical import NotCanonicalError, canonical_json
+from comfyfleet.model.canonical import NotCanonicalError, canonical_json, check_canonical
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 values = st.recursive(
@@ -36,6 +36,24 @@ def test_the_text_is_json_of_an_equal_value(value: Any) -> None:
 def test_the_text_of_the_text_is_itself(value: Any) -> None:
     text = canonical_json(value)
     assert canonical_json(json.loads(text)) == text
+
+
+anything = st.recursive(
+    values | st.floats() | st.integers(-(2**1100), 2**1100) | st.sampled_from(["\ud800", b"x", IntEnum]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts | st.integers(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(anything, st.integers(0, 4))
+def test_the_check_says_whether_there_is_a_text(value: Any, max_nesting: int) -> None:
+    try:
+        canonical_json(value, max_nesting=max_nesting)
+    except NotCanonicalError:
+        with pytest.raises(NotCanonicalError):
+            check_canonical(value, max_nesting=max_nesting)
+    else:
+        check_canonical(value, max_nesting=max_nesting)
 
 
 @given(st.dictionaries(texts, st.integers(), max_size=8), st.randoms(use_true_random=False))

@@ -10,7 +10,7 @@ import pytest
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.wire.openapi import document, page, problem_table
+from comfyfleet.wire.openapi import body_table, document, page, problem_table
 from comfyfleet.wire.problems import KINDS, answer_to, refusal_in
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES
@@ -23,6 +23,7 @@ def test_the_page_of_the_protocol_is_the_table() -> None:
     text = (ROOT / "docs" / "protocol.md").read_text()
     assert page(ROUTES) in text
     assert problem_table() in text
+    assert body_table(ROUTES) in text
     for phase in (Phase.QUEUED, Phase.LEASED):
         row = " | ".join(spell(phase, face) for face in (Face.REST, Face.POOL, Face.SOCKET, Face.BROKER))
         assert f"| {row} |" in text
@@ -70,5 +71,7 @@ def test_the_document_names_every_door_and_no_schema_is_missing() -> None:
     assert found["openapi"] == "3.1.0"
     for name in found["components"]["schemas"]:
         assert f"#/components/schemas/{name}" in text
+    enrol = found["paths"]["/api/worker/enrol"]["post"]["requestBody"]
+    assert enrol["x-max-bytes"] == 4096 and "4 KiB" in enrol["description"]
     ids = [operation["operationId"] for methods in found["paths"].values() for operation in methods.values()]
     assert len(set(ids)) == len(ids)

@@ -5,6 +5,7 @@ Any engine on a store converts with what another one was told. How a workflow is
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,12 +45,15 @@ class NodeDesk:
                 f"inputs (older agents do not): {EXPORT}",
             )
         (graph, _), *others = converted
-        variants = (variant_of(graph, other, signatures) for other, signatures in others)
+        variants = [
+            await asyncio.to_thread(variant_of, graph, other, signatures) for other, signatures in others
+        ]
         return graph, tuple(variant for variant in variants if variant.nodes)
 
     async def _able(self, workflow: Mapping[str, Any], tenant: TenantId) -> list[WorkerRecord]:
         """Those that have every node of it, by name. Raises `unworkable`, with what is missing."""
-        needed = node_classes_of(workflow)
+        # A small file may unfold to a thousand times its size.
+        needed = await asyncio.to_thread(node_classes_of, workflow)
         fleet, context = self._context.fleet, self._context
         if context.store.is_shared:
             await fleet.sync()
@@ -77,7 +81,7 @@ class NodeDesk:
         """Each different graph with the signatures it is for. First one that is accepted where it is for, then by the
         number of workers: the order in which workers came, and their names, make no difference."""
         workers = Counter(signature for worker in able if (signature := signature_of(worker)) is not None)
-        needed = sorted(node_classes_of(workflow))
+        needed = sorted(await asyncio.to_thread(node_classes_of, workflow))
         groups: list[tuple[NodeCatalog, list[str]]] = []
         for signature in sorted(workers, key=lambda each: (-workers[each], each)):
             catalog = await self._catalogs.get(signature)
@@ -90,8 +94,9 @@ class NodeDesk:
                 groups.append((catalog, [signature]))
         found = []
         for catalog, signatures in groups:
-            graph = convert_workflow(workflow, catalog.definitions)
-            found.append((bool(objections(graph, catalog.signatures)), graph, signatures))
+            graph = await asyncio.to_thread(convert_workflow, workflow, catalog.definitions)
+            objected = await asyncio.to_thread(objections, graph, catalog.signatures)
+            found.append((bool(objected), graph, signatures))
         if found:
             found.sort(key=lambda each: each[0])
             return [(graph, signatures) for _, graph, signatures in found]
@@ -99,7 +104,7 @@ class NodeDesk:
             # Of agents that declare no signature, any will do.
             definitions = await self._catalogs.definitions(worker)
             if definitions is not None:
-                return [(convert_workflow(workflow, definitions), [])]
+                return [(await asyncio.to_thread(convert_workflow, workflow, definitions), [])]
         return []
 
 

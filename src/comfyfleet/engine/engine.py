@@ -156,10 +156,12 @@ class Engine:
 
     # the callers' door
 
-    async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
+    async def submit(
+        self, submission: Submission, *, is_own: bool = False, is_large: bool = False
+    ) -> Submitted:
         """`is_own`: the graph was decoded from JSON and nobody else has it, so it need not be copied; its nodes may
-        still be text (`msgspec.Raw`)."""
-        return await self._submitting.submit(submission, is_own=is_own)
+        still be text (`msgspec.Raw`). `is_large`: reading it would keep the event loop from others."""
+        return await self._submitting.submit(submission, is_own=is_own, is_large=is_large)
 
     async def admit(
         self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[Written | None]]

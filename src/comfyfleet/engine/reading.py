@@ -95,6 +95,12 @@ class Reader:
                 _remember(self._graphs, structure, known, _MAX_GRAPHS)
         return Reading(nodes, known.workflow_hash, known.needs, known.drawing)
 
+    def read_once(self, graph: Mapping[str, Any]) -> Reading:
+        """As `read` of a graph of our own, and nothing is recalled or remembered: for a thread, and for what is too
+        large to be worth it."""
+        graph = decoded_graph(graph)
+        return _read(check_workflow(graph, max_nodes=self._max_nodes), graph)
+
     def _recall(self, graph: Mapping[str, Any]) -> tuple[dict[str, Any], _Graph] | None:
         """The graph made of nodes that are known, and what it is known by. None: it is not worth it, or wrong."""
         if not isinstance(graph, dict) or len(graph) > _MAX_GRAPH_NODES:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -48,6 +49,8 @@ from comfyfleet.policy.visibility import asker_of, name_for
 _QUEUED = (FactDraft(FactKind.QUEUED),)
 _TRIES = 20
 
+T = TypeVar("T")
+
 
 class SubmitDesk:
     def __init__(
@@ -68,21 +71,24 @@ class SubmitDesk:
         self._reader = Reader(context.rules.max_nodes)
         self._room = Room(context)
 
-    async def submit(self, submission: Submission, *, is_own: bool = False) -> Submitted:
-        """`is_own`: the graph was decoded from JSON, its nodes or not, and nobody else has it."""
-        context, rules = self._context, self._context.rules
+    async def submit(
+        self, submission: Submission, *, is_own: bool = False, is_large: bool = False
+    ) -> Submitted:
+        """`is_own`: the graph was decoded from JSON, its nodes or not, and nobody else has it. `is_large`: it is worked
+        on in threads, so that the event loop goes on meanwhile."""
+        context, apart = self._context, _in_a_thread if is_large else _at_once
         # Before it is judged: of a job that was taken once, files and workers may be gone by now.
         known = await self._known(submission)
-        if known is not None and is_repeat(known.payload, submission):
+        if known is not None and await apart(is_repeat, known.payload, submission):
             return _repeat(known)
-        check_submission(submission, rules)
-        sent = digest_of(submission)
-        submission, reading = await self._read(submission, is_own)
+        await apart(check_submission, submission, context.rules)
+        sent = await apart(digest_of, submission)
+        submission, reading = await self._read(submission, is_own, is_large)
         submission = msgspec.structs.replace(submission, sent=sent)
         if submission.inputs or submission.after:
-            submission = await self._named(submission)
+            submission = await self._named(submission, apart)
         if known is not None:
-            return _same(known, submission)
+            return await apart(_same, known, submission)
         check_refused(reading.workflow_hash, submission.tenant, context.fleet.refused)
         is_held = bool(submission.after) and await self._dependencies.check(
             submission.after, submission.tenant
@@ -92,7 +98,7 @@ class SubmitDesk:
         tenant = await context.gate.terms(submission.tenant)
         placed = submission if tenant is None else under_terms(submission, tenant)
         now, lesson = await self._asked(reading.workflow_hash)
-        size = submission.payload_bytes()
+        size = await apart(submission.payload_bytes)
         self._room.take(size)
         refusing = await self._catalogs.refusing(reading.graph, reading.workflow_hash, submission.variants)
         cls = where_accepted(context, class_of(placed, reading.needs, lesson), refusing)
@@ -121,7 +127,7 @@ class SubmitDesk:
             # Somebody else submitted under the same reference in between.
             known = await self._known(submission)
             assert known is not None, "the store answered with it"
-            return _same(known, submission)
+            return await apart(_same, known, submission)
         await self._tell(written)
         return Submitted(job.job_id, Phase.QUEUED, job.workflow_hash, seeds=job.seeds, unworkable=unworkable)
 
@@ -167,12 +173,15 @@ class SubmitDesk:
 
     # what is asked for
 
-    async def _read(self, submission: Submission, is_own: bool) -> tuple[Submission, Reading]:
+    async def _read(self, submission: Submission, is_own: bool, is_large: bool) -> tuple[Submission, Reading]:
         """The submission as it is kept, and what was read of its graph."""
         variants: tuple[WorkflowVariant, ...] = ()
         if is_editor_workflow(submission.workflow):
             graph, variants = await self._nodes.convert_for_all(submission.workflow, submission.tenant)
-            reading = self._read_variants(graph, variants)
+            # What is a page in the editor may unfold to megabytes.
+            reading = await asyncio.to_thread(self._read_variants, graph, variants)
+        elif is_large and is_own:
+            reading = await asyncio.to_thread(self._reader.read_once, submission.workflow)
         else:
             reading = self._reader.read(submission.workflow, is_own=is_own)
         return msgspec.structs.replace(submission, workflow=reading.graph, variants=variants), reading
@@ -187,11 +196,12 @@ class SubmitDesk:
         common = hash_workflow(common_to(reading.graph, [each.graph for each in others]))
         return reading._replace(workflow_hash=common, drawing=tuple(drawing))
 
-    async def _named(self, submission: Submission) -> Submission:
+    async def _named(self, submission: Submission, apart: _Apart) -> Submission:
         """With the ids of the jobs that it waits for, or takes an output of."""
         rules = self._context.rules
         if submission.inputs:
-            check_inputs(submission, check_workflow(submission.workflow, max_nodes=rules.max_nodes), rules)
+            graph = await apart(partial(check_workflow, max_nodes=rules.max_nodes), submission.workflow)
+            check_inputs(submission, graph, rules)
         submission = await self._inputs.named(submission)
         check_dependencies(submission, rules)
         return submission
@@ -327,6 +337,18 @@ class SubmitDesk:
             # What it waits for may have ended before it was written, when nobody could be told.
             with best_effort(f"look at what job {dispatch.job_id} waits for; the sweeper does later"):
                 await self._dependencies.look(dispatch.job_id)
+
+
+class _Apart(Protocol):
+    async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
+
+
+async def _at_once(work: Callable[..., T], *arguments: Any) -> T:
+    return work(*arguments)
+
+
+async def _in_a_thread(work: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.to_thread(work, *arguments)
 
 
 def _same(known: Job, submission: Submission) -> Submitted:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance
 from comfyfleet.hub.audit import Audit, Kind
+from comfyfleet.hub.body import Bodies
 from comfyfleet.hub.credentials import Credentials, KeyWatch
 from comfyfleet.hub.credits import CreditHandlers
 from comfyfleet.hub.delivering import Delivering
@@ -140,7 +141,10 @@ class Hub:
             **MetricsHandlers(engine, metrics).bound(),
             **HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping).bound(),
         }
-        self._door = Door(ROUTES, handlers, credentials, self.limits, self.audit, places, metrics.answered)
+        self._bodies = Bodies(self.limits)
+        self._door = Door(
+            ROUTES, handlers, credentials, self.limits, self.audit, places, metrics.answered, self._bodies
+        )
         self._sockets = Sockets(
             engine,
             self._rooms,
@@ -151,6 +155,7 @@ class Hub:
             places,
             inputs,
             workers,
+            self._bodies,
             legacy_websocket,
         )
 
@@ -189,6 +194,7 @@ class Hub:
         await self._tenant_duties.close()
         await self.upkeep.close()
         await self.audit.close()
+        self._bodies.close()
 
     def stop(self) -> None:
         """Answers whoever is parked and ends every stream, so that nobody keeps the server from ending. Can be called

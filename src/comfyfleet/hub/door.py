@@ -23,9 +23,11 @@ from starlette.types import Receive, Scope, Send
 from comfyfleet import tracing
 from comfyfleet.hub import html
 from comfyfleet.hub.audit import Audit
+from comfyfleet.hub.body import Bodies, Bound, Reading
 from comfyfleet.hub.connections import ANSWER
 from comfyfleet.hub.credentials import Credentials
-from comfyfleet.hub.limits import HungUp, Limits, Rate, check_json, read_body
+from comfyfleet.hub.json_bounds import PIECE_BYTES
+from comfyfleet.hub.limits import HungUp, Limits, Rate
 from comfyfleet.hub.paths import Found, Paths
 from comfyfleet.hub.places import Place, Places
 from comfyfleet.hub.queries import read_query
@@ -42,6 +44,9 @@ _HUNG_UP = 499
 """In the access log: nobody was there to read an answer."""
 
 _PACK_FROM_BYTES = 16 * 1024
+_PACK_APART_FROM_BYTES = 256 * 1024
+"""Packing as much takes milliseconds: others get their turn meanwhile."""
+_BLANK_BYTES = 64
 _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}")
 _NOBODY = Caller(Role.VIEWER, "nobody")
 _ENCODER = msgspec.json.Encoder()
@@ -52,7 +57,17 @@ G = TypeVar("G")
 class Call(Generic[G]):
     """One request on its way to a handler. `given` is its body, or its query where it has no body."""
 
-    __slots__ = ("caller", "given", "headers", "parameters", "receive", "request_id", "route", "scope")
+    __slots__ = (
+        "caller",
+        "given",
+        "headers",
+        "is_large",
+        "parameters",
+        "receive",
+        "request_id",
+        "route",
+        "scope",
+    )
 
     def __init__(self, route: Route, scope: Scope, receive: Receive, parameters: dict[str, str]) -> None:
         self.route = route
@@ -62,7 +77,15 @@ class Call(Generic[G]):
         self.headers = _headers(scope)
         self.request_id = _request_id(self.headers)
         self.caller = _NOBODY
+        self.is_large = False
+        """Whether working on what is given would keep the event loop from others."""
         self.given: G
+
+    def take(self) -> G:
+        """What is given, which nobody else has from now on: a large body is gone as soon as it is decoded."""
+        given = self.given
+        del self.given
+        return given
 
     @property
     def traceparent(self) -> str | None:
@@ -99,8 +122,11 @@ class Door:
         audit: Audit,
         places: Places,
         answered: Answering,
+        bodies: Bodies,
     ) -> None:
         _check_bound(routes, handlers)
+        self._bodies = bodies
+        self._bounds = {route.name: Bound.of(route, limits) for route in routes}
         self._audit = audit
         self._places = places
         self._answered = answered
@@ -209,9 +235,17 @@ class Door:
         else:
             self._rate.take(call.address)
         if route.body is not None:
-            call.given = await self._body(call)
+            key_id = call.caller.key_id if route.roles else call.address
+            with Reading(self._bodies, self._bounds[route.name], key_id) as reading:
+                call.given = await self._body(call, reading)
+                if not route.parks:
+                    return await self._run(call)
         elif route.query is not None:
             call.given = read_query(call.scope["query_string"], route.query)
+        return await self._run(call)
+
+    async def _run(self, call: Call[Any]) -> Reply | Response:
+        route = call.route
         handler = self._handlers[route.name]
         if route.audited is not None:
             return await self._audited(call, handler)
@@ -239,12 +273,12 @@ class Door:
             note = self._audit.job_change
         return await note(entry, lambda: handler(call), _made)
 
-    async def _body(self, call: Call[Any]) -> Any:
-        encoding = call.headers.get("content-encoding", "").strip().lower()
-        body = await read_body(call.receive, encoding, self._limits)
-        if not body.strip() and call.route.is_body_optional:
+    async def _body(self, call: Call[Any], reading: Reading) -> Any:
+        body = await reading.read(call.receive, call.headers)
+        if call.route.is_body_optional and len(body) <= _BLANK_BYTES and not body.strip():
             body = b"{}"
-        return decode(self._decoders[call.route.name], body, self._limits.max_depth)
+        call.is_large = len(body) > PIECE_BYTES
+        return await reading.decode(self._decoders[call.route.name], body)
 
     async def _attend(
         self, call: Call[Any], place: Place, work: Awaitable[Reply | Response]
@@ -279,22 +313,6 @@ class Door:
             is_ended = True
             self._parked.discard(end)
             watch.cancel()
-
-
-def decode(decoder: msgspec.json.Decoder[Any], body: bytes, max_depth: int) -> Any:
-    """Whatever is wrong with a body is the sender's to put right."""
-    check_json(body, max_depth)
-    return parse(decoder, body)
-
-
-def parse(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
-    """As `decode`, of what may hold something unchecked in it, unread."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not what is expected: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not JSON: {error}") from error
 
 
 def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> None:
@@ -348,7 +366,8 @@ async def _send_reply(call: Call[Any], reply: Reply, send: Send) -> None:
         body = reply.body if isinstance(reply.body, bytes) else _ENCODER.encode(reply.body)
         headers.append((b"content-type", reply.content_type.encode("latin-1")))
     if len(body) >= _PACK_FROM_BYTES and "gzip" in call.headers.get("accept-encoding", ""):
-        body = gzip.compress(body, 1)
+        is_large = len(body) >= _PACK_APART_FROM_BYTES
+        body = await asyncio.to_thread(gzip.compress, body, 1) if is_large else gzip.compress(body, 1)
         headers += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]
     for name, value in (reply.headers or {}).items():
         headers.append((name.encode("latin-1"), value.encode("latin-1")))

@@ -31,12 +31,12 @@ class InputDesk:
 
     # submit
 
-    async def submit(self, submission: Submission) -> Submitted:
+    async def submit(self, submission: Submission, *, is_large: bool = False) -> Submitted:
         """A repeat is known before its files are looked for: they may be gone by now."""
         known = await self._engine.repeat_of(submission) if submission.inputs else None
         if known is not None:
             return known
-        return await self._engine.submit(await self._checked(submission), is_own=True)
+        return await self._engine.submit(await self._checked(submission), is_own=True, is_large=is_large)
 
     async def _checked(self, submission: Submission) -> Submission:
         """With size and SHA-256 of each file, which is there, whole, and the tenant's own."""

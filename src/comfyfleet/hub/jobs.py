@@ -9,26 +9,31 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
+from comfyfleet.hub.json_bounds import PIECE_BYTES, check_json
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
 from comfyfleet.model.conversion import is_editor_workflow
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
-from comfyfleet.model.job import Job, JobResult
+from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.trace import traceparent_of
-from comfyfleet.model.workflow import parse_workflow
+from comfyfleet.model.workflow import check_workflow, decoded_graph
 from comfyfleet.policy.reports import safe_result
 from comfyfleet.ports import Assets
 from comfyfleet.tracing import about
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.problems import answer_to
+from comfyfleet.wire.route import LARGE_BYTES
 from comfyfleet.wire.spelling import spell, understood
 
 _LOG = logging.getLogger(__name__)
@@ -37,8 +42,19 @@ _AT_A_TIME = 50
 """Jobs of a batch that are begun together; others get their turn between. A store writes in one group what has come
 while it wrote the last."""
 
+_PART_BYTES = 2 * 1024 * 1024
+"""Of a batch, so much is decoded at a time: decoded it may take thirty times as much."""
+_NO_MATTER = sys.maxsize
+
 _KEY = re.compile(r"[\x21-\x7e]{1,200}")
 _ITEM = msgspec.json.Decoder(bodies.SentSubmit)
+
+
+class _Item(NamedTuple):
+    """A job of a batch."""
+
+    body: bodies.SentSubmit | Refusal
+    size: int
 
 
 class JobHandlers:
@@ -67,14 +83,21 @@ class JobHandlers:
 
     async def submit(self, call: Call[bodies.SentSubmit]) -> Reply:
         key = _idempotency_key(call.headers)
-        answer = await self._submit(call.given, call.caller, key, call.traceparent)
+        answer = await self._submit(
+            partial(_submission, call.take(), call.caller.owner, key, call.traceparent, call.is_large),
+            call.traceparent,
+            is_large=call.is_large,
+        )
         location = {"location": f"/api/jobs/{answer.id}"}
         return Reply(200 if answer.is_repeat else 201, answer, location, made=answer.id)
 
     async def _submit(
-        self, body: bodies.SubmitBody, caller: Caller, key: str | None, traceparent: str | None
+        self, asked: Callable[[], Submission], traceparent: str | None, *, is_large: bool
     ) -> answers.SubmittedBody:
-        submitted = await self._inputs.submit(bodies.submission(body, caller.owner, key, traceparent))
+        submission = await asyncio.to_thread(asked) if is_large else asked()
+        # With it goes the text of the body.
+        del asked
+        submitted = await self._inputs.submit(submission, is_large=is_large)
         if _LOG.isEnabledFor(logging.INFO):
             with about(job_id=submitted.job_id, traceparent=traceparent_of(submitted.job_id, traceparent)):
                 _LOG.info("submitted%s", ", as it was before" if submitted.is_repeat else "")
@@ -85,13 +108,13 @@ class JobHandlers:
         items: list[answers.BatchItem] = []
         # Where other processes fill the same queue, whatever is under way together may go beyond its brim.
         most = _AT_A_TIME if self._engine.store.is_shared else len(jobs)
-        for part in _parts([_decoded(raw) for raw in jobs], most):
+        async for part in _parts(jobs, most):
             under_way: list[asyncio.Task[answers.BatchItem]] = []
             async with asyncio.TaskGroup() as group:
-                for number, body in enumerate(part, len(items)):
+                for number, item in enumerate(part, len(items)):
                     # Each has a key of its own, so that a batch that was half done is finished by its repeat.
                     own_key = None if key is None else f"{key}/{number}"
-                    one = self._submit_one(body, call.caller, own_key, call.traceparent)
+                    one = self._submit_one(item, call.caller, own_key, call.traceparent)
                     under_way.append(group.create_task(one))
                     if len(under_way) % _AT_A_TIME == 0:
                         await asyncio.sleep(0)
@@ -101,15 +124,17 @@ class JobHandlers:
         return Reply(200, answers.BatchAnswer(tuple(items), accepted, len(items) - accepted), made=made)
 
     async def _submit_one(
-        self, body: bodies.SentSubmit | Refusal, caller: Caller, key: str | None, traceparent: str | None
+        self, item: _Item, caller: Caller, key: str | None, traceparent: str | None
     ) -> answers.BatchItem:
+        body = item.body
         try:
             if isinstance(body, Refusal):
                 raise body
             # A reference makes a job repeatable by itself.
-            answer = await self._submit(
-                body, caller, key if _own_reference(body) is None else None, traceparent
-            )
+            own_key = key if _own_reference(body) is None else None
+            is_large = item.size > PIECE_BYTES
+            asked = partial(_submission, body, caller.owner, own_key, traceparent, is_large)
+            answer = await self._submit(asked, traceparent, is_large=is_large)
         except Exception as error:
             incident = ""
             if not isinstance(error, Refusal | Fault):
@@ -121,11 +146,12 @@ class JobHandlers:
         return answers.BatchItem(200 if answer.is_repeat else 201, answer)
 
     async def convert(self, call: Call[bodies.ConvertBody]) -> Reply:
-        workflow = call.given.workflow
+        workflow, is_large = call.given.workflow, call.is_large
         if is_editor_workflow(workflow):
-            workflow = await self._engine.convert(workflow, call.caller.owner)
+            workflow, is_large = await self._engine.convert(workflow, call.caller.owner), True
         # A graph already, it is answered as it is, and what is wrong with it is told as at a submission.
-        return Reply(200, bodies.ConvertBody(parse_workflow(workflow).to_graph()))
+        checked = await asyncio.to_thread(check_workflow, workflow) if is_large else check_workflow(workflow)
+        return Reply(200, bodies.ConvertBody(checked.to_graph()))
 
     # look
 
@@ -224,9 +250,31 @@ class JobHandlers:
         return view
 
 
-def _decoded(raw: msgspec.Raw) -> bodies.SentSubmit | Refusal:
+def _submission(
+    body: bodies.SubmitBody, owner: TenantId, key: str | None, traceparent: str | None, is_large: bool
+) -> Submission:
+    submission = bodies.submission(body, owner, key, traceparent)
+    if not is_large:
+        return submission
+    # Nodes that stay text keep all of the body.
+    return msgspec.structs.replace(submission, workflow=decoded_graph(submission.workflow))
+
+
+async def _decoded(raw: msgspec.Raw) -> _Item:
+    size = memoryview(raw).nbytes
+    if size <= PIECE_BYTES:
+        return _Item(_item(raw, size), size)
+    return _Item(await asyncio.to_thread(_item, raw, size), size)
+
+
+def _item(raw: msgspec.Raw, size: int) -> bodies.SentSubmit | Refusal:
     try:
+        if size > PIECE_BYTES:
+            # The batch was weighed as text; of each job the values count, as if it had come alone.
+            check_json(memoryview(raw), _NO_MATTER, LARGE_BYTES)
         return _ITEM.decode(raw)
+    except Refusal as refusal:
+        return refusal
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
         return Refusal(RefusalCode.INVALID_REQUEST, f"the job is not what is expected: {error}")
 
@@ -235,18 +283,21 @@ def _own_reference(body: bodies.SentSubmit) -> str | None:
     return body.reference or body.id
 
 
-def _parts(
-    every: list[bodies.SentSubmit | Refusal], most: int
-) -> Iterator[list[bodies.SentSubmit | Refusal]]:
-    """What is under way together: at most so many; a job that names one before it comes in a later part than that."""
-    part: list[bodies.SentSubmit | Refusal] = []
+async def _parts(jobs: Sequence[msgspec.Raw], most: int) -> AsyncIterator[list[_Item]]:
+    """What is decoded and under way together: at most so many, and not too large; a job that names one before it comes
+    in a later part than that."""
+    part: list[_Item] = []
     references: set[str | None] = set()
-    for body in every:
+    size = 0
+    for raw in jobs:
+        item = await _decoded(raw)
+        body = item.body
         names = set() if isinstance(body, Refusal) else bodies.named_jobs(body)
-        if len(part) == most or not references.isdisjoint(names):
+        size += item.size
+        if part and (len(part) == most or size > _PART_BYTES or not references.isdisjoint(names)):
             yield part
-            part, references = [], set()
-        part.append(body)
+            part, references, size = [], set(), item.size
+        part.append(item)
         if not isinstance(body, Refusal):
             references.add(_own_reference(body))
     yield part

@@ -1,31 +1,31 @@
-"""The bounds at the door: how large a body may be, packed and unpacked, how deep, how big its numbers, how often.
+"""The bounds at the door: how large, how many, how long, how often.
 
-What a job may ask for is policy's to bound; here is what anybody may make the hub read.
+What a job may ask for is policy's to bound; here is what anybody may make the hub read. What each route may be sent
+stands in the table of routes.
 """
 
 from __future__ import annotations
 
-import re
-import zlib
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.wire.route import LARGE_BYTES
 from comfyfleet.wire.socket import AGENT_MESSAGE_BYTES
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 _MAX_BUCKETS = 10_000
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    max_body_bytes: int = 32 * 1024 * 1024
-    """As received."""
-    max_unpacked_bytes: int = 128 * 1024 * 1024
+    max_body_bytes: int = LARGE_BYTES
+    """As received, where the table of routes allows large bodies. Small ones have the bound that stands there."""
+    max_unpacked_bytes: int = LARGE_BYTES
     max_depth: int = 80
+    max_bodies_bytes: Annotated[int, Meta(ge=1)] = 256 * 1024 * 1024
+    """All large bodies together that are being read or worked on; half of it for one key."""
     requests_per_s: float = 2_000.0
     """For one key, or one address where there is no key …"""
     burst: int = 4_000
@@ -66,102 +66,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one tenant, that wait to be sent: beyond them no job of it that adds to them is taken."""
 
 
-async def read_body(receive: Receive, encoding: str, limits: Limits) -> bytes:
-    """The whole body, unpacked. Reading ends at the first byte too many."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise HungUp
-        part = message.get("body", b"")
-        size += len(part)
-        if size > limits.max_body_bytes:
-            raise Refusal(
-                RefusalCode.TOO_LARGE,
-                f"a body has at most {limits.max_body_bytes} bytes: send less at a time",
-                max_bytes=limits.max_body_bytes,
-            )
-        parts.append(part)
-        if not message.get("more_body", False):
-            break
-    body = parts[0] if len(parts) == 1 else b"".join(parts)
-    return body if encoding in ("", "identity") else _unpack(body, encoding, limits.max_unpacked_bytes)
-
-
 class HungUp(Exception):
     """Whoever asked is gone; nobody reads an answer."""
-
-
-def _unpack(body: bytes, encoding: str, max_bytes: int) -> bytes:
-    window = {"gzip": 31, "x-gzip": 31, "deflate": 15}.get(encoding)
-    if window is None:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST, f"the encoding {encoding!r} is not known: use gzip, deflate or none"
-        )
-    if encoding == "deflate" and body[:1] and body[0] & 0x0F != 8:
-        # Some leave out the header that the name promises.
-        window = -15
-    unpacker = zlib.decompressobj(window)
-    try:
-        unpacked = unpacker.decompress(body, max_bytes + 1)
-    except zlib.error as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not valid {encoding}: {error}") from error
-    if len(unpacked) > max_bytes:
-        raise Refusal(
-            RefusalCode.TOO_LARGE,
-            f"a body unpacks to at most {max_bytes} bytes: send less at a time",
-            max_bytes=max_bytes,
-        )
-    if not unpacker.eof or unpacker.unused_data:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not one whole {encoding} stream")
-    return unpacked
-
-
-_ESCAPES = re.compile(rb"\\.", re.DOTALL)
-_STRINGS = re.compile(rb'"[^"]*"')
-_INTEGERS = re.compile(rb"(?<![0-9.eE+])-?[0-9]{19,}(?![0-9.eE])")
-_ONE_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
-_LONG_DIGITS = b"0" * 19
-_ONE_BRACKET = bytes.maketrans(b"{}", b"[]")
-_NEITHER_BRACKET_NOR_QUOTE = bytes(each for each in range(256) if each not in b'[]{}"')
-
-
-def check_json(body: bytes, max_depth: int) -> None:
-    """Depth and size of numbers, seen from the bytes alone and at the speed of a search; the rest is the decoder's."""
-    is_flat = body.count(b"{") + body.count(b"[") <= max_depth
-    has_long_digits = _LONG_DIGITS in body.translate(_ONE_DIGIT)
-    if is_flat and not has_long_digits:
-        return
-    unescaped = _ESCAPES.sub(b"", body) if b"\\" in body else body
-    if not is_flat:
-        _check_depth(unescaped, max_depth)
-    if has_long_digits:
-        for digits in _INTEGERS.findall(_STRINGS.sub(b'""', unescaped)):
-            if len(digits) > 20 or not -(1 << 63) <= int(digits) < (1 << 64):
-                raise Refusal(
-                    RefusalCode.INVALID_REQUEST, "an integer has more than 64 bits: send it as a string"
-                )
-
-
-def _check_depth(unescaped: bytes, max_depth: int) -> None:
-    brackets = unescaped.translate(_ONE_BRACKET, _NEITHER_BRACKET_NOR_QUOTE)
-    # Two quotes side by side leave whatever else there is inside or outside a string, as it was.
-    brackets = brackets.replace(b'""', b"")
-    if b'"' in brackets:
-        brackets = _STRINGS.sub(b"", brackets)
-    depth = 0
-    while brackets:
-        # Each turn takes away the innermost level. What is left when none is innermost is not JSON.
-        inner = brackets.replace(b"[]", b"")
-        if len(inner) == len(brackets):
-            break
-        depth += 1
-        if depth > max_depth:
-            raise Refusal(
-                RefusalCode.INVALID_REQUEST, f"the body is nested deeper than {max_depth} levels: flatten it"
-            )
-        brackets = inner
 
 
 class Rate:

@@ -16,6 +16,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 from websockets.exceptions import InvalidState
 
+from comfyfleet.hub.json_bounds import PIECE_BYTES
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -68,6 +70,12 @@ class SocketConnection(WebSocketsSansIOProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self.logger = QuietLogger(self.logger)  # type: ignore[assignment]
+
+    def send_receive_event_to_app(self) -> None:
+        if sum(map(len, self.frames)) > PIECE_BYTES:
+            # Left as bytes, which is all that is read of it: as a text it would take up to four times as much.
+            self.curr_msg_data_type = "bytes"
+        super().send_receive_event_to_app()
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -21,12 +21,14 @@ from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.audit import Audit
+from comfyfleet.hub.body import Bodies, Bound, Reading
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import token_in
 from comfyfleet.hub.events import FleetFeed, Wanted
 from comfyfleet.hub.feeds import Entry
 from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.limits import Limits, Rate, check_json
+from comfyfleet.hub.json_bounds import PIECE_BYTES
+from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Room, Rooms
 from comfyfleet.hub.socket_agents import AgentSession, Identify
@@ -66,10 +68,14 @@ class Sockets:
         places: Places,
         inputs: InputDesk,
         workers: WorkerHandlers,
+        bodies: Bodies,
         legacy: LegacyWebsocket = "on",
     ) -> None:
         self.engine = engine
         self.workers = workers
+        self.bodies = bodies
+        most = limits.max_frame_bytes
+        self.bound = Bound(most, most, limits.max_depth, in_parts=False)
         self.audit = audit
         self.inputs = inputs
         self.rooms = rooms
@@ -120,7 +126,15 @@ class Sockets:
             if socket.AGENT_PROTOCOL in scope.get("subprotocols", ()):
                 await send({"type": "websocket.accept", "subprotocol": socket.AGENT_PROTOCOL})
                 session = AgentSession(
-                    self._agent_handlers, identify, address, self.limits, self.rate, self._places, scope, send
+                    self._agent_handlers,
+                    identify,
+                    address,
+                    self.limits,
+                    self.rate,
+                    self._places,
+                    self.bodies,
+                    scope,
+                    send,
                 )
             else:
                 await send({"type": "websocket.accept"})
@@ -200,28 +214,16 @@ class Session:
         message: dict[str, Any] = {}
         try:
             self._hub.rate.take(self.caller.key_id)
-            message = self._decoded(frame)
-            await self._identify()
-            await self._do(message)
+            with Reading(self._hub.bodies, self._hub.bound, self.caller.key_id) as reading:
+                message = await reading.checked(_MESSAGE, frame)
+                await self._identify()
+                await self._do(message, is_large=len(frame) > PIECE_BYTES)
         except (Refusal, Fault) as error:
             self._tell_error(error, message)
         except Exception as error:
             incident = secrets.token_hex(8)
             _LOG.exception("incident %s: a message of kind %r failed", incident, message.get("type"))
             self._tell_error(error, message, incident)
-
-    def _decoded(self, frame: bytes) -> dict[str, Any]:
-        if len(frame) > self._hub.limits.max_frame_bytes:
-            raise Refusal(
-                RefusalCode.TOO_LARGE, f"a message has at most {self._hub.limits.max_frame_bytes} bytes"
-            )
-        check_json(frame, self._hub.limits.max_depth)
-        try:
-            return _MESSAGE.decode(frame)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise Refusal(
-                RefusalCode.INVALID_REQUEST, f"the message is not a JSON object: {error}"
-            ) from error
 
     def _tell_error(self, error: Exception, message: dict[str, Any], incident: str = "") -> None:
         problem = answer_to(error, incident=incident).body
@@ -245,7 +247,7 @@ class Session:
                 said.setdefault(name, value)
         self.tell(said)
 
-    async def _do(self, message: dict[str, Any]) -> None:
+    async def _do(self, message: dict[str, Any], *, is_large: bool) -> None:
         name = message.get("type")
         name = socket.ALIASES.get(name, name) if isinstance(name, str) else None
         kind = None if name is None else socket.KINDS.get(name)
@@ -262,13 +264,18 @@ class Session:
             if self._hub.legacy == "warn":
                 self._hub.warn(self.caller, name)
         body = socket.read(name, message)
-        answer = await self._old(name, body, message) if kind.is_old else await self._workers.do(name, body)
+        if kind.is_old:
+            answer = await self._old(name, body, message, is_large=is_large)
+        else:
+            answer = await self._workers.do(name, body)
         if answer is not None:
             self._answer(answer, message)
 
     # callers and monitors
 
-    async def _old(self, name: str, body: Any, message: dict[str, Any]) -> dict[str, Any] | None:
+    async def _old(
+        self, name: str, body: Any, message: dict[str, Any], *, is_large: bool
+    ) -> dict[str, Any] | None:
         engine = self._hub.engine
         match name:
             case "submit_job":
@@ -276,7 +283,9 @@ class Session:
                 trace = parse_traceparent(trace) if isinstance(trace, str) else None
                 asked = bodies.submission(body, self.caller.owner, traceparent=trace)
                 submitted = await self._noted(
-                    name, lambda: self._hub.inputs.submit(asked), lambda made: made.job_id
+                    name,
+                    lambda: self._hub.inputs.submit(asked, is_large=is_large),
+                    lambda made: made.job_id,
                 )
                 status = spell(submitted.phase, Face.SOCKET)
                 self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)

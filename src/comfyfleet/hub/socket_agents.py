@@ -10,14 +10,14 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet import tracing
-from comfyfleet.hub.door import Call, Handler, Reply, decode, parse
+from comfyfleet.hub.body import Bodies, Bound, Reading, parse
+from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.socket_line import Line
@@ -55,6 +55,7 @@ class AgentSession:
         limits: Limits,
         rate: Rate,
         places: Places,
+        bodies: Bodies,
         scope: Scope,
         send: Send,
     ) -> None:
@@ -63,6 +64,7 @@ class AgentSession:
         self._address = address
         self._places = places
         self._limits = limits
+        self._bodies = bodies
         self._rate = rate
         self._scope = scope
         self._line = Line(send)
@@ -153,10 +155,16 @@ class AgentSession:
             )
         call: Call[Any] = Call(route, self._scope, _nothing, {})
         call.caller = caller
-        call.given = decode(_BODIES[kind.route], bytes(said.body), self._limits.max_depth)
+        with Reading(self._bodies, Bound.of(route, self._limits), caller.key_id) as reading:
+            call.given = await reading.checked(_BODIES[kind.route], bytes(said.body))
+            if not route.parks:
+                return await self._run(call)
         # A poll that is parked here takes a place as one over HTTP does.
-        with self._places.held("poll", caller.key_id, self._address) if route.parks else nullcontext():
-            reply = await self._handlers[kind.route](call)
+        with self._places.held("poll", caller.key_id, self._address):
+            return await self._run(call)
+
+    async def _run(self, call: Call[Any]) -> Reply:
+        reply = await self._handlers[call.route.name](call)
         assert isinstance(reply, Reply), "the workers' door answers with values"
         return reply
 

@@ -34,6 +34,26 @@ def canonical_json(value: Any, *, max_nesting: int = MAX_NESTING) -> bytes:
         raise NotCanonicalError("a string holds a lone surrogate, which UTF-8 cannot carry") from error
 
 
+def check_canonical(value: Any, *, max_nesting: int = MAX_NESTING) -> None:
+    """Raises what `canonical_json` would, and writes nothing: a text of megabytes takes no time and no memory."""
+    kind = type(value)
+    if value is None or kind is bool or (kind is str and value.isascii()):
+        return
+    if kind is list and value and max_nesting:
+        for item in value:
+            check_canonical(item, max_nesting=max_nesting - 1)
+    elif kind is dict and value and max_nesting:
+        for name in value:
+            if type(name) is not str:
+                canonical_json({name: None})
+            check_canonical(name)
+            check_canonical(value[name], max_nesting=max_nesting - 1)
+    elif kind is int or kind is float:
+        canonical_number(value)
+    else:
+        canonical_json(value, max_nesting=max_nesting)
+
+
 def canonical_number(number: int | float) -> str:
     """The text of a number: all digits if it is integral, else the shortest form as ECMAScript writes it."""
     if isinstance(number, float):

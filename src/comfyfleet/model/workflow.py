@@ -77,6 +77,10 @@ FILE_INPUTS = frozenset({"image", "mask", "audio", "video", "file", "latent", "m
 """Inputs of loading nodes that name a file in the server's input folder."""
 
 
+MAX_FILE_NAME = 4_096
+"""No file system has longer paths: such a text is something else, whatever it ends with."""
+
+
 class GraphNeeds(msgspec.Struct, frozen=True):
     """What a graph shows of its needs. Models and files are named as the graph does, with '/' between folders."""
 
@@ -108,6 +112,8 @@ def files_of(node: Node) -> tuple[set[str], set[str]]:
         if name in node.links:
             continue
         for text in texts_within(value):
+            if len(text) > MAX_FILE_NAME:
+                continue
             if names_model_file(name, text):
                 models.add(text.replace("\\", "/"))
             elif is_loader and name in FILE_INPUTS and text.strip():

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.canonical import MAX_NESTING, NotCanonicalError, canonical_json
+from comfyfleet.model.canonical import MAX_NESTING, NotCanonicalError, check_canonical
 from comfyfleet.model.errors import Refusal, RefusalCode
 
 MAX_NODES = 5_000
@@ -194,7 +194,7 @@ def _plain(value: Any) -> Any:
 def _check_value(node_id: str, name: str, value: Any, problems: _Problems) -> None:
     try:
         # One level less for the graph, the node and its inputs each, so that the whole has a canonical text.
-        canonical_json(value, max_nesting=MAX_NESTING - 3)
+        check_canonical(value, max_nesting=MAX_NESTING - 3)
     except NotCanonicalError as error:
         problems.add(
             node_id,

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.wire import bodies, files
-from comfyfleet.wire.route import ANYBODY, CALLERS, READERS, WORKERS, Route, get_route, of_noun, post_route
+from comfyfleet.wire.route import (
+    ANYBODY,
+    CALLERS,
+    LISTED_BYTES,
+    READERS,
+    WORKERS,
+    Route,
+    get_route,
+    of_noun,
+    post_route,
+)
 
 FILES = of_noun(
     "files",
@@ -53,6 +63,7 @@ FILES = of_noun(
         CALLERS,
         files.PartGrants,
         body=files.PartsBody,
+        max_bytes=LISTED_BYTES,
         refuses=(RefusalCode.INVALID_REQUEST, RefusalCode.WRONG_PHASE),
     ),
     Route(
@@ -83,6 +94,7 @@ FILES = of_noun(
         WORKERS,
         files.FileGrants,
         body=files.GrantsBody,
+        max_bytes=LISTED_BYTES,
         refuses=(RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND),
     ),
     post_route(
@@ -92,6 +104,7 @@ FILES = of_noun(
         WORKERS,
         files.PartGrants,
         body=files.WorkerPartsBody,
+        max_bytes=LISTED_BYTES,
         refuses=(RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE),
     ),
 )

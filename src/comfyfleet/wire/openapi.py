@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from comfyfleet.wire.problems import CONTENT_TYPE, INCIDENT, KINDS, Problem
-from comfyfleet.wire.route import Route
+from comfyfleet.wire.route import SMALL_BYTES, Route
 
 _REF = "#/components/schemas/{name}"
 
@@ -97,6 +97,8 @@ def _operation(route: Route, by_type: dict[int, Any], components: dict[str, Any]
         operation["requestBody"] = {
             "required": not route.is_body_optional,
             "content": {"application/json": {"schema": by_type[id(route.body)]}},
+            "description": f"At most {said_bytes(route.max_bytes)}, packed or unpacked",
+            "x-max-bytes": route.max_bytes,
         }
     if route.takes_bytes:
         operation["requestBody"] = {"required": True, "content": _BYTES}
@@ -187,6 +189,21 @@ def _row(route: Route) -> str:
     who = ", ".join(sorted(role.value for role in route.roles)) or "anybody"
     codes = ", ".join(f"`{code.value}`" for code in route.refuses) or "–"
     return f"| {calls} | {route.summary} | {who} | {codes} |"
+
+
+def body_table(routes: tuple[Route, ...]) -> str:
+    """How large bodies may be, as Markdown, for docs/protocol.md."""
+    lines = ["| at most | the body of |", "|---|---|"]
+    for most in sorted({route.max_bytes for route in routes if route.body is not None}):
+        named = ", ".join(
+            f"`{route.method} {route.path}`" for route in routes if route.body and route.max_bytes == most
+        )
+        lines.append(f"| {said_bytes(most)} | {'every other route' if most == SMALL_BYTES else named} |")
+    return "\n".join(lines)
+
+
+def said_bytes(size: int) -> str:
+    return f"{size // 1024} KiB" if size < 1024 * 1024 else f"{size // (1024 * 1024)} MiB"
 
 
 def problem_table() -> str:

@@ -21,6 +21,18 @@ ANYBODY: frozenset[Role] = frozenset()
 
 WORKER_NOUN = "worker protocol"
 
+_KIB, _MIB = 1024, 1024 * 1024
+TINY_BYTES = 4 * _KIB
+"""A name and a token, from somebody who has no key yet."""
+SMALL_BYTES = 64 * _KIB
+"""A form."""
+LISTED_BYTES = _MIB
+"""Lists of a thousand names."""
+TOLD_BYTES = 8 * _MIB
+"""What a server has, and previews of what it makes."""
+LARGE_BYTES = 32 * _MIB
+"""Workflows and results: real graphs have less than 5 MiB, and some carry pictures as text."""
+
 
 class Route(msgspec.Struct, frozen=True):
     name: str
@@ -39,6 +51,10 @@ class Route(msgspec.Struct, frozen=True):
     """Beside what every route may answer."""
     headers: tuple[str, ...] = ()
     is_body_optional: bool = False
+    max_bytes: int = SMALL_BYTES
+    """The most its body may have, sent and unpacked. Of `LARGE_BYTES` the hub's settings make more or less."""
+    in_parts: bool = False
+    """Its body is a list whose items are decoded, and bounded, one by one."""
     only_reads: bool = False
     """It changes nothing, for all that it is a POST."""
     takes_bytes: bool = False

@@ -12,14 +12,18 @@ from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.wire import answers, bodies, keys, progress, worker
 from comfyfleet.wire.file_routes import FILES
+from comfyfleet.wire.key_routes import KEYS
 from comfyfleet.wire.reconciling import RECONCILING
 from comfyfleet.wire.route import (
-    ADMIN,
     ANYBODY,
     CALLERS,
+    LARGE_BYTES,
+    LISTED_BYTES,
     LOOKERS,
     OPERATORS,
     READERS,
+    TINY_BYTES,
+    TOLD_BYTES,
     WORKER_NOUN,
     WORKERS,
     Route,
@@ -54,6 +58,7 @@ JOBS = of_noun(
         CALLERS,
         aliases=("/jobs", "/api/ai-jobs"),
         body=bodies.SubmitBody,
+        max_bytes=LARGE_BYTES,
         reads=bodies.SentSubmit,
         answers={201: answers.SubmittedBody, 200: answers.SubmittedBody},
         refuses=_SUBMIT,
@@ -67,6 +72,8 @@ JOBS = of_noun(
         answers.BatchAnswer,
         aliases=("/jobs/batch", "/api/ai-jobs/batch"),
         body=bodies.BatchBody,
+        max_bytes=LARGE_BYTES,
+        in_parts=True,
         headers=("Idempotency-Key",),
     ),
     post_route(
@@ -76,6 +83,7 @@ JOBS = of_noun(
         CALLERS,
         bodies.ConvertBody,
         body=bodies.ConvertBody,
+        max_bytes=LARGE_BYTES,
         only_reads=True,
         refuses=(RefusalCode.INVALID_WORKFLOW, RefusalCode.UNWORKABLE),
     ),
@@ -289,71 +297,6 @@ FLEET = of_noun(
     ),
 )
 
-KEYS = of_noun(
-    "keys",
-    get_route(
-        "list_keys", "/api/keys", "Every key, without its secret", ADMIN, keys.KeyList, query=bodies.PageQuery
-    ),
-    Route(
-        "create_key",
-        "POST",
-        "/api/keys",
-        "Make a key; it is shown once",
-        ADMIN,
-        body=keys.KeyBody,
-        answers={201: keys.KeyMade},
-    ),
-    Route(
-        "revoke_key", "DELETE", "/api/keys/{key_id}", "End a key at once", ADMIN, answers={200: keys.KeyView}
-    ),
-    post_route(
-        "rotate_key",
-        "/api/keys/{key_id}/rotate",
-        "Give a key a new secret, shown once",
-        ADMIN,
-        keys.KeyMade,
-        refuses=_PHASE,
-        body=keys.RotateBody,
-        is_body_optional=True,
-    ),
-    Route(
-        "create_enrolment",
-        "POST",
-        "/api/enrolments",
-        "Make a token with which workers fetch keys of their own",
-        OPERATORS,
-        body=keys.EnrolmentBody,
-        is_body_optional=True,
-        answers={201: keys.EnrolmentMade},
-    ),
-    Route(
-        "revoke_enrolment",
-        "DELETE",
-        "/api/enrolments/{token_id}",
-        "End an enrolment token at once; keys that it gave stay",
-        OPERATORS,
-        answers={204: None},
-    ),
-    post_route(
-        "worker_rotate",
-        "/api/worker/rotate",
-        "Give the key this is called with a new secret, shown once",
-        WORKERS,
-        keys.KeyMade,
-        refuses=(*_PHASE, *_UNKNOWN),
-        body=keys.RotateBody,
-        is_body_optional=True,
-    ),
-    get_route(
-        "list_audit",
-        "/api/audit",
-        "Who changed what, in order of time",
-        ADMIN,
-        keys.AuditList,
-        query=keys.AuditQuery,
-    ),
-)
-
 WORKER = of_noun(
     WORKER_NOUN,
     Route(
@@ -363,6 +306,7 @@ WORKER = of_noun(
         "Turn an enrolment token into a key for one worker",
         ANYBODY,
         body=worker.EnrolBody,
+        max_bytes=TINY_BYTES,
         answers={201: keys.KeyMade},
         refuses=(RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED),
     ),
@@ -373,6 +317,7 @@ WORKER = of_noun(
         WORKERS,
         worker.RegisteredBody,
         body=worker.RegisterBody,
+        max_bytes=TOLD_BYTES,
     ),
     Route(
         "worker_describe",
@@ -381,6 +326,7 @@ WORKER = of_noun(
         "Tell the inputs of a server's nodes, so that workflows of the editor can be converted",
         WORKERS,
         body=worker.DescribeBody,
+        max_bytes=LARGE_BYTES,
         answers={204: None},
         refuses=_UNKNOWN,
     ),
@@ -391,6 +337,7 @@ WORKER = of_noun(
         "Ask for a job; parks until there is one. The same poll id gets the same lease",
         WORKERS,
         body=worker.PollBody,
+        max_bytes=TOLD_BYTES,
         answers={200: worker.LeaseAnswer, 204: None},
         refuses=_UNKNOWN,
         parks=True,
@@ -402,6 +349,7 @@ WORKER = of_noun(
         WORKERS,
         worker.BeatAnswer,
         body=worker.HeartbeatBody,
+        max_bytes=TOLD_BYTES,
         refuses=_UNKNOWN,
     ),
     post_route(
@@ -411,6 +359,7 @@ WORKER = of_noun(
         WORKERS,
         worker.BeatAnswer,
         body=worker.ProgressBatch,
+        max_bytes=TOLD_BYTES,
     ),
     post_route(
         "worker_complete",
@@ -419,6 +368,7 @@ WORKER = of_noun(
         WORKERS,
         worker.SettledAnswer,
         body=worker.CompleteBody,
+        max_bytes=LARGE_BYTES,
         refuses=_LEASE,
     ),
     post_route(
@@ -428,6 +378,7 @@ WORKER = of_noun(
         WORKERS,
         worker.SettledAnswer,
         body=worker.FailBody,
+        max_bytes=LISTED_BYTES,
         refuses=_LEASE,
     ),
     post_route(

@@ -6,7 +6,7 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.wire import bodies, tenants, usage
 from comfyfleet.wire import credits as money
-from comfyfleet.wire.route import ADMIN, OPERATORS, Route, get_route, of_noun, post_route
+from comfyfleet.wire.route import ADMIN, LISTED_BYTES, OPERATORS, Route, get_route, of_noun, post_route
 
 PAYERS = frozenset({Role.ADMIN, Role.OPERATOR, Role.TENANT})
 """Who sees money: a tenant its own."""
@@ -30,6 +30,7 @@ TENANTS = of_noun(
         "Set up a tenant whose jobs, files and credits lie in a database pool",
         ADMIN,
         body=tenants.TenantBody,
+        max_bytes=LISTED_BYTES,
         answers={201: tenants.TenantView},
         refuses=(RefusalCode.DUPLICATE_DIFFERS,),
     ),
@@ -41,6 +42,7 @@ TENANTS = of_noun(
         "Change what is said of a tenant; the rest stays as it is",
         ADMIN,
         body=tenants.TenantChange,
+        max_bytes=LISTED_BYTES,
         answers={200: tenants.TenantView},
         refuses=_PHASE,
     ),

@@ -1,0 +1,284 @@
+"""The body of a request, read while it arrives: bounded as the table of routes says, packed and unpacked, and decoded.
+
+A small body is read where it is, on the event loop. A larger one is unpacked, scanned and decoded piece by piece in one
+thread that all requests share, and what all of them hold together is bounded: so a body costs its sender a refusal, and
+nobody else a wait. What a text may hold is `json_bounds.py`'s to say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeVar
+
+import msgspec
+
+from comfyfleet.hub.json_bounds import PIECE_BYTES, JsonScanner, check_json
+from comfyfleet.hub.limits import HungUp, Limits
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.wire.route import LARGE_BYTES, Route
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+T = TypeVar("T")
+
+_WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_AGAIN_S = 2.0
+
+
+class Bound(NamedTuple):
+    """Of one route's body."""
+
+    sent: int
+    unpacked: int
+    depth: int
+    in_parts: bool
+
+    @classmethod
+    def of(cls, route: Route, limits: Limits) -> Bound:
+        """Settings lower any bound, and move that of large bodies either way."""
+        sent, unpacked = limits.max_body_bytes, limits.max_unpacked_bytes
+        if route.max_bytes < LARGE_BYTES:
+            sent, unpacked = min(sent, route.max_bytes), min(unpacked, route.max_bytes)
+        return cls(sent, unpacked, limits.max_depth, route.in_parts)
+
+    def scanner(self) -> JsonScanner:
+        # Of what is decoded part by part, a value takes no more than its text until then.
+        return JsonScanner(self.depth, self.unpacked, 8 if self.in_parts else 100)
+
+
+class Bodies:
+    """Every large body that is being read or worked on at this hub."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._most = limits.max_bodies_bytes
+        self._held: Counter[str] = Counter()
+        self._in_all = 0
+        self._thread = ThreadPoolExecutor(1, "hub-bodies")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def held_bytes(self) -> int:
+        return self._in_all
+
+    def take(self, key_id: str, size: int) -> None:
+        """One key has half of it at most, so that it does not keep everybody else out."""
+        if self._in_all + size > self._most or self._held[key_id] + size > self._most // 2:
+            raise Refusal(
+                RefusalCode.UNAVAILABLE,
+                f"the hub reads large bodies of {self._most} bytes at a time and no more, half of it for one key; "
+                "try again",
+                retry_after_s=_AGAIN_S,
+            )
+        self._held[key_id] += size
+        self._in_all += size
+
+    def give_back(self, key_id: str, size: int) -> None:
+        self._in_all -= size
+        self._held[key_id] -= size
+        if not self._held[key_id]:
+            del self._held[key_id]
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """In the thread, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+class Reading:
+    """One body, from its first byte until whoever asked is answered: a context manager that gives back what it held."""
+
+    def __init__(self, bodies: Bodies, bound: Bound, key_id: str) -> None:
+        self._bodies = bodies
+        self._bound = bound
+        self._key_id = key_id
+        self._held = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.let_go()
+
+    def let_go(self) -> None:
+        if self._held:
+            self._bodies.give_back(self._key_id, self._held)
+            self._held = 0
+
+    async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes | bytearray:
+        """The whole body, unpacked and scanned. Reading ends at the first byte too many."""
+        unpacker = _unpacker(headers.get("content-encoding", "").strip().lower())
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and len(announced) < 20 and int(announced) > self._bound.sent:
+            raise _too_large("has", self._bound.sent)
+        first, more = await _piece(receive)
+        while more and len(first) < PIECE_BYTES:
+            piece, more = await _piece(receive)
+            first += piece
+        self._check_sent(len(first))
+        if not more and unpacker is None and len(first) <= PIECE_BYTES:
+            check_json(first, self._bound.depth, self._bound.unpacked)
+            return first
+        gathered = _Gathered(unpacker, self._bound)
+        size = len(first)
+        # What unpacks to little is little work. What is left of it goes the way of the large ones.
+        rest = gathered.begin(first) if unpacker is not None and size <= PIECE_BYTES else first
+        while True:
+            if rest or gathered.is_behind:
+                await self._bodies.apart(partial(gathered.add, rest))
+            self._hold(len(gathered.body))
+            if not more:
+                break
+            rest, more = await _piece(receive)
+            size += len(rest)
+            self._check_sent(size)
+        gathered.end()
+        return gathered.body
+
+    async def decode(self, decoder: msgspec.json.Decoder[Any], body: bytes | bytearray) -> Any:
+        if len(body) <= PIECE_BYTES:
+            return parse(decoder, body)
+        return await self._bodies.apart(lambda: parse(decoder, body))
+
+    async def checked(self, decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+        """A body that came as a whole, over a socket: scanned and decoded."""
+        if len(body) > self._bound.unpacked:
+            raise _too_large("has", self._bound.unpacked)
+        if len(body) <= PIECE_BYTES:
+            check_json(body, self._bound.depth, self._bound.unpacked)
+            return parse(decoder, body)
+        self._hold(len(body))
+        return await self._bodies.apart(lambda: _check_and_parse(decoder, body, self._bound))
+
+    def _hold(self, size: int) -> None:
+        if size > PIECE_BYTES and size > self._held:
+            self._bodies.take(self._key_id, size - self._held)
+            self._held = size
+
+    def _check_sent(self, size: int) -> None:
+        if size > self._bound.sent:
+            raise _too_large("has", self._bound.sent)
+
+
+class _Gathered:
+    """What has arrived of a body, unpacked."""
+
+    def __init__(self, unpacker: _Unpacker | None, bound: Bound) -> None:
+        self.body = bytearray()
+        self._unpacker = unpacker
+        self._bound = bound
+        self._scanner = bound.scanner()
+
+    def begin(self, piece: bytes) -> bytes:
+        """One step. What is left of the piece is returned."""
+        assert self._unpacker is not None
+        unpacked, rest = self._unpacker.unpack(piece)
+        self._keep(unpacked)
+        return rest
+
+    @property
+    def is_behind(self) -> bool:
+        return self._unpacker is not None and self._unpacker.is_full
+
+    def add(self, piece: bytes) -> None:
+        if self._unpacker is None:
+            for start in range(0, len(piece), PIECE_BYTES):
+                self._keep(piece[start : start + PIECE_BYTES])
+            return
+        while piece or self._unpacker.is_full:
+            unpacked, piece = self._unpacker.unpack(piece)
+            self._keep(unpacked)
+
+    def end(self) -> None:
+        if self._unpacker is not None:
+            self._unpacker.check_is_whole()
+        self._scanner.end()
+
+    def _keep(self, piece: bytes) -> None:
+        if len(self.body) + len(piece) > self._bound.unpacked:
+            raise _too_large("has" if self._unpacker is None else "unpacks to", self._bound.unpacked)
+        self._scanner.feed(piece)
+        self.body += piece
+
+
+class _Unpacker:
+    """One stream of gzip or deflate, a piece at a time."""
+
+    def __init__(self, encoding: str) -> None:
+        self._encoding = encoding
+        self._stream: Any = None
+        self.is_full = False
+
+    def unpack(self, piece: bytes) -> tuple[bytes, bytes]:
+        """At most one piece of what it unpacks to, and what is left of it."""
+        if self._stream is None:
+            # Some leave out the header that the name of deflate promises.
+            is_bare = self._encoding == "deflate" and piece[:1] and piece[0] & 0x0F != 8
+            self._stream = zlib.decompressobj(-15 if is_bare else _WINDOWS[self._encoding])
+        try:
+            unpacked: bytes = self._stream.decompress(piece, PIECE_BYTES)
+        except zlib.error as error:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"the body is not valid {self._encoding}: {error}"
+            ) from error
+        if self._stream.unused_data:
+            self._refuse()
+        # It may have taken all of the piece and still have something to say.
+        self.is_full = len(unpacked) == PIECE_BYTES and not self._stream.eof
+        return unpacked, self._stream.unconsumed_tail
+
+    def check_is_whole(self) -> None:
+        if self._stream is None or not self._stream.eof:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not one whole {self._encoding} stream")
+
+
+def _unpacker(encoding: str) -> _Unpacker | None:
+    if encoding in ("", "identity"):
+        return None
+    if encoding not in _WINDOWS:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"the encoding {encoding!r:.40} is not known: use gzip, deflate or none",
+        )
+    return _Unpacker(encoding)
+
+
+async def _piece(receive: Receive) -> tuple[bytes, bool]:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+        raise HungUp
+    return message.get("body", b""), message.get("more_body", False)
+
+
+def parse(decoder: msgspec.json.Decoder[Any], body: bytes | bytearray) -> Any:
+    """Whatever is wrong with a body is the sender's to put right."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not what is expected: {error}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not JSON: {error}") from error
+
+
+def _check_and_parse(decoder: msgspec.json.Decoder[Any], body: bytes, bound: Bound) -> Any:
+    scanner = bound.scanner()
+    for start in range(0, len(body), PIECE_BYTES):
+        scanner.feed(body[start : start + PIECE_BYTES])
+    scanner.end()
+    return parse(decoder, body)
+
+
+def _too_large(what: str, most: int) -> Refusal:
+    return Refusal(
+        RefusalCode.TOO_LARGE, f"a body {what} at most {most} bytes here: send less at a time", max_bytes=most
+    )
