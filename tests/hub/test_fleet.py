@@ -53,7 +53,7 @@ async def test_a_worker_is_paused_resumed_drained_and_removed(rig: HubRig) -> No
         assert (await rig.post(f"/api/workers/gpu-a/{verb}")).body["status"] == status
     assert [command.action for command in (await rig.engine.heartbeat(GPU, ())).commands] == ["drain"]
     await rig.engine.unregister(GPU, "drained")
-    refused = await rig.post("/api/workers/gpu-a/resume")
+    refused = await rig.post("/api/workers/gpu-a/pause")
     assert (refused.code, refused.body["detail"]) == (
         "not_found",
         "worker 'gpu-a' is offline: start it again where it ran",
@@ -61,6 +61,39 @@ async def test_a_worker_is_paused_resumed_drained_and_removed(rig: HubRig) -> No
     assert (await rig.ask("DELETE", "/api/workers/gpu-a")).status == 204
     assert (await rig.ask("DELETE", "/api/workers/gpu-a")).code == "not_found"
     assert (await rig.get("/api/workers")).body == {"workers": []}
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+
+
+async def test_what_an_operator_says_of_a_worker_lasts_until_an_operator_says_otherwise(rig: HubRig) -> None:
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+    await rig.post("/api/workers/gpu-a/drain")
+    await rig.engine.unregister(GPU, "drained")
+    await rig.engine.register(RegisterWorker(GPU, ANYTHING))
+    assert (await rig.get("/api/workers/gpu-a")).body["status"] == "paused"
+    assert (await rig.post("/api/workers/gpu-a/resume")).body["status"] == "idle"
+    assert (await rig.ask("DELETE", "/api/workers/gpu-a")).status == 204
+    body = {"worker_id": "gpu-a", "capabilities": {"services": [{"name": "comfyui"}]}}
+    refused = await rig.post("/api/worker/register", body)
+    assert (refused.status, refused.code) == (403, "not_allowed")
+    assert "comfyfleet workers resume gpu-a" in refused.body["detail"]
+    resumed = (await rig.post("/api/workers/gpu-a/resume")).body
+    assert (resumed["status"], resumed["offline_reason"]) == ("offline", "removed by an operator")
+    assert (await rig.post("/api/worker/register", body)).status == 200
+
+
+async def test_one_name_is_one_agents_while_that_is_heard_of(rig: HubRig) -> None:
+    body = {"worker_id": "gpu-a", "capabilities": {"services": [{"name": "comfyui"}]}}
+    mine, other = {**body, "instance": "first"}, {**body, "instance": "second"}
+    registered = (await rig.post("/api/worker/register", mine)).body
+    refused = await rig.post("/api/worker/register", other)
+    assert (refused.status, refused.code) == (403, "not_allowed")
+    assert "--name" in refused.body["detail"]
+    poll = {"worker_id": "gpu-a", "poll_id": "1", "wait_s": 0}
+    poll["capabilities_hash"] = registered["capabilities_hash"]
+    assert (await rig.post("/api/worker/poll", {**poll, "instance": "first"})).status == 204
+    assert (await rig.post("/api/worker/poll", {**poll, "instance": "second"})).code == "not_found"
+    assert (await rig.post("/api/worker/register", mine)).status == 200
+    assert (await rig.post("/api/worker/register", body)).status == 200, "one that does not say"
 
 
 async def test_why_a_worker_is_offline_is_listed_and_explained_until_it_is_back(rig: HubRig) -> None:

@@ -102,9 +102,13 @@ def _commanding(name: str, text: str, method: str) -> None:
             echo(f"{worker.id} {worker.status.value}")
 
 
-_commanding("drain", "Let a worker end what it runs, and leave.", "drain_worker")
+_commanding(
+    "drain",
+    "Let a worker end what it runs, and leave, until it is resumed.",
+    "drain_worker",
+)
 _commanding("pause", "Give a worker nothing new.", "pause_worker")
-_commanding("resume", "Give a worker work again.", "resume_worker")
+_commanding("resume", "Give work again to a worker that was paused, drained or removed.", "resume_worker")
 
 
 @command.command("remove")
@@ -112,7 +116,7 @@ _commanding("resume", "Give a worker work again.", "resume_worker")
 @as_json
 @settings(*TO_REACH)
 def remove(worker_id: str, as_json: bool, **flags: Any) -> None:
-    """Forget a worker and its blocks; one that still polls comes back."""
+    """Forget a worker and its blocks; one that is there is kept out until it is resumed."""
     from comfyfleet.cli.reach import ask, print_json
 
     ask(flags, lambda client: client.remove_worker(worker_id))

@@ -381,8 +381,17 @@ class Engine:
         """As this engine knows it, without a look into the store."""
         return self._context.fleet.workers.get(worker_id)
 
-    async def remove_worker(self, worker_id: WorkerId) -> None:
-        await self._workers.remove(worker_id)
+    async def remove_worker(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
+        """`is_kept_out`: it is not admitted again until it is resumed."""
+        await self._workers.remove(worker_id, is_kept_out=is_kept_out)
+
+    async def resume_worker(self, worker_id: WorkerId) -> WorkerRecord:
+        """Gives work again to one that was paused, drained, or removed while it was there."""
+        let_back = await self._workers.let_back(worker_id)
+        if let_back is None or await self._context.fleet.newest(worker_id) is not None:
+            let_back = await self._workers.set_flags(worker_id, is_paused=False, is_draining=False)
+            await self._commands.tell(Command("resume"), worker_id)
+        return let_back
 
     async def pause_worker(self, worker_id: WorkerId, is_paused: bool = True) -> None:
         await self._workers.set_flags(worker_id, is_paused=is_paused)

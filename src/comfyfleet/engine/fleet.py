@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Set
 import msgspec
 
 from comfyfleet.model.block import Block
+from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerDelta, WorkerRecord
@@ -227,15 +229,13 @@ class Fleet:
 
     # workers
 
-    async def put(
-        self, worker_id: WorkerId, capabilities: Capabilities, slots: int, live: LiveState, now: float
-    ) -> WorkerRecord:
+    async def put(self, call: RegisterWorker, now: float, lost_s: float) -> WorkerRecord:
+        """Refuses where another agent works under this name: one that was heard of since `lost_s` ago."""
         async with self._changing:
-            return await self._put(worker_id, capabilities, slots, live, now)
+            return await self._put(call, now, lost_s)
 
-    async def _put(
-        self, worker_id: WorkerId, capabilities: Capabilities, slots: int, live: LiveState, now: float
-    ) -> WorkerRecord:
+    async def _put(self, call: RegisterWorker, now: float, lost_s: float) -> WorkerRecord:
+        worker_id, capabilities, slots, live = call.worker_id, call.capabilities, call.slots, call.live
         if self._store.is_shared:
             await self._catch_up()
         known = self.workers.get(worker_id)
@@ -245,6 +245,16 @@ class Fleet:
             profile = await self._admit(worker_id, capabilities)
 
         def anew(stored: WorkerRecord) -> WorkerRecord:
+            if (
+                stored.is_other(call.instance)
+                and not stored.is_offline
+                and now < stored.last_seen_at + lost_s
+            ):
+                raise Refusal(
+                    RefusalCode.NOT_ALLOWED,
+                    f"another agent works as {worker_id!r} already: give this one a name of its own (--name), or stop "
+                    f"the other one. If that is gone, this one is let in {lost_s:g} s after its last sign of life",
+                )
             return msgspec.structs.replace(
                 stored,
                 capabilities=capabilities,
@@ -255,15 +265,28 @@ class Fleet:
                 last_seen_at=now,
                 is_offline=False,
                 offline_reason="",
-                # Draining ends with the process that drained: what comes back wants work.
+                # The process that drained is gone. What comes back is not sent away again, and gets no work either
+                # until the operator who said so says otherwise.
                 is_draining=stored.is_draining and not stored.is_offline,
+                is_paused=stored.is_paused or (stored.is_draining and stored.is_offline),
                 registrations=stored.registrations + 1,
+                instance=call.instance,
             )
 
         # Over what an operator says of it meanwhile, never past it.
         record = await self.change(worker_id, anew)
         if record is None:
-            record = WorkerRecord(worker_id, capabilities, profile, slots, now, now, live, registrations=1)
+            record = WorkerRecord(
+                worker_id,
+                capabilities,
+                profile,
+                slots,
+                now,
+                now,
+                live,
+                registrations=1,
+                instance=call.instance,
+            )
             self.workers[worker_id] = record
             self._changed()
             await self._store.put_worker(record)

@@ -42,17 +42,20 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
-from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
+from comfyfleet.model.ids import PollId, ProfileKey, WorkerId, prompt_id_of
 from comfyfleet.model.job import Job
 from comfyfleet.model.payload_digest import lease_sha256, runnable_workflow
 from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.trace import traceparent_of
-from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.policy.failover import lifted_by_inventory
 from comfyfleet.policy.learning import of_run, warmed
 from comfyfleet.policy.lifecycle import completed
 
 _MAX_REASON = 500
+
+KEPT_OUT = "removed_workers"
+"""Workers that an operator removed while they were there: not admitted until one lets them back."""
 
 
 class WorkerDesk:
@@ -81,8 +84,9 @@ class WorkerDesk:
                 f"{EVERY_WORKER!r} stands for every worker: give this one another name",
             )
         known = context.fleet.workers.get(call.worker_id)
+        await self._check_wanted(call.worker_id)
         now = await context.store.now()
-        record = await context.fleet.put(call.worker_id, call.capabilities, call.slots, call.live, now)
+        record = await context.fleet.put(call, now, context.rules.worker_lost_s)
         if known is None or known.is_offline:
             context.tell("online", call.worker_id)
         if record.connected_at == now:
@@ -115,7 +119,26 @@ class WorkerDesk:
         self._rounds.dismiss(worker_id)
         self._context.tell("offline", worker_id, reason=reason)
 
-    async def remove(self, worker_id: WorkerId) -> None:
+    async def _check_wanted(self, worker_id: WorkerId) -> None:
+        if await self._context.store.cabinet.get(KEPT_OUT, worker_id) is not None:
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED,
+                f"an operator removed worker {worker_id!r}: `comfyfleet workers resume {worker_id}` lets it back",
+            )
+
+    async def let_back(self, worker_id: WorkerId) -> WorkerRecord | None:
+        """As it was when it was removed; it registers by itself. None: it was not kept out."""
+        document = await self._context.store.cabinet.get(KEPT_OUT, worker_id)
+        if document is None or not await self._context.store.cabinet.remove(KEPT_OUT, worker_id):
+            return None
+        return msgspec.json.decode(document.body, type=WorkerRecord)
+
+    async def remove(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
+        """`is_kept_out`: until an operator lets it back. Else one that comes back is welcome."""
+        if is_kept_out:
+            # First: its agent notices at once, and registers again.
+            body = msgspec.json.encode(_removed(worker_id, await self._context.fleet.newest(worker_id)))
+            await self._context.store.cabinet.put(KEPT_OUT, worker_id, body, version=None)
         self._rounds.dismiss(worker_id)
         # Before the rest: one that comes back meanwhile tells it again.
         await self._catalogs.forget(worker_id)
@@ -128,9 +151,9 @@ class WorkerDesk:
 
     async def set_flags(
         self, worker_id: WorkerId, *, is_paused: bool | None = None, is_draining: bool | None = None
-    ) -> None:
+    ) -> WorkerRecord:
         known = self._context.fleet.workers.get(worker_id)
-        if known is not None and known.is_offline:
+        if known is not None and known.is_offline and (is_paused is not False or is_draining):
             # Said to an operator: what a worker would do about it is of no use there.
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is offline: start it again where it ran"
@@ -143,9 +166,11 @@ class WorkerDesk:
                 is_draining=worker.is_draining if is_draining is None else is_draining,
             )
 
-        if await self._context.fleet.change(worker_id, flagged) is None:
+        worker = await self._context.fleet.change(worker_id, flagged)
+        if worker is None:
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
         self._rounds.worker_freed(worker_id)
+        return worker
 
     # work
 
@@ -169,7 +194,11 @@ class WorkerDesk:
         if known is not None:
             # The answer to this poll was lost on its way: the same lease is told again.
             return await self._leased_job(known)
-        self._known(call.worker_id)
+        if self._known(call.worker_id).is_other(call.instance):
+            raise Refusal(
+                RefusalCode.NOT_FOUND,
+                f"another agent has registered as {call.worker_id!r} meanwhile; register, then poll",
+            )
         self._commands.serve(call.worker_id)
         await self._seen(call.worker_id)
         slot = Slot(call.worker_id, poll_id)
@@ -450,3 +479,19 @@ def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, ...]:
     """The blocks that a success disproves: the job's, its tenant's, and everybody's. Another tenant's block is about
     that tenant's inputs, and stays."""
     return tuple(Pair(worker_id, block_target) for block_target in dispatch.block_targets)
+
+
+def _removed(worker_id: WorkerId, worker: WorkerRecord | None) -> WorkerRecord:
+    """Without what it offered, which may be long: it says so again when it is let back."""
+    services = () if worker is None else tuple(Service(each.name) for each in worker.capabilities.services)
+    seen_at = 0.0 if worker is None else worker.last_seen_at
+    return WorkerRecord(
+        worker_id,
+        Capabilities(services),
+        ProfileKey(""),
+        1,
+        seen_at,
+        seen_at,
+        is_offline=True,
+        offline_reason="removed by an operator",
+    )

@@ -88,11 +88,13 @@ class FleetHandlers:
         return await self.get_worker(call)
 
     async def resume(self, call: Call[None]) -> Reply:
-        await self._engine.pause_worker((await self._known(call)).worker_id, False)
-        return await self.get_worker(call)
+        worker = await self._engine.resume_worker(WorkerId(call.parameters["worker_id"]))
+        leases = await self._engine.store.leases_of(worker.worker_id)
+        return Reply(200, details(worker, leases, call.caller))
 
     async def remove(self, call: Call[None]) -> Reply:
-        await self._engine.remove_worker((await self._known(call)).worker_id)
+        worker = await self._known(call)
+        await self._engine.remove_worker(worker.worker_id, is_kept_out=not worker.is_offline)
         return Reply(204)
 
     # blocks

@@ -93,7 +93,11 @@ class SocketWorkers:
     async def _register(self, body: socket.RegisterWorker) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
         said = RegisterBody(
-            worker_id, body.capabilities, slots=body.slots, max_concurrency=body.max_concurrency
+            worker_id,
+            body.capabilities,
+            slots=body.slots,
+            max_concurrency=body.max_concurrency,
+            instance=body.instance,
         )
         record = await self._engine.register(self._inputs.admitted(registration(said)))
         self._listen(worker_id)

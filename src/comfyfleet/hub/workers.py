@@ -116,7 +116,9 @@ class WorkerHandlers:
         slots = known.slots if known is not None else body.slots or body.max_concurrency
         if slots is not None and body.current_load is not None and body.current_load >= slots:
             return Reply(204)
-        job = await self._engine.poll(Poll(worker_id, PollId(body.poll_id), self._wait_s(body)))
+        job = await self._engine.poll(
+            Poll(worker_id, PollId(body.poll_id), self._wait_s(body), body.instance or "")
+        )
         if job is None:
             return Reply(204)
         if _LOG.isEnabledFor(logging.INFO) and job.traceparent is not None:

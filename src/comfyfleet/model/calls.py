@@ -90,12 +90,15 @@ class RegisterWorker(msgspec.Struct, frozen=True, omit_defaults=True):
     capabilities: Capabilities
     slots: int = 1
     live: LiveState = LiveState()
+    instance: str = ""
+    """Which agent it is, the same after a restart where it ran. Empty: it does not say."""
 
 
 class Poll(msgspec.Struct, frozen=True, omit_defaults=True):
     worker_id: WorkerId
     poll_id: PollId
     wait_s: float = 30.0
+    instance: str = ""
 
 
 class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):

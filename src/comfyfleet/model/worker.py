@@ -133,6 +133,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     registrations: int = 0
     revision: int = 0
     """How often it was written, but for its totals and signs of life."""
+    instance: str = ""
+    """Which agent works under this name. Empty: it has not said."""
 
     @property
     def registration(self) -> str:
@@ -146,6 +148,10 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             or self.is_offline
             or (self.quarantined_until is not None and now < self.quarantined_until)
         )
+
+    def is_other(self, instance: str) -> bool:
+        """Whether this is another agent's, as far as both say who they are."""
+        return bool(instance and self.instance) and instance != self.instance
 
     def over(self, stored: WorkerRecord) -> WorkerRecord:
         """This, written over what stands in the store: totals are only ever added to, and nobody is seen earlier."""

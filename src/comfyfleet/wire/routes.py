@@ -274,7 +274,7 @@ FLEET = of_noun(
     post_route(
         "resume_worker",
         "/api/workers/{worker_id}/resume",
-        "Give it work again",
+        "Give it work again: paused, drained or removed",
         OPERATORS,
         answers.WorkerDetails,
     ),
@@ -282,7 +282,7 @@ FLEET = of_noun(
         "remove_worker",
         "DELETE",
         "/api/workers/{worker_id}",
-        "Forget a worker and its blocks",
+        "Forget a worker and its blocks; one that is there is kept out until it is resumed",
         OPERATORS,
         answers={204: None},
     ),

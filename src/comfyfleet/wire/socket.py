@@ -50,6 +50,7 @@ class RegisterWorker(_Said, frozen=True):
     capabilities: dict[str, Any]
     max_concurrency: Slots | None = None
     slots: Slots | None = None
+    instance: Name | None = None
 
 
 class RequestJob(_Said, frozen=True):

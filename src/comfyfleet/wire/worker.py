@@ -58,6 +58,8 @@ class RegisterBody(_Call, frozen=True):
     max_concurrency: Slots | None = None
     """What `slots` was called."""
     live: LiveState | None = None
+    instance: Name | None = None
+    """Which agent it is, the same after a restart where it ran: another one is refused while this one is heard of."""
 
 
 class DescribeBody(_Call, frozen=True):
@@ -84,6 +86,7 @@ class PollBody(_Call, frozen=True):
     current_load: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] | None = None
     providers: Annotated[tuple[Name, ...], Meta(max_length=100)] = ()
     live: LiveState | None = None
+    instance: Name | None = None
 
 
 class ReportBody(_Call, frozen=True):
@@ -252,7 +255,7 @@ def registration(body: RegisterBody | PollBody) -> RegisterWorker:
         capabilities = msgspec.structs.replace(capabilities, services=services)
     live = body.live or LiveState(available_ram_gb=free_gb)
     slots = body.slots or body.max_concurrency or _concurrent(body.capabilities) or 1
-    return RegisterWorker(WorkerId(body.worker_id), capabilities, slots, live)
+    return RegisterWorker(WorkerId(body.worker_id), capabilities, slots, live, body.instance or "")
 
 
 def _concurrent(capabilities: dict[str, Any]) -> int | None:

@@ -126,6 +126,7 @@ class Agent:
                 server.connector.on_connection = partial(self._connection_hint, server)
         if self._journal is not None:
             self._begun.extend(self._journal.open())
+            self._registration.instance = self._slots.instance = self._journal.instance
             for server in self._servers:
                 if isinstance(server.connector, HasClientId):
                     server.connector.client_id = self._journal.client_id

@@ -79,6 +79,8 @@ class Journal:
         self._lock_path = folder / f"{name}.lock"
         self.spool = folder / f"{name}.files"
         """For files on their way. What is found there at the start is nobody's."""
+        self.instance = ""
+        """Which agent this is to the other side: the same at each start, and another's where one runs already."""
         self.client_id: str | None = None
         """Who this worker is to its servers, at each start; of one process at a time."""
         self._worker_id = worker_id
@@ -135,6 +137,7 @@ class Journal:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
+            self.instance = secrets.token_hex(16)
             _log.warning(
                 "another process on this machine works as %s already: give every worker a name of its own",
                 self._worker_id,
@@ -146,6 +149,7 @@ class Journal:
             self._lock.truncate(0)
             self._lock.seek(0)
             self._lock.write(self.client_id.encode())
+        self.instance = self.client_id
         return True
 
     def _read(self) -> dict[str, Begun]:

@@ -40,6 +40,8 @@ class Registration:
         """What is registered. None: nothing is."""
         self.number = 0
         """Counts registrations: who was refused under an older one need not register again."""
+        self.instance = ""
+        """Which agent this is, the same after a restart where it ran. Empty: nobody can tell."""
         self.is_closed = False
         """A worker that leaves offers nothing new; what it offers stands until its goodbye."""
         self._api = api
@@ -128,7 +130,9 @@ class Registration:
 
     async def _register(self, offer: Offer) -> None:
         await self._api.register(
-            RegisterWorker(self._worker_id, offer.capabilities, self._settings.slots, offer.live)
+            RegisterWorker(
+                self._worker_id, offer.capabilities, self._settings.slots, offer.live, self.instance
+            )
         )
         self._outage.answered()
         # Before it counts as online here: whoever waits for that may use what it told.

@@ -43,6 +43,8 @@ class Slots:
     ) -> None:
         self.quiet = asyncio.Event()
         """Set while every slot rests: nothing is polled, run or reported."""
+        self.instance = ""
+        """As in the registration."""
         self._api = api
         self._worker_id = worker_id
         self._settings = settings
@@ -89,7 +91,7 @@ class Slots:
                 begun = self._next_begun()
             if begun is not None:
                 # The poll of back then gets the lease of back then, if that is still alive.
-                asked = Poll(self._worker_id, PollId(begun.poll_id), 0.0)
+                asked = Poll(self._worker_id, PollId(begun.poll_id), 0.0, self.instance)
             else:
                 asked = poll = poll or self._new_poll()
             is_answered, job = await self._poll(asked, backoff)
@@ -111,7 +113,7 @@ class Slots:
     def _new_poll(self) -> Poll:
         self._polls += 1
         poll_id = PollId(f"{self._poll_prefix}-{self._polls}")
-        return Poll(self._worker_id, poll_id, self._settings.poll_wait_s)
+        return Poll(self._worker_id, poll_id, self._settings.poll_wait_s, self.instance)
 
     async def _rest(self) -> None:
         self._resting += 1

@@ -35,6 +35,7 @@ class _Beside(msgspec.Struct, frozen=True):
 
     slots: int = 1
     live: LiveState = LiveState()
+    instance: str = ""
 
 
 class _Report(msgspec.Struct, frozen=True):
@@ -102,7 +103,9 @@ def _applicant(name: bytes, text: bytes) -> Applicant:
         return Applicant(worker_id, text)
     try:
         beside = _beside.decode(text)
-        call = RegisterWorker(worker_id, _capabilities.decode(text), max(1, beside.slots), beside.live)
+        call = RegisterWorker(
+            worker_id, _capabilities.decode(text), max(1, beside.slots), beside.live, beside.instance
+        )
     except UNREADABLE as error:
         return Applicant(worker_id, text, problem=str(error))
     return Applicant(worker_id, text, call)

@@ -82,6 +82,7 @@ class HttpWorkerApi:
         self._session: aiohttp.ClientSession | None = None
         self._links = Links(self._url, connect_s=answer_s, quiet_s=_QUIET_S, trust=trust)
         self._keeps_none_until = 0.0
+        self._tells_instance = True
 
     async def __aenter__(self) -> Self:
         return self
@@ -102,7 +103,18 @@ class HttpWorkerApi:
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         capabilities = msgspec.to_builtins(call.capabilities)
         body = wire.RegisterBody(call.worker_id, capabilities, slots=call.slots, live=call.live)
-        answer = await self._ask("register", body, wire.RegisteredBody)
+        if call.instance and self._tells_instance:
+            body = msgspec.structs.replace(body, instance=call.instance)
+        try:
+            answer = await self._ask("register", body, wire.RegisteredBody)
+        except Refusal as refusal:
+            if body.instance is None or refusal.code is not RefusalCode.INVALID_REQUEST:
+                raise
+            # An older hub, which does not ask who it is.
+            self._tells_instance = False
+            answer = await self._ask(
+                "register", msgspec.structs.replace(body, instance=None), wire.RegisteredBody
+            )
         self._hashes[call.worker_id] = answer.capabilities_hash
         self._knows_nodes[call.worker_id] = answer.knows_nodes
         self._keeps_none_until = 0.0
@@ -127,7 +139,11 @@ class HttpWorkerApi:
     async def poll(self, call: Poll) -> LeasedJob | None:
         wait_s = min(call.wait_s, wire.MAX_WAIT_S)
         body = wire.PollBody(
-            call.worker_id, call.poll_id, wait_s, capabilities_hash=self._hashes.get(call.worker_id)
+            call.worker_id,
+            call.poll_id,
+            wait_s,
+            capabilities_hash=self._hashes.get(call.worker_id),
+            instance=call.instance or None if self._tells_instance else None,
         )
         content = await self._send("poll", body, wait_s)
         return None if content is None else wire.leased_job(_decode(content, wire.LeaseAnswer))
