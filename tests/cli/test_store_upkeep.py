@@ -16,9 +16,14 @@ from tests.servers.redis_fixtures import own_server, with_prefix
 from tests.servers.redis_server import RedisServer
 from tests.stores._filled import fill, histories, opened
 
+from comfyfleet.assets.local import LocalAssets
+from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.tenant import Tenant
 from comfyfleet.stores.migrations import migrations_of
 from comfyfleet.stores.redis.examining import layout
+from comfyfleet.tenancy.tenants import Tenants
 
 HOLDS = {"queued": 5, "leased": 0, "completed": 2, "failed": 2, "cancelled": 1}
 FEW = 2
@@ -94,12 +99,42 @@ async def test_a_backup_is_made_beside_the_owner_and_is_a_store(path: Path, tmp_
         ended = run_cli("store", "backup", f"sqlite:///{path}", copy, "--json")
         assert ended.returncode == 0, ended.stderr
         expected = await histories(store)
-    assert json.loads(ended.stdout) == {"store": str(path), "file": str(copy), "bytes": copy.stat().st_size}
+    told = json.loads(ended.stdout)
+    assert (told["store"], told["file"], told["bytes"]) == (str(path), str(copy), copy.stat().st_size)
+    assert (told["left_out"], sum(told["holds"].values()) > 0) == ({}, True)
     async with opened(f"sqlite:///{copy}") as store:
         assert await histories(store) == expected
     again = run_cli("store", "backup", f"sqlite:///{path}", copy)
     assert again.returncode == 4
     assert "a backup never overwrites" in again.stderr
+
+
+async def test_a_backup_that_would_leave_something_out_is_refused_until_that_is_understood(
+    path: Path, tmp_path: Path
+) -> None:
+    clock, copy = SystemClock(), tmp_path / "copy.db"
+    async with opened(f"sqlite:///{path}") as store:
+        await Tenants(store.cabinet, clock, is_shared=False).create(
+            Tenant(TenantId("acme"), "east", clock.now())
+        )
+        assets = LocalAssets(tmp_path / "files", store.cabinet, clock)
+        await assets.reserve(TenantId("default"))
+        refused = run_cli("store", "backup", f"sqlite:///{path}", copy)
+        assert (refused.returncode, refused.stdout) == (3, "")
+        for words in (
+            "nothing was copied",
+            "1 tenant (in the databases of east)",
+            "1 file (",
+            "--queue-only",
+        ):
+            assert words in refused.stderr
+        assert not copy.exists()
+        ended = run_cli("store", "backup", f"sqlite:///{path}", copy, "--queue-only")
+    assert ended.returncode == 0, ended.stderr
+    (left_out,) = [line for line in ended.stdout.splitlines() if line.startswith("not copied: ")]
+    assert "1 tenant" in left_out and "1 file" in left_out and "master keys" in left_out
+    assert any(line.startswith("copied: ") and "queued" in line for line in ended.stdout.splitlines())
+    assert copy.is_file()
 
 
 def test_a_backup_that_cannot_be_written_leaves_nothing_behind(path: Path, tmp_path: Path) -> None:
@@ -238,7 +273,9 @@ async def test_the_tables_in_postgresql_are_compared_with_each_other(request: py
         (("vacuum", "redis://h"), "needs no vacuum"),
         (("vacuum", "postgresql://h/d"), "autovacuum"),
         (("backup", "redis://h", "f"), "redis-cli --rdb"),
+        (("backup", "redis://h", "f"), "hold the queue alone. Tenants' databases"),
         (("backup", "postgresql://h/d", "f"), "pg_dump --schema=comfyfleet"),
+        (("backup", "postgresql://h/d", "f"), "the schema comfyfleet_tenants"),
     ],
 )
 def test_where_another_tool_does_it_that_one_is_named(words: tuple[str, ...], told: str) -> None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _SHOWN = 20
+_ELSEWHERE = (
+    "Tenants' databases (the schema comfyfleet_tenants of each database in [pools]; tenants.db) and files (the folder "
+    "'files' of the data folder, or the bucket) are to be copied by themselves, and so are the master keys"
+)
 
 
 @click.group("store")
@@ -83,11 +87,18 @@ def vacuum(url: str, as_json: bool) -> None:
 @command.command("backup")
 @click.argument("url")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option(
+    "--queue-only",
+    is_flag=True,
+    help="Copy the store alone, although tenants have databases, or files lie elsewhere, that are not in the copy.",
+)
 @_AS_JSON
-def backup(url: str, file: Path, as_json: bool) -> None:
+def backup(url: str, file: Path, queue_only: bool, as_json: bool) -> None:
     """Copy the store at URL to FILE while it is in use (SQLite).
 
-    The copy is of one moment, and complete or not there at all. It is a store itself. No file is overwritten.
+    The copy is of one moment, and complete or not there at all. It is a store itself. No file is overwritten. It holds
+    the store alone: not the databases of tenants, not files, not master keys. Where there are such, it is refused
+    without --queue-only.
     """
     from comfyfleet.stores.examining import kind_of
     from comfyfleet.stores.opening import sqlite_path
@@ -96,21 +107,56 @@ def backup(url: str, file: Path, as_json: bool) -> None:
     match kind_of(url):
         case "redis":
             _refuse(
-                "Redis copies itself: `redis-cli --rdb FILE` takes a snapshot of one moment; keep the folder of its "
-                "append-only file (appenddirname) for everything up to the last write"
+                "`store backup` copies no Redis. `redis-cli --rdb FILE` takes a snapshot of one moment; keep the "
+                "folder of its append-only file (appenddirname) for everything up to the last write. "
+                f"Both hold the queue alone. {_ELSEWHERE}"
             )
         case "postgresql":
             _refuse(
-                "PostgreSQL has tools for this: `pg_dump --schema=comfyfleet --file=FILE` copies the fleet as of one "
-                "moment, `pg_basebackup` the whole server"
+                "`store backup` copies no PostgreSQL. `pg_dump --schema=comfyfleet --file=FILE` copies the queue alone "
+                f"as of one moment, `pg_basebackup` all databases of that one server. {_ELSEWHERE}"
             )
     path = sqlite_path(url)
+    left_out = _left_out(path)
+    if left_out and not queue_only:
+        _refuse(
+            f"nothing was copied: {path} is a part of what this hub keeps. The copy would be without "
+            f"{', '.join(left_out.values())}. Copy those by their own means, and say --queue-only for the store itself"
+        )
     upkeep.backup(path, file)
     size = file.stat().st_size
+    holds, _ = upkeep.describe(file)
     if as_json:
-        _print_json({"store": str(path), "file": str(file), "bytes": size})
-    else:
-        echo(f"{path} copied to {file} ({_size(size)})")
+        _print_json(
+            {"store": str(path), "file": str(file), "bytes": size, "holds": holds, "left_out": left_out}
+        )
+        return
+    echo(f"{path} copied to {file} ({_size(size)})")
+    found = ", ".join(f"{number} {name}" for name, number in holds.items() if number)
+    echo(f"copied: {found or 'an empty store'}")
+    echo(f"not copied: {', '.join([*left_out.values(), 'master keys, where it is encrypted'])}")
+
+
+def _left_out(path: Path) -> dict[str, str]:
+    """What this store tells of and does not hold, in words, by kind."""
+    import msgspec
+
+    from comfyfleet.assets.keeping import DRAWER as FILES
+    from comfyfleet.model.tenant import Tenant
+    from comfyfleet.stores.sqlite import upkeep
+    from comfyfleet.tenancy.tenants import DRAWER as TENANTS
+
+    found: dict[str, str] = {}
+    tenants = [msgspec.json.decode(body, type=Tenant) for body in upkeep.read_documents(path, TENANTS)]
+    if tenants:
+        pools = ", ".join(sorted({tenant.pool for tenant in tenants}))
+        found["tenants"] = (
+            f"the jobs, books and file records of {_number(len(tenants), 'tenant')} (in the databases of {pools})"
+        )
+    files = upkeep.count_documents(path).get(FILES, 0)
+    if files:
+        found["files"] = f"{_number(files, 'file')} (in the folder 'files' of the data folder, or in storage)"
+    return found
 
 
 @command.command("move")

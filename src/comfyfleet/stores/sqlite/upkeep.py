@@ -87,6 +87,24 @@ def vacuum(path: str | Path) -> None:
         ownership.release()
 
 
+def count_documents(path: str | Path) -> dict[str, int]:
+    """How many documents each drawer has."""
+    with closing(connect_to_read(Path(path))) as database:
+        try:
+            return dict(database.execute("SELECT drawer, count(*) FROM documents GROUP BY drawer").fetchall())
+        except sqlite3.DatabaseError as error:
+            raise Fault(f"{path} cannot be read: {error}") from error
+
+
+def read_documents(path: str | Path, drawer: str) -> list[bytes]:
+    with closing(connect_to_read(Path(path))) as database:
+        try:
+            rows = database.execute("SELECT body FROM documents WHERE drawer = ?", (drawer,)).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise Fault(f"{path} cannot be read: {error}") from error
+    return [body for (body,) in rows]
+
+
 def backup(path: str | Path, target: str | Path) -> None:
     """A copy of one moment, complete or not there at all. Safe while the owner runs."""
     path, target = Path(path), Path(target)
