@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine._rig import Rig, graph
+from tests.engine._rig import Rig, graph, offers
 
 from comfyfleet.engine.catalogs import SHARED_DRAWER
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.shell import SystemClock
 from comfyfleet.model.block import BlockReason
-from comfyfleet.model.calls import FailureReport, LeasedJob, Settled
+from comfyfleet.model.calls import FailureReport, LeasedJob, Poll, RegisterWorker, Settled
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.failure import Failure, FailureKind
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.ids import PollId, WorkerId
+from comfyfleet.model.job import Submission
 from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
+from comfyfleet.stores.sqlite.store import SqliteStore
 
 
 def refusal(kind: str = "value_not_in_list", input_name: str = "sampler_name") -> Failure:
@@ -24,7 +29,9 @@ def refusal(kind: str = "value_not_in_list", input_name: str = "sampler_name") -
 
 
 async def refuse(rig: Rig, leased: LeasedJob, *error: str) -> Settled:
-    return await rig.engine.fail(FailureReport(leased.ref, refusal(*error)))
+    """For want of an input, unless said: such a refusal speaks for all equal servers."""
+    failure = refusal(*(error or ("required_input_missing", "steps")))
+    return await rig.engine.fail(FailureReport(leased.ref, failure))
 
 
 @pytest.mark.parametrize("signatures", [(None, None), ("old", "new")])
@@ -131,6 +138,36 @@ async def test_a_server_that_is_away_is_not_waited_for() -> None:
         await rig.engine.unregister(away, "stopped")
         await rig.submit()
         assert (await refuse(rig, await rig.take("a"))).phase is Phase.FAILED
+
+
+async def test_three_equal_servers_that_refuse_for_reasons_of_their_own_speak_for_the_fourth() -> None:
+    async with Rig() as rig:
+        for name in "abcd":
+            await rig.worker(name, signature="one")
+        job_id = await rig.submit()
+        for name in "ab":
+            assert (await refuse(rig, await rig.take(name), "custom_validation_failed")).will_retry
+        assert (await refuse(rig, await rig.take("c"), "custom_validation_failed")).phase is Phase.FAILED
+        assert (await rig.engine.get(job_id)).dispatch.attempts == 3
+
+
+async def test_a_choice_of_a_custom_class_is_refused_by_one_machine_alone() -> None:
+    async with Rig() as rig:
+        custom = read_catalog(
+            {
+                "KSampler": {
+                    "input": {"required": {"sampler_name": [["a style of this machine"]]}},
+                    "output": ["IMAGE"],
+                    "python_module": "custom_nodes.styles",
+                }
+            }
+        )
+        for name in "ab":
+            await rig.engine.describe(await rig.worker(name, signature=custom.signature()), custom)
+        job_id = await rig.submit(graph(sampler_name="a style of the other"))
+        assert (await refuse(rig, await rig.take("a"), "value_not_in_list")).will_retry
+        assert await rig.poll("a") is None
+        assert (await rig.take("b")).job_id == job_id
 
 
 async def test_what_a_server_checks_on_its_own_disk_does_not_speak_for_its_equals() -> None:
@@ -266,3 +303,26 @@ async def test_no_worker_says_what_anothers_nodes_are() -> None:
         with pytest.raises(Refusal, match="it declared"):
             await rig.engine.describe(liar, nodes("newest"))
         assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 1
+
+
+async def test_what_nodes_accept_is_known_after_a_restart_without_being_told_again(tmp_path: Path) -> None:
+    def engine() -> Engine:
+        return Engine(SqliteStore(tmp_path / "fleet.db", SystemClock()))
+
+    workers = {WorkerId("a"): nodes("old"), WorkerId("b"): nodes("new")}
+    calls = [
+        RegisterWorker(name, offers("KSampler", signature=each.signature())) for name, each in workers.items()
+    ]
+    async with engine() as first:
+        for call in calls:
+            record = await first.register(call)
+            assert await first.knows_nodes(record) is False
+            await first.describe(call.worker_id, workers[call.worker_id])
+            assert await first.knows_nodes(record) is True
+    async with engine() as second:
+        for call in calls:
+            assert await second.knows_nodes(await second.register(call)) is True
+        submitted = await second.submit(Submission(graph(sampler_name="newer")))
+        assert await second.poll(Poll(WorkerId("a"), PollId("1"), 0)) is None
+        leased = await second.poll(Poll(WorkerId("b"), PollId("2"), 0))
+        assert leased is not None and leased.job_id == submitted.job_id

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from PIL import Image
 from tests.hub._hub import HubRig, running_hub
-from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, text_to_image
-from tests.pool.test_mixed_versions import MIDDLE, NEW, OLD, newer_sampler, saved_by_editor, scaled
+from tests.pool._fleet import QUICK_COMFYUI, text_to_image
+from tests.pool.test_mixed_versions import MIDDLE, NEW, OLD, PATIENT, newer_sampler, saved_by_editor, scaled
 
 from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
+from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.node_signatures import NodeCatalog
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
@@ -26,20 +28,36 @@ from comfyfleet.worker.transports.http import HttpWorkerApi
 
 
 class CountingApi(HttpWorkerApi):
-    """Counts the catalogs that go over the wire."""
+    """Keeps the catalogs that go over the wire."""
 
-    sent: list[str]
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.bodies: list[Any] = []
 
-    async def _send(self, call: str, body: Any, wait_s: float = 0.0) -> bytes | None:
-        if call == "describe":
-            self.sent.append(NodeCatalog(body.definitions, body.signatures).signature())
-        return await super()._send(call, body, wait_s)
+    async def _send(self, name: str, body: Any, wait_s: float = 0.0) -> bytes | None:
+        if name == "describe":
+            self.bodies.append(body)
+        return await super()._send(name, body, wait_s)
+
+
+class OldHubApi(CountingApi):
+    """Hears from the hub what one would say that knows no signatures."""
+
+    async def register(self, call: RegisterWorker) -> WorkerRecord:
+        record = await super().register(call)
+        self._knows_nodes[call.worker_id] = None
+        return record
 
 
 class MixedFleet:
-    def __init__(self, rig: HubRig, sent: list[str]) -> None:
+    def __init__(self, rig: HubRig) -> None:
         self.rig = rig
-        self.sent = sent
+        self.doors: list[CountingApi] = []
+
+    def sent(self) -> list[str]:
+        """The signatures of the catalogs that went over the wire."""
+        bodies = (body for door in self.doors for body in door.bodies)
+        return [NodeCatalog(body.definitions, body.signatures).signature() for body in bodies]
 
     def client(self) -> FleetClient:
         return FleetClient(self.rig.url, self.rig.keys[Role.TENANT])
@@ -47,20 +65,20 @@ class MixedFleet:
 
 @asynccontextmanager
 async def mixed(folder: Path, *releases: str) -> AsyncIterator[MixedFleet]:
-    sent: list[str] = []
     async with running_hub(folder=folder) as rig, AsyncExitStack() as stack:
+        fleet = MixedFleet(rig)
         for number, release in enumerate(releases):
             fake = await stack.enter_async_context(
                 FakeComfyUI(FakeSettings(version=release, time_scale=0.01))
             )
             api = await stack.enter_async_context(CountingApi(rig.url, rig.keys[Role.WORKER]))
-            api.sent = sent
+            fleet.doors.append(api)
             name = WorkerId(f"{number}-{release}")
             agent = await stack.enter_async_context(
-                Agent(api, name, [ComfyUI(fake.url, QUICK_COMFYUI)], QUICK_AGENT)
+                Agent(api, name, [ComfyUI(fake.url, QUICK_COMFYUI)], PATIENT)
             )
             await agent.first_verdict()
-        yield MixedFleet(rig, sent)
+        yield fleet
 
 
 async def made(client: FleetClient, workflow: dict[str, Any]) -> tuple[int, int]:
@@ -86,7 +104,7 @@ async def test_each_job_goes_at_once_to_a_server_that_accepts_it(
 
 async def test_equal_nodes_are_sent_once_for_the_fleet(tmp_path: Path) -> None:
     async with mixed(tmp_path, MIDDLE, MIDDLE, OLD, MIDDLE, OLD) as fleet:
-        assert len(fleet.sent) == len(set(fleet.sent)) == 2
+        assert len(fleet.sent()) == len(set(fleet.sent())) == 2
 
 
 async def test_the_caller_reads_which_server_would_refuse_it(tmp_path: Path) -> None:
@@ -97,7 +115,21 @@ async def test_the_caller_reads_which_server_would_refuse_it(tmp_path: Path) -> 
         job = await client.submit(graph)
         explained = await fleet.rig.engine.explain(JobId(job.id))
         reasons = {str(each.worker_id): each.reason for each in explained.workers}
-        assert "do not accept this workflow" in reasons[f"0-{OLD}"]
+        assert "its KSampler (node 3) does not list 'exp_heun_2_x0'" in reasons[f"0-{OLD}"]
+
+
+async def test_a_hub_that_takes_no_signatures_is_told_of_the_widgets_alone(tmp_path: Path) -> None:
+    async with (
+        mixed(tmp_path) as fleet,
+        FakeComfyUI(FakeSettings(version=MIDDLE)) as fake,
+        OldHubApi(fleet.rig.url, fleet.rig.keys[Role.WORKER]) as api,
+        Agent(api, WorkerId("a"), [ComfyUI(fake.url, QUICK_COMFYUI)], PATIENT) as agent,
+        fleet.client() as client,
+    ):
+        await agent.first_verdict()
+        (told,) = api.bodies
+        assert told.definitions and not told.signatures
+        assert "2" in await client.convert(saved_by_editor(64))
 
 
 @pytest.mark.parametrize("releases", [(OLD, MIDDLE, NEW), (NEW, MIDDLE, OLD)])

@@ -10,13 +10,14 @@ import pytest
 
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import ProfileKey, WorkerId
+from comfyfleet.model.node_signatures import read_signatures
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.policy.feasibility import is_feasible, misses
 from comfyfleet.policy.refusals import (
     concerns_structure,
     is_refusal,
-    refusing_signatures,
+    signature_for,
     speaks_for_equals,
     without_signatures,
 )
@@ -26,7 +27,9 @@ A = WorkerId("a")
 
 
 def said(*types: str, kind: FailureKind = FailureKind.INVALID_WORKFLOW) -> Failure:
-    errors = [{"type": each, "message": "", "details": "", "extra_info": {}} for each in types]
+    errors = [
+        {"type": each, "message": "", "details": "", "extra_info": {"input_name": "mode"}} for each in types
+    ]
     entry = {"errors": errors, "dependent_outputs": ["2"], "class_type": "KSampler"}
     return Failure(kind, "no", node_errors={"1": entry} if types else None)
 
@@ -73,30 +76,47 @@ def test_a_missing_file_is_the_callers_to_bring() -> None:
     [
         (("required_input_missing",), True, True),
         (("return_type_mismatch", "required_input_missing"), True, True),
-        (("value_not_in_list",), False, True),
         (("value_bigger_than_max", "required_input_missing"), False, True),
+        (("value_not_in_list",), False, False),
+        (("exception_during_validation",), False, False),
         (("custom_validation_failed",), False, False),
     ],
 )
 def test_how_far_a_refusal_reaches(types: tuple[str, ...], is_structural: bool, speaks: bool) -> None:
     assert is_refusal(said(*types))
     assert concerns_structure(said(*types)) is is_structural
-    assert speaks_for_equals(said(*types)) is speaks
+    assert speaks_for_equals(said(*types), None) is speaks
+
+
+@pytest.mark.parametrize(
+    ("module", "choices", "kind", "speaks"),
+    [
+        ("nodes", ["euler", "heun"], "value_not_in_list", True),
+        ("nodes", ["a.safetensors"], "value_not_in_list", False),
+        ("custom_nodes.mine", ["euler"], "value_not_in_list", False),
+        ("nodes", ["euler"], "exception_during_inner_validation", True),
+        ("custom_nodes.mine", ["euler"], "exception_during_inner_validation", False),
+        ("nodes", ["euler"], "custom_validation_failed", False),
+        ("custom_nodes.mine", ["euler"], "required_input_missing", True),
+    ],
+)
+def test_a_refusal_speaks_for_equal_servers_where_its_reason_is_part_of_the_signature(
+    module: str, choices: list[str], kind: str, speaks: bool
+) -> None:
+    described = {"input": {"required": {"mode": [choices]}}, "python_module": module}
+    assert speaks_for_equals(said(kind), read_signatures({"KSampler": described})) is speaks
 
 
 def test_a_class_without_a_signature_goes_past_every_server_that_has_it() -> None:
-    refusing = refusing_signatures(said("value_not_in_list"), "comfyui", record("old"))
-    cls = without_signatures(RequirementClass(Requirements()), refusing)
+    anywhere = RequirementClass(Requirements())
+    assert signature_for(anywhere, record("old")) == "old"
+    refusing = frozenset({"old"})
+    cls = without_signatures(anywhere, refusing)
     assert not is_feasible(cls, A, server("old"))
     assert "do not accept this workflow" in misses(cls, A, server("old"))[0].reason
     assert is_feasible(cls, A, server("new"))
     assert is_feasible(cls, A, server(None)), "what is not known is found out by trying"
     assert without_signatures(cls, refusing) is cls
-
-
-@pytest.mark.parametrize("worker", [None, record(None)])
-def test_a_server_without_a_signature_speaks_for_itself_alone(worker: WorkerRecord | None) -> None:
-    assert refusing_signatures(said("value_not_in_list"), "comfyui", worker) == frozenset()
 
 
 def test_node_errors_with_long_lists_of_choices_keep_what_was_refused() -> None:

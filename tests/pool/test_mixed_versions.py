@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import io
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import msgspec
 import pytest
 from PIL import Image
 from tests.policy._editor import Editor
-from tests.pool._fleet import Fleet, fleet, quick, text_to_image
+from tests.pool._fleet import QUICK_AGENT, Fleet, fleet, quick, text_to_image
 
 from comfyfleet import JobFailed
 
 OLD, MIDDLE, NEW = "0.3.64", "0.7.0", "0.33.0"
+
+# On a busy machine a check of health takes its time, and a server that counts as away is not waited for.
+PATIENT = msgspec.structs.replace(QUICK_AGENT, missed_checks=20, health_timeout_s=10.0)
+
+
+def releases_of(*versions: str) -> AbstractAsyncContextManager[Fleet]:
+    return fleet(*(quick(version=version) for version in versions), agent=PATIENT)
 
 
 def scaled(width: int, **inputs: Any) -> dict[str, Any]:
@@ -53,7 +62,7 @@ async def width_of(it: Fleet, job_id: str) -> int:
 async def test_every_job_that_some_server_can_run_completes_with_its_own_picture(
     releases: tuple[str, ...],
 ) -> None:
-    async with fleet(*(quick(version=version) for version in releases)) as it:
+    async with releases_of(*releases) as it:
         widths = [64 + 8 * number for number in range(8)]
         for_old = [await it.pool.enqueue(scaled(width), max_attempts=1) for width in widths]
         for_new = [await it.pool.enqueue(newer_sampler(width), max_attempts=1) for width in widths]
@@ -62,7 +71,7 @@ async def test_every_job_that_some_server_can_run_completes_with_its_own_picture
 
 
 async def test_a_workflow_that_every_release_refuses_fails_with_the_node_errors() -> None:
-    async with fleet(quick(version=OLD), quick(version=MIDDLE)) as it:
+    async with releases_of(OLD, MIDDLE) as it:
         graph = text_to_image()
         graph["3"]["inputs"]["sampler_name"] = "no such sampler"
         job_id = await it.pool.enqueue(graph)
@@ -75,7 +84,7 @@ async def test_a_workflow_that_every_release_refuses_fails_with_the_node_errors(
 
 
 async def test_equal_servers_are_not_asked_twice() -> None:
-    async with fleet(quick(version=MIDDLE), quick(version=MIDDLE), quick(version=MIDDLE)) as it:
+    async with releases_of(MIDDLE, MIDDLE, MIDDLE) as it:
         job_id = await it.pool.enqueue(scaled(64))
         with pytest.raises(JobFailed, match="resolution_steps"):
             await it.pool.wait(job_id, timeout=60)
@@ -99,7 +108,7 @@ async def test_workflows_of_the_editor_run_on_every_release(
     releases: tuple[str, ...], more: tuple[int, ...]
 ) -> None:
     """Saved by a release that had the value or by one that had not."""
-    async with fleet(*(quick(version=version) for version in releases)) as it:
+    async with releases_of(*releases) as it:
         widths = [64 + 8 * number for number in range(6)]
         jobs = [await it.pool.enqueue(saved_by_editor(width, *more), max_attempts=1) for width in widths]
         assert await asyncio.gather(*(width_of(it, job_id) for job_id in jobs)) == widths

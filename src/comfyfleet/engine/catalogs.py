@@ -17,12 +17,14 @@ import msgspec
 from comfyfleet.engine.context import Context
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.job import Submission
 from comfyfleet.model.node_definitions import NodeDefinitions, Widget
 from comfyfleet.model.node_signatures import NodeCatalog, NodeSignature
-from comfyfleet.model.variants import WorkflowVariant, with_nodes
+from comfyfleet.model.sealed import in_payload
+from comfyfleet.model.variants import WorkflowVariant, graph_for, with_nodes
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow import hash_workflow
-from comfyfleet.policy.acceptance import Differences, Graph
+from comfyfleet.policy.acceptance import Differences, Graph, objections
 from comfyfleet.ports import Cabinet
 
 DRAWER = "nodes"
@@ -40,13 +42,16 @@ _OWN = msgspec.json.Decoder(dict[str, tuple[Widget, ...]])
 _SHARED = msgspec.json.Decoder(NodeCatalog)
 _CLASS = msgspec.msgpack.Encoder(order="sorted")
 
+_Class = tuple[tuple[Widget, ...] | None, NodeSignature | None]
+_Parts = list[tuple[str, bytes, _Class]]
+
 
 class NodeCatalogs:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._at_hand: dict[str, NodeCatalog] = {}
         self._missed_at: dict[str, float] = {}
-        self._equal: dict[bytes, tuple[tuple[Widget, ...] | None, NodeSignature | None]] = {}
+        self._equal: dict[bytes, _Class] = {}
         """Most classes are equal in all catalogs, and are held once."""
         self._own: tuple[bytes, NodeDefinitions] = (b"", {})
         """What was read last of a worker without signature, packed and unpacked: of a batch every workflow needs it."""
@@ -69,7 +74,7 @@ class NodeCatalogs:
             return
         if signature in self._at_hand:
             return
-        packed, found = await asyncio.to_thread(_pack_shared, worker_id, nodes)
+        packed, found, parts = await asyncio.to_thread(_pack_shared, worker_id, nodes)
         if found != signature:
             # Others rely on it: one worker does not say what another's nodes are.
             raise Refusal(
@@ -77,7 +82,7 @@ class NodeCatalogs:
                 f"what {worker_id!r} tells of its nodes has the signature {found}, and it declared {signature}",
             )
         await self._keep(SHARED_DRAWER, signature, packed)
-        self._remember(signature, nodes)
+        self._remember(signature, parts)
 
     async def forget(self, worker_id: WorkerId) -> None:
         """The worker is removed; a catalog that no other one needs goes with it."""
@@ -101,11 +106,11 @@ class NodeCatalogs:
             if now < self._missed_at.get(signature, float("-inf")) + _LOOK_AGAIN_S:
                 return None
             packed = await self._read(SHARED_DRAWER, signature)
-            known = None if packed is None else await asyncio.to_thread(_unpack_shared, packed)
-            if known is None:
+            parts = None if packed is None else await asyncio.to_thread(_unpack_shared, packed)
+            if parts is None:
                 self._missed_at = {**self._missed_at, signature: now} if len(self._missed_at) < 1000 else {}
                 return None
-            self._remember(signature, known)
+            known = self._remember(signature, parts)
         return known
 
     async def definitions(self, worker: WorkerRecord) -> NodeDefinitions | None:
@@ -124,6 +129,18 @@ class NodeCatalogs:
                 # Read while it was being replaced.
                 return None
         return self._own[1]
+
+    async def objection(self, payload: Submission, worker: WorkerRecord) -> str | None:
+        """What the worker's nodes do not accept of a job, in words that read on after its name."""
+        signature = signature_of(worker)
+        catalog = None if signature is None else await self.get(signature)
+        if catalog is None or in_payload(payload) is not None:
+            return None
+        graph = graph_for(payload.workflow, payload.variants, signature)
+        found = next(iter(objections(graph, catalog.signatures)), None)
+        if found is None:
+            return None
+        return f"does not accept this workflow: its {found.class_type} (node {found.node_id}) {found.reason}"
 
     async def refusing(
         self,
@@ -153,28 +170,24 @@ class NodeCatalogs:
                 self._differences = frozenset(catalogs), Differences(known)
         return self._differences[1].refusing(graph, workflow_hash)
 
-    def _remember(self, signature: str, catalog: NodeCatalog) -> None:
+    def _remember(self, signature: str, parts: _Parts) -> NodeCatalog:
+        """With those of its classes that another one has too."""
         if len(self._at_hand) >= _MAX_AT_HAND:
             live = self._context.fleet.signatures()
-            kept = {each: found for each, found in self._at_hand.items() if each in live}
-            self._at_hand, self._equal = {}, {}
-            for each, found in kept.items():
-                self._at_hand[each] = self._sharing(found)
-        self._at_hand[signature] = self._sharing(catalog)
-        self._missed_at.pop(signature, None)
-
-    def _sharing(self, catalog: NodeCatalog) -> NodeCatalog:
-        """The same catalog, with those of its classes that another one has too."""
+            self._at_hand = {each: found for each, found in self._at_hand.items() if each in live}
+            # Those that stay keep what they share; what comes later shares anew.
+            self._equal.clear()
         definitions: dict[str, tuple[Widget, ...]] = {}
         signatures: dict[str, NodeSignature] = {}
-        for name in catalog.definitions.keys() | catalog.signatures.keys():
-            given = catalog.definitions.get(name), catalog.signatures.get(name)
-            widgets, accepted = self._equal.setdefault(_CLASS.encode((name, given)), given)
+        for name, text, given in parts:
+            widgets, accepted = self._equal.setdefault(text, given)
             if widgets is not None:
                 definitions[name] = widgets
             if accepted is not None:
                 signatures[name] = accepted
-        return NodeCatalog(definitions, signatures)
+        catalog = self._at_hand[signature] = NodeCatalog(definitions, signatures)
+        self._missed_at.pop(signature, None)
+        return catalog
 
     # in the cabinet
 
@@ -222,8 +235,17 @@ def _pack(worker_id: WorkerId, content: Mapping[str, object] | NodeCatalog) -> b
     return packed
 
 
-def _pack_shared(worker_id: WorkerId, nodes: NodeCatalog) -> tuple[bytes, str]:
-    return _pack(worker_id, nodes), nodes.signature()
+def _pack_shared(worker_id: WorkerId, nodes: NodeCatalog) -> tuple[bytes, str, _Parts]:
+    return _pack(worker_id, nodes), nodes.signature(), _parts(nodes)
+
+
+def _parts(nodes: NodeCatalog) -> _Parts:
+    """Each class by itself, with a text that is the same for equal ones."""
+    found: _Parts = []
+    for name in sorted(nodes.definitions.keys() | nodes.signatures.keys()):
+        given = nodes.definitions.get(name), nodes.signatures.get(name)
+        found.append((name, _CLASS.encode((name, given)), given))
+    return found
 
 
 def _unpack(packed: bytes) -> bytes | None:
@@ -234,8 +256,8 @@ def _unpack(packed: bytes) -> bytes | None:
         return None
 
 
-def _unpack_shared(packed: bytes) -> NodeCatalog | None:
+def _unpack_shared(packed: bytes) -> _Parts | None:
     try:
-        return _SHARED.decode(_unpack(packed) or b"")
+        return _parts(_SHARED.decode(_unpack(packed) or b""))
     except msgspec.MsgspecError:
         return None

@@ -22,6 +22,7 @@ from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.newest import Newest
+from comfyfleet.engine.refusing import Refusals
 from comfyfleet.engine.relaying import Relaying
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.shell import SystemChance, SystemClock
@@ -89,9 +90,9 @@ class Engine:
             strategy or SmartFailover(self.rules),
         )
         self._rounds = Rounds(self._context)
-        self._verdicts = Verdicts(self._context, self._rounds)
-        self._commands = CommandDesk(self._context, self._rounds)
         self._catalogs = NodeCatalogs(self._context)
+        self._verdicts = Verdicts(self._context, self._rounds, Refusals(self._context, self._catalogs))
+        self._commands = CommandDesk(self._context, self._rounds)
         self._workers = WorkerDesk(
             self._context, self._rounds, self._verdicts, self._commands, self._catalogs
         )
@@ -305,7 +306,7 @@ class Engine:
         if self.store.is_shared:
             # Submitted at another engine, its class may be new to this one.
             await self._context.fleet.sync()
-        return await explain(self._context, dispatch, tenant)
+        return await explain(self._context, self._catalogs, dispatch, tenant)
 
     async def stats(self) -> QueueStats:
         counts = await self.store.counts()

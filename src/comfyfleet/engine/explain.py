@@ -3,6 +3,7 @@ that does not wait, what became of it."""
 
 from __future__ import annotations
 
+from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.context import Context
 from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.calls import Explanation, MissingFor
@@ -10,24 +11,31 @@ from comfyfleet.model.dispatch import Dispatch, Phase, Standing
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
 from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.policy.feasibility import Miss, misses, nearest_miss
+from comfyfleet.policy.feasibility import REFUSES, Miss, misses, nearest_miss
 from comfyfleet.policy.learning import expected_s
+from comfyfleet.policy.refusals import signature_for
 from comfyfleet.policy.visibility import is_known_to, merged, name_for
 
 
-async def explain(context: Context, dispatch: Dispatch, tenant: TenantId | None = None) -> Explanation:
+async def explain(
+    context: Context, catalogs: NodeCatalogs, dispatch: Dispatch, tenant: TenantId | None = None
+) -> Explanation:
     """`tenant`: it is written for that tenant, which does not know every worker by name."""
     job_id, phase = dispatch.job_id, dispatch.phase
     if phase is not Phase.QUEUED:
         return Explanation(job_id, phase, await _became(context, dispatch))
     now = await context.store.now()
     cls = context.fleet.classes[dispatch.class_key]
+    job = await context.store.records.get(job_id) if cls.requirements.refused_by else None
     lacking: dict[WorkerId, tuple[Miss, ...]] = {}
     reasons: dict[WorkerId, MissingFor] = {}
     able: list[WorkerRecord] = []
     for worker in list(context.fleet.workers.values()):
         lacks = misses(cls, worker.worker_id, worker.capabilities)
         why = [miss.reason for miss in lacks] + await _kept_from(context, dispatch, worker, now)
+        if job is not None and signature_for(cls, worker) in cls.requirements.refused_by:
+            objection = await catalogs.objection(job.payload, worker)
+            why = [objection if objection and each == REFUSES else each for each in why]
         if why:
             lacking[worker.worker_id] = lacks
             name = name_for(worker.worker_id, worker.capabilities.tenant_access, tenant)

@@ -11,6 +11,7 @@ import msgspec
 
 from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.context import Context
+from comfyfleet.engine.refusing import Refusals
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import (
@@ -25,15 +26,14 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
-from comfyfleet.model.ids import ClassKey, WorkerId
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.deadly import failure_of_deadly, refusal_of
-from comfyfleet.policy.failover import blocked_target, is_quarantined, lifted_by_inventory, met_by_two
+from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two
 from comfyfleet.policy.fairness import used_s
-from comfyfleet.policy.feasibility import is_feasible
 from comfyfleet.policy.learning import no_lesson, of_out_of_memory, with_memory
 from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
-from comfyfleet.policy.refusals import is_refusal, refusing_signatures, without_signatures
+from comfyfleet.policy.refusals import is_refusal
 from comfyfleet.policy.retry import Choice, Verdict, after_failure
 from comfyfleet.policy.timing import returned
 
@@ -43,9 +43,10 @@ async def _nobody(_: Dispatch, __: Block, ___: Failure) -> None:
 
 
 class Verdicts:
-    def __init__(self, context: Context, rounds: Rounds) -> None:
+    def __init__(self, context: Context, rounds: Rounds, refusals: Refusals) -> None:
         self._context = context
         self._rounds = rounds
+        self._refusals = refusals
         context.give_back = self.give_back
         self.on_refusal: Callable[[Dispatch, Block, Failure], Awaitable[None]] = _nobody
         """Set by whoever sees to refused workflows: this job showed that servers die of its own."""
@@ -64,8 +65,8 @@ class Verdicts:
         choice = await self._choice(dispatch, worker_id, block, now)
         refusing: frozenset[str] = frozenset()
         if is_refusal(failure):
-            refusing = self._refusing(dispatch, worker_id, failure)
-            may_accept = await self._may_accept(dispatch, worker_id, refusing, now)
+            refusing = await self._refusals.refusing(dispatch, worker_id, failure, now)
+            may_accept = await self._refusals.may_accept(dispatch, worker_id, refusing, now)
             choice = msgspec.structs.replace(choice, may_accept=may_accept)
         verdict = after_failure(
             dispatch,
@@ -322,35 +323,6 @@ class Verdicts:
             is_blocked_everywhere &= is_blocked
         return Choice(others, is_blocked_everywhere)
 
-    def _refusing(self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure) -> frozenset[str]:
-        fleet = self._context.fleet
-        service = fleet.classes[dispatch.class_key].requirements.service
-        return refusing_signatures(failure, service, fleet.workers.get(worker_id))
-
-    async def _may_accept(
-        self, dispatch: Dispatch, worker_id: WorkerId, refusing: frozenset[str], now: float
-    ) -> int:
-        """Live workers that could run it, other than those that have refused it or are equal to one that has."""
-        fleet = self._context.fleet
-        cls = without_signatures(fleet.classes[dispatch.relaxed_class or dispatch.class_key], refusing)
-        count = 0
-        for worker in list(fleet.workers.values()):
-            if worker.worker_id == worker_id or worker.is_offline or worker.is_draining:
-                continue
-            if is_feasible(cls, worker.worker_id, worker.capabilities):
-                count += not await self._cannot(dispatch, worker.worker_id, now)
-        return count
-
-    async def _cannot(self, dispatch: Dispatch, worker_id: WorkerId, now: float) -> bool:
-        """Whether the worker is known to lack something, or to refuse it. Other blocks are only a matter of time."""
-        if worker_id not in self._context.fleet.with_blocks:
-            return False
-        for block_target in dispatch.block_targets:
-            block = await self._context.store.get_block(Pair(worker_id, block_target))
-            if block is not None and block.is_in_force(now) and block in lifted_by_inventory([block]):
-                return True
-        return False
-
     async def _is_blocked(self, worker_id: WorkerId, now: float, *targets: str) -> bool:
         if worker_id not in self._context.fleet.with_blocks:
             return False
@@ -374,28 +346,12 @@ class Verdicts:
         if failure.kind is FailureKind.OUT_OF_MEMORY:
             return await self._with_more_memory(dispatch, failure, now)
         if refusing:
-            dispatch = await self._with_others(dispatch, refusing)
+            dispatch = await self._refusals.elsewhere(dispatch, refusing)
         if self._context.fleet.waits_for_memory(dispatch):
             return dispatch
         # The preferred worker had its chance: a retry goes wherever it may.
         anywhere = dispatch.relaxed_class or dispatch.class_key
         return msgspec.structs.replace(dispatch, class_key=anywhere, relaxed_class=None, relax_at=None)
-
-    async def _with_others(self, dispatch: Dispatch, refusing: frozenset[str]) -> Dispatch:
-        """Among servers that differ from the one that refused it: one refusal speaks for all its equals."""
-        fleet = self._context.fleet
-
-        async def moved(key: ClassKey) -> ClassKey:
-            cls = fleet.classes[key]
-            others = without_signatures(cls, refusing)
-            return key if others is cls else await fleet.ensure_class(others)
-
-        later = dispatch.relaxed_class
-        return msgspec.structs.replace(
-            dispatch,
-            class_key=await moved(dispatch.class_key),
-            relaxed_class=None if later is None else await moved(later),
-        )
 
     async def _with_more_memory(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
         """Learned for the workflow; this job asks for a bigger card, as long as there is one that could take it."""

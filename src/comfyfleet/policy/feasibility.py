@@ -19,6 +19,8 @@ from comfyfleet.policy.rules import Weights
 
 Dimension = Literal["affinity", "service", "hardware", "models", "tenant", "performance", "location", "cost"]
 
+REFUSES = "has versions of the nodes that do not accept this workflow"
+
 
 class Miss(msgspec.Struct, frozen=True):
     """One thing that keeps a worker from a job. The reason reads on after the worker's name."""
@@ -122,7 +124,7 @@ def _inventory_misses(needs: Requirements, service: Service) -> Iterator[Miss]:
             if not has_model(service.models, name):
                 yield Miss("models", f"does not have the model '{name}'")
     if service.signature is not None and service.signature in needs.refused_by:
-        yield Miss("models", "has versions of the nodes that do not accept this workflow")
+        yield Miss("models", REFUSES)
 
 
 def normal_model(name: str) -> str:
