@@ -10,6 +10,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from bench._content import check_content
 from bench._measure import Case, Entry, Plan, entry, in_turn, rate, ratio, ratio_range, rounded
 from bench.http_load import request, run
 from bench.hub_process import Answering, answering
@@ -28,12 +31,20 @@ def register(hub: Answering, slots: int = 1) -> None:
     run(hub.port, 1, [request("/api/worker/register", hub.key, body)])
 
 
-def submit_all(hub: Answering, jobs: int) -> None:
-    run(
-        hub.port,
-        1,
-        [_batch(hub, range(first, min(first + _BATCH, jobs))) for first in range(0, jobs, _BATCH)],
-    )
+def submit_all(hub: Answering, jobs: int) -> dict[str, int]:
+    """The number in each, by the id that it got."""
+    batches = [range(first, min(first + _BATCH, jobs)) for first in range(0, jobs, _BATCH)]
+    _, answers = run(hub.port, 1, [_batch(hub, each) for each in batches], keep=True)
+    return {
+        item["job"]["id"]: number
+        for numbers, answer in zip(batches, answers, strict=True)
+        for number, item in zip(numbers, msgspec.json.decode(answer)["items"], strict=True)
+    }
+
+
+def _check_leases(asked: dict[str, int], answers: list[bytes]) -> None:
+    leased = [msgspec.json.decode(answer)["job"] for answer in answers if answer]
+    check_content(asked, [(job["id"], job["payload"]["workflow"]["5"]["inputs"]["seed"]) for job in leased])
 
 
 def _job(number: int) -> dict[str, Any]:
@@ -70,14 +81,17 @@ async def submit_and_poll(plan: Plan, kind: str) -> list[Entry]:
     ) -> Case:
         async def measure() -> float:
             async with answering(what) as there:
+                asked: dict[str, int] = {}
                 if what == "hub":
                     register(there)
-                    submit_all(there, jobs_waiting)
+                    asked = submit_all(there, jobs_waiting)
                 warm_up = max(1, requests // 10)
                 run(there.port, connections, [make(there, number) for number in range(warm_up)])
                 packed = [make(there, warm_up + number) for number in range(requests)]
                 before = there.cpu_s()
-                seconds, _ = run(there.port, connections, packed)
+                seconds, answers = run(there.port, connections, packed, keep=bool(jobs_waiting))
+                if jobs_waiting:
+                    _check_leases(asked, answers)
                 cpu.setdefault(name, []).append((there.cpu_s() - before) / requests)
                 return requests / seconds
 

@@ -11,6 +11,7 @@ import asyncio
 import statistics
 from typing import Any
 
+from bench._content import check_content
 from bench._measure import (
     Case,
     Entry,
@@ -41,6 +42,7 @@ class StopWatch:
         self.seconds = 0.0
         self._count = 0
         self._started = 0.0
+        self.ran: list[tuple[str, dict[str, Any]]] = []
 
     def restart(self) -> None:
         self.is_over.clear()
@@ -63,6 +65,7 @@ class StubConnector(SimulatedConnector):
         self._watch = watch
 
     async def process_job(self, job: LeasedJob, report: Reporter) -> JobResult:
+        self._watch.ran.append((job.job_id, job.workflow))
         await self._watch.tick()
         return await super().process_job(job, report)
 
@@ -75,12 +78,15 @@ class PoolRig:
             [Server(connector=StubConnector(self._watch), id=f"server-{n}") for n in range(_SERVERS)]
         )
         self._made = 0
+        self._asked: dict[str, int] = {}
+        """The seed of each job that waits."""
 
     async def fill(self, jobs: int) -> None:
         await self.pool.start()
         await self.pool.pause_queue()
         for _ in range(jobs - _SLICE):
-            await self.pool.enqueue(self._next())
+            job = await self.pool.enqueue(self._next())
+            self._asked[job] = self._made
 
     async def rates(self, slices: int) -> tuple[float, float]:
         """Jobs a second, enqueued and run. A slice comes in and leaves again, so the queue stays as long as it is."""
@@ -88,13 +94,15 @@ class PoolRig:
         for _ in range(slices):
             workflows = [self._next() for _ in range(_SLICE)]
             started = cpu_s()
-            for workflow in workflows:
-                await self.pool.enqueue(workflow)
+            jobs = [await self.pool.enqueue(workflow) for workflow in workflows]
             enqueuing += cpu_s() - started
+            self._asked |= {job: _seed(workflow) for job, workflow in zip(jobs, workflows, strict=True)}
             self._watch.restart()
             await self.pool.resume_queue()
             await self._watch.is_over.wait()
             running += self._watch.seconds
+            ran, self._watch.ran = self._watch.ran, []
+            check_content(self._asked, [(job, _seed(workflow)) for job, workflow in ran])
         return slices * _SLICE / enqueuing, slices * (_SLICE - 1) / running
 
     def _next(self) -> dict[str, Any]:
@@ -176,6 +184,10 @@ def twelve_nodes(seed: int, kind: int = 0) -> dict[str, Any]:
             },
         },
     }
+
+
+def _seed(workflow: dict[str, Any]) -> int:
+    return int(workflow["5"]["inputs"]["seed"])
 
 
 def _node(class_type: str, **inputs: Any) -> dict[str, Any]:

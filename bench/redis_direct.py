@@ -38,10 +38,14 @@ _WORKFLOW = WorkflowHash("workflow")
 _CLASS = RequirementClass(Requirements(node_classes=("class",)))
 _QUEUED = (FactDraft(FactKind.QUEUED),)
 _COMPLETED = (FactDraft(FactKind.COMPLETED),)
-_PAYLOAD = Submission({"text": "x" * 256})
 _WARM_UPS = 5
 # Calls under way together while the queue is filled; the client sends them in one write.
 _AT_ONCE = 1000
+
+
+def _payload(job_id: JobId) -> Submission:
+    """Each job's own, so that whoever runs it sees whether it got another's."""
+    return Submission({"text": f"{job_id:x>256}"})
 
 
 class Direct:
@@ -62,7 +66,7 @@ class Direct:
         job_id = JobId(f"01900000-0000-7000-8000-{next(self._numbers):012x}")
         dispatch = Dispatch(job_id, _CLASS.key, _WORKFLOW, 0, queued_at=now)
         assert await self.store.enqueue(
-            dispatch, Job(job_id, DEFAULT_TENANT, _WORKFLOW, now, _PAYLOAD), _QUEUED
+            dispatch, Job(job_id, DEFAULT_TENANT, _WORKFLOW, now, _payload(job_id)), _QUEUED
         )
         return job_id
 
@@ -100,7 +104,7 @@ async def throughput(url: str, jobs: int, slots: int, *, is_bare: bool) -> dict[
         while held is not None:
             if not is_bare:
                 job = await store.records.get(held.dispatch.job_id)
-                assert job is not None and job.payload.workflow
+                assert job is not None and job.payload == _payload(held.dispatch.job_id), "its own payload"
             finished, held = await store.finish_and_lease_next(
                 direct.completion(held.dispatch), direct.offer(number)
             )
@@ -148,7 +152,8 @@ async def park(url: str, jobs: int) -> dict[str, float]:
         hint.clear()
         held = await direct.store.lease_next(direct.offer())
         while held is not None:
-            assert await direct.store.records.get(held.dispatch.job_id) is not None
+            job = await direct.store.records.get(held.dispatch.job_id)
+            assert job is not None and job.payload == _payload(held.dispatch.job_id), "its own payload"
             started[held.dispatch.job_id] = time.time()
             _, held = await direct.store.finish_and_lease_next(
                 direct.completion(held.dispatch), direct.offer()

@@ -13,10 +13,12 @@ import random
 import statistics
 import sys
 import time
+from typing import Any
 
 import msgspec
 from redis import Redis
 
+from bench._content import check_content
 from bench._measure import Case, Entry, Plan, entry, in_turn, rounded
 from bench._peers import run
 from bench._places import Place
@@ -28,10 +30,11 @@ from comfyfleet.wire.answers import SubmittedBody
 from comfyfleet.wire.worker import LeaseAnswer
 
 _WARM_UPS = 5
-_JOB = {
-    "payload": {"workflow": {"1": {"class_type": "SaveText", "inputs": {"text": "x" * 256}}}},
-    "priority": 1,
-}
+
+
+def _job(number: int) -> dict[str, Any]:
+    inputs = {"text": f"{number:0256}"}
+    return {"payload": {"workflow": {"1": {"class_type": "SaveText", "inputs": inputs}}}, "priority": 1}
 
 
 def _ask(connection: Connection, packed: bytes) -> bytes:
@@ -55,18 +58,22 @@ async def _through_hub(hub: Answering, samples: int) -> list[float]:
     )
     assert worker.stdout is not None
     await worker.stdout.readline()
-    caller, packed = Connection(hub.port, []), request("/api/jobs", hub.key, _JOB)
+    caller = Connection(hub.port, [])
     sent: dict[str, float] = {}
-    for _ in range(samples + _WARM_UPS):
+    asked: dict[str, int] = {}
+    for number in range(samples + _WARM_UPS):
+        packed = request("/api/jobs", hub.key, _job(number))
         await _pause()
         now = time.time()
-        sent[msgspec.json.decode(_ask(caller, packed), type=SubmittedBody).id] = now
-    started = msgspec.json.decode((await worker.communicate())[0], type=dict[str, float])
-    return [(started[job_id] - at) * 1000 for job_id, at in sent.items()][_WARM_UPS:]
+        job_id = msgspec.json.decode(_ask(caller, packed), type=SubmittedBody).id
+        sent[job_id], asked[job_id] = now, number
+    started = msgspec.json.decode((await worker.communicate())[0], type=dict[str, tuple[float, int]])
+    check_content(asked, [(job_id, number) for job_id, (_, number) in started.items()])
+    return [(started[job_id][0] - at) * 1000 for job_id, at in sent.items()][_WARM_UPS:]
 
 
 async def _empty_posts(empty: Answering, samples: int) -> list[float]:
-    caller, packed = Connection(empty.port, []), request("/api/jobs", empty.key, _JOB)
+    caller, packed = Connection(empty.port, []), request("/api/jobs", empty.key, _job(0))
     times = []
     for _ in range(samples + _WARM_UPS):
         await _pause()
@@ -117,17 +124,18 @@ async def through_hub(plan: Plan, kind: str) -> list[Entry]:
     ]
 
 
-def work(port: int, key: str, jobs: int) -> dict[str, float]:
-    """A worker that takes one job after the other, and notes when it had each."""
+def work(port: int, key: str, jobs: int) -> dict[str, tuple[float, int]]:
+    """A worker that takes one job after the other, and notes when it had each, and which number was in it."""
     polls, reports = Connection(port, []), Connection(port, [])
     print("ready", flush=True)
-    started: dict[str, float] = {}
+    started: dict[str, tuple[float, int]] = {}
     while len(started) < jobs:
         body = {"worker_id": "bench", "poll_id": f"{time.time_ns()}", "wait_s": 30}
         answer = _ask(polls, request("/api/worker/poll", key, body))
         if answer:
             leased = msgspec.json.decode(answer, type=LeaseAnswer)
-            started[leased.job.id] = time.time()
+            now, workflow = time.time(), leased.job.payload.workflow
+            started[leased.job.id] = (now, int(workflow["1"]["inputs"]["text"]))
             _ask(reports, request("/api/worker/complete", key, {"lease": leased.lease}))
     return started
 
