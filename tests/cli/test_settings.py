@@ -101,6 +101,12 @@ def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str
         ("prot = 1", ["'prot'", "did you mean 'port'?"]),
         ("[limits]\nmax_debth = 1", ["'limits.max_debth'", "did you mean 'limits.max_depth'?"]),
         ("[rules]\nlease = 1", ["'rules.lease'"]),
+        (
+            "[rules]\nworker_lost_s = 10",
+            ["'rules.worker_lost_s'", "at least 30 seconds", "heard of about every 15"],
+        ),
+        ("[rules]\nworker_lost_s = nan", ["'rules.worker_lost_s'", "at least 30 seconds"]),
+        ("[rules]\nlease_ttl_s = 0", ["'rules.lease_ttl_s'", "more than 0"]),
         ("[rules]\nmax_waiting = 1", ["'rules.max_waiting'", "did you mean 'limits.max_waiting'?"]),
         ("port = 70000", ["'port'", "65535"]),
         ("[limits]\nmin_bytes_per_s = 0", ["'limits.min_bytes_per_s'", ">= 1"]),

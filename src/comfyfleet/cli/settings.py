@@ -24,7 +24,7 @@ from comfyfleet.hub.limits import Limits
 from comfyfleet.model.bounds import ServerBounds
 from comfyfleet.model.requirement import CostTier, Isolation
 from comfyfleet.policy.retention import DAY_S, RULES, Retention
-from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.rules import Rules, problem_of
 
 if TYPE_CHECKING:
     from comfyfleet.outbound.guard import Allowed
@@ -210,7 +210,10 @@ class Resolved(msgspec.Struct, frozen=True):
         usual = {"start_timeout_s": 600.0, "stall_timeout_s": 600.0}
         caps = {name: value for name, value in self.values.limits.items() if name in CAPS}
         kept = {RULES[name]: days * DAY_S for name, days in self.values.retention.items() if name in RULES}
-        return msgspec.convert(usual | self.values.rules | caps | kept, Rules)
+        rules = msgspec.convert(usual | self.values.rules | caps | kept, Rules)
+        if (problem := problem_of(rules)) is not None:
+            raise self.wrong(f"rules.{problem[0]}", problem[1])
+        return rules
 
     def allowed(self) -> Allowed:
         from comfyfleet.outbound.guard import Allowed
@@ -304,6 +307,9 @@ def read_settings(
     if resolved.values.webhook_allow:
         with found.noting():
             resolved.allowed()
+    if resolved.values.rules:
+        with found.noting():
+            resolved.rules()
     return resolved
 
 

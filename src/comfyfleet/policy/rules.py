@@ -116,3 +116,24 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep_undelivered_s: float = 7 * 24 * 3600.0
     keep_offline_workers_s: float = 7 * 24 * 3600.0
     """A worker that has been offline for so long is forgotten, with its totals and blocks."""
+
+
+IDLE_HEARTBEAT_S = 15.0
+"""So often an idle agent is heard of, give or take a fifth."""
+SHORTEST_LOST_S = 2 * IDLE_HEARTBEAT_S
+_POSITIVE = ("lease_ttl_s", "acknowledge_s", "sweep_s", "round_s")
+
+
+def problem_of(rules: Rules) -> tuple[str, str] | None:
+    """A rule that no fleet can live by, and why. What is not a number is none either."""
+    for name in _POSITIVE:
+        if not getattr(rules, name) > 0:
+            return name, "must be more than 0 seconds"
+    if not rules.worker_lost_s >= SHORTEST_LOST_S:
+        return "worker_lost_s", (
+            f"must be at least {SHORTEST_LOST_S:g} seconds: an idle worker is heard of about every "
+            f"{IDLE_HEARTBEAT_S:g}, and with less it would be taken for lost and come back again and again"
+        )
+    if not rules.max_attempts >= 1:
+        return "max_attempts", "must be at least 1"
+    return None

@@ -26,7 +26,7 @@ from comfyfleet.model.job import Attachment, JobResult, OutputFile, Submission, 
 from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.workflow import hash_workflow
 from comfyfleet.policy.failover import FailoverStrategy
-from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.rules import Rules, problem_of
 from comfyfleet.pool.checks import JOB, POOL, PRIORITY, WAIT, check, check_outputs
 from comfyfleet.pool.events import EventName, Handler, PoolEvent
 from comfyfleet.pool.options import (
@@ -102,6 +102,8 @@ class WorkflowPool:
             stall_timeout_s=seconds(node_execution_timeout),
             affinity_wait_s=seconds(affinity_wait) or 0.0,
         )
+        if (problem := problem_of(changed)) is not None:
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"the rule {problem[0]} will not do: it {problem[1]}")
         self._engine = Engine(open_store(store, clock), rules=changed, clock=clock, strategy=failover)
         agent_settings = msgspec.structs.replace(
             agent or AgentSettings(),
