@@ -14,18 +14,15 @@ import random
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import msgspec
-import psycopg
-from tests.servers.delay_proxy import DelayProxy
-from tests.servers.postgres_server import PostgresServer
-from tests.servers.redis_server import RedisServer
 
 from chaos.content_checker import Asked, Compared, Got, Leased, compare
+from chaos.far_stores import StoreServers, Where, hubs_on
 from chaos.made import file_made_from, made_from, new_nonce
 from chaos.programs import HubProgram
 from comfyfleet.client.fleet import FleetClient
@@ -37,7 +34,6 @@ from comfyfleet.worker.connectors.simulated import Reporter, SimulatedConnector
 from comfyfleet.worker.transports.http import HttpWorkerApi
 
 Teller = Callable[[str], None]
-Where = Literal["memory", "sqlite", "redis", "postgres"]
 
 _TENANTS = 12
 _WITHIN_S = 120.0
@@ -112,74 +108,20 @@ def every_cell(leases: int) -> tuple[Cell, ...]:
 def run(size: Size, seed: int, tell: Teller) -> Contents:
     measured: list[Measured] = []
     with ExitStack() as stack:
-        servers = _Servers(stack)
+        servers = StoreServers(stack)
         for number, cell in enumerate(size.cells):
             folder = Path(tempfile.mkdtemp(prefix="chaos-"))
             try:
-                with servers.store(cell, number) as url, _hubs(cell, url, folder) as hubs:
+                with (
+                    servers.store(cell.store, cell.delay_ms, number) as url,
+                    hubs_on(url, cell.hubs, folder) as hubs,
+                ):
                     compared = asyncio.run(_play(cell, size, hubs, random.Random(seed + number)))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
             measured.append(Measured(cell, compared))
             tell(str(measured[-1]))
     return Contents(tuple(measured))
-
-
-# the stage
-
-
-class _Servers:
-    """One Redis and one PostgreSQL for all cells, each started when a cell first asks for it."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._redis: RedisServer | None = None
-        self._postgres: PostgresServer | None = None
-
-    @contextmanager
-    def store(self, cell: Cell, number: int) -> Iterator[str | None]:
-        """The URL of an empty store, with the cell's delay before it."""
-        match cell.store:
-            case "memory":
-                yield "memory://"
-                return
-            case "sqlite":
-                yield None
-                return
-            case "redis":
-                if self._redis is None:
-                    self._redis = RedisServer(is_durable=False)
-                    self._stack.callback(self._redis.stop)
-                    self._redis.start()
-                url, port = f"{self._redis.url}?prefix=content-{number}", self._redis.port
-            case "postgres":
-                if self._postgres is None:
-                    self._postgres = PostgresServer()
-                    self._stack.callback(self._postgres.stop)
-                    self._postgres.start()
-                with psycopg.connect(self._postgres.url, autocommit=True) as connection:
-                    connection.execute(f"CREATE DATABASE content_{number}".encode())
-                url, port = (
-                    f"{self._postgres.url.rpartition('/')[0]}/content_{number}",
-                    self._postgres.port,
-                )
-        if not cell.delay_ms:
-            yield url
-            return
-        with DelayProxy(port, cell.delay_ms / 1000) as proxy:
-            yield url.replace(f":{port}", f":{proxy.port}")
-
-
-@contextmanager
-def _hubs(cell: Cell, store: str | None, folder: Path) -> Iterator[list[HubProgram]]:
-    hubs = [HubProgram(folder / f"hub-{number}", {}, store) for number in range(cell.hubs)]
-    try:
-        for hub in hubs:
-            hub.start()
-        yield hubs
-    finally:
-        for hub in hubs:
-            hub.kill()
 
 
 # the play

@@ -7,7 +7,18 @@ from typing import Any
 
 import msgspec
 
-from chaos import content, fuzz, hub_loop, kill_loop, large_files, ledger_loop, power, spending, zombies
+from chaos import (
+    content,
+    fuzz,
+    hub_loop,
+    kill_loop,
+    large_files,
+    ledger_loop,
+    power,
+    spending,
+    streams,
+    zombies,
+)
 from chaos.checker import Finding
 from chaos.kill_loop import Teller
 from chaos.logs import Role
@@ -22,6 +33,7 @@ PlaySize = (
     | fuzz.Size
     | large_files.Size
     | content.Size
+    | streams.Size
 )
 
 SEED = 20_000
@@ -57,6 +69,7 @@ PARTS: dict[str, PlaySize] = {
     "hub": hub_loop.Size("sqlite", 1_500, 20),
     "hub-redis": hub_loop.Size("redis", 1_500, 20),
     "content": content.Size(content.every_cell(50_000)),
+    "streams": streams.Size(streams.every_cell(10_000)),
     "fuzz": fuzz.Size(100_000),
     "files": large_files.Size("folder", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
     "files-s3": large_files.Size("storage", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
@@ -77,6 +90,9 @@ QUICK: dict[str, PlaySize] = {
     "hub": hub_loop.Size("sqlite", 120, 3, simulated=(0.02, 0.3), servers=1),
     "hub-redis": hub_loop.Size("redis", 60, 1, simulated=(0.02, 0.3), servers=1),
     "content": content.Size(content.every_cell(1_000)),
+    "streams": streams.Size(
+        (streams.Cell("redis", 2, 2.0, 180), streams.Cell("postgres", 2, 2.0, 180)), agents=1
+    ),
     "fuzz": fuzz.Size(5_000, max_waiting=300),
     "files": large_files.Size("folder", brought=64 * large_files.MIB, left=64 * large_files.MIB),
     # Of two parts: what is larger than one goes up in parts.
@@ -232,6 +248,19 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
                 contents.wrong,
                 leases=whole.leases,
                 cells=tuple(map(str, contents.cells)),
+            )
+        case streams.Size():
+            watched_far = streams.run(size, seed, tell)
+            found = watched_far.whole
+            return _entry(
+                part,
+                size,
+                seed,
+                Finding(acknowledged=found.jobs),
+                watched_far.wrong,
+                streams=found.streams,
+                missed=found.open + found.without,
+                cells=tuple(map(str, watched_far.cells)),
             )
         case large_files.Size():
             moved = large_files.run(size, seed, tell)
