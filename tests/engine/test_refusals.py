@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.engine._rig import Rig, graph, offers
+from tests.engine.test_several_engines import Engines, register, take
 
 from comfyfleet.engine.catalogs import SHARED_DRAWER
 from comfyfleet.engine.engine import Engine
@@ -326,3 +327,19 @@ async def test_what_nodes_accept_is_known_after_a_restart_without_being_told_aga
         assert await second.poll(Poll(WorkerId("a"), PollId("1"), 0)) is None
         leased = await second.poll(Poll(WorkerId("b"), PollId("2"), 0))
         assert leased is not None and leased.job_id == submitted.job_id
+
+
+async def test_an_engine_uses_what_workers_told_another_one() -> None:
+    async with Engines() as it:
+        for name, version in (("a", "old"), ("b", "new")):
+            await register(it.second, name, "KSampler", signature=nodes(version).signature())
+            await it.second.describe(WorkerId(name), nodes(version))
+        await it.first.workers()
+        job_id = (await it.first.submit(Submission(graph(sampler_name="newer")))).job_id
+        assert await take(it.second, "a", "1") is None
+        assert await take(it.second, "b", "2") == job_id
+        explained = await it.first.explain(
+            (await it.first.submit(Submission(graph(sampler_name="newer")))).job_id
+        )
+        reasons = {str(each.worker_id): each.reason for each in explained.workers}
+        assert "its KSampler (node 1) does not list 'newer' for 'sampler_name'" in reasons["a"]

@@ -110,3 +110,8 @@ def test_another_version_of_a_node_is_another_group(other: dict[str, Any]) -> No
 def test_what_cannot_be_understood_is_left_out(broken: dict[str, Any]) -> None:
     assert isinstance(read_signatures(broken), dict)
     assert group(broken)
+
+
+def test_the_type_of_an_input_is_that_of_its_wires_and_not_of_its_widget() -> None:
+    info = described({"value": ["FLOAT,INT", {"widgetType": "FLOAT"}]})
+    assert read_signatures(info)["X"].inputs["value"].kind == "FLOAT,INT"

@@ -100,7 +100,9 @@ def _is_old_style(spec: Any) -> bool:
 
 
 def _read_input(name: str, spec: Any, *, is_required: bool, is_checked: bool) -> InputSignature:
-    kind, options = read_spec(spec)
+    _, options = read_spec(spec)
+    # The type of its wires; which widget the editor shows for it is another matter.
+    kind = _type_name(spec[0]) if isinstance(spec, list) and spec else ""
     choices = fixed_choices(name, options) if is_checked and kind == "COMBO" else []
     return InputSignature(
         kind,
