@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
@@ -12,6 +13,7 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId
+from comfyfleet.model.job import Timeouts
 
 BOB, EVE = TenantId("bob"), TenantId("eve")
 
@@ -166,3 +168,49 @@ async def test_a_refusal_outlives_the_engine_and_another_one_ends_what_still_wai
         assert await rig.poll("b") is None
         await rig.clock.advance(5)
         assert (await rig.engine.get(late)).job.phase is Phase.FAILED
+
+
+async def test_a_job_of_one_attempt_gets_its_second_try_all_the_same() -> None:
+    async with Rig() as rig:
+        for name in "ab":
+            await rig.worker(name)
+        await rig.submit(tenant=EVE, max_attempts=1)
+        settled = await rig.fail(await rig.take("a"), FailureKind.CRASHED, server_died="process")
+        assert settled.will_retry, "or such jobs would kill one server after the other, one each"
+        settled = await rig.fail(await rig.take("b"), FailureKind.CRASHED, server_died="process")
+        assert settled.phase is Phase.FAILED
+        with pytest.raises(Refusal, match="servers died"):
+            await rig.submit(tenant=EVE)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "timed out"])
+async def test_deaths_of_jobs_that_were_over_before_count_for_their_workflow(ends: str) -> None:
+    async with Rig(cancel_grace_s=5) as rig:
+        for name in "abc":
+            await rig.worker(name)
+        for name in "ab":
+            job_id = await rig.submit(tenant=EVE, timeouts=Timeouts(total_s=10))
+            leased = await rig.take(name)
+            if ends == "cancelled":
+                await rig.engine.cancel(job_id)
+            else:
+                await rig.clock.advance(11)
+            for _ in range(2):
+                # The second time because the answer was lost.
+                with contextlib.suppress(Refusal):
+                    await rig.fail(leased, FailureKind.DEAD_WORKER, server_died="thread")
+            assert len(rig.fleet_events("workflow_refused")) == (name == "b")
+        with pytest.raises(Refusal, match="servers died"):
+            await rig.submit(tenant=EVE)
+
+
+async def test_a_death_more_than_an_hour_ago_is_no_first_one() -> None:
+    async with Rig() as rig:
+        for name in "ab":
+            await rig.worker(name)
+            job_id = await rig.submit(tenant=EVE)
+            leased = await rig.take(name)
+            await rig.engine.cancel(job_id)
+            await rig.fail(leased, FailureKind.DEAD_WORKER, server_died="thread")
+            await rig.clock.advance(3601)
+        await rig.submit(tenant=EVE)

@@ -13,14 +13,16 @@ import logging
 from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.verdicts import Verdicts
-from comfyfleet.model.block import EVERY_WORKER, Block, whose_target
-from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.block import EVERY_WORKER, Block, Pair, whose_target
+from comfyfleet.model.calls import FailureReport
+from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, Phase
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.policy import deadly
 
 _LOG = logging.getLogger(__name__)
 _PAGE = 100
+_ENDED_BEFORE = (AttemptOutcome.EXPIRED, AttemptOutcome.CANCELLED)
 
 
 class DeadlyWorkflows:
@@ -34,6 +36,36 @@ class DeadlyWorkflows:
         self._ending: asyncio.Task[None] | None = None
         context.refused_waits = self._note_waiting
         verdicts.on_refusal = self.refused
+        verdicts.on_late_death = self.note_late
+
+    async def note_late(self, call: FailureReport) -> None:
+        """The job ended while it ran, by its own time or by hand, and is not tried again. A server that died of it is
+        remembered for the workflow, or such jobs would kill one server after the other. Each attempt counts once."""
+        store, ref = self._context.store, call.ref
+        if call.failure.server_died is None:
+            return
+        with best_effort(f"count the server that died of job {ref.job_id}"):
+            dispatch = await store.load(ref.job_id)
+            attempts = () if dispatch is None else await store.attempts(ref.job_id)
+            for attempt in attempts:
+                is_its = attempt.attempt_id == ref.attempt_id and attempt.outcome in _ENDED_BEFORE
+                if dispatch is not None and is_its and not attempt.reported_late:
+                    await store.mark_late(ref)
+                    await self._died(dispatch, call.failure)
+
+    async def _died(self, dispatch: Dispatch, failure: Failure) -> None:
+        context, now = self._context, await self._context.store.now()
+        known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
+        if known is not None and deadly.is_refusing(known):
+            return
+        deaths = 1 + max(dispatch.server_deaths, deadly.deaths_lately(known, context.rules, now))
+        if deaths < context.rules.max_server_deaths:
+            await context.store.put_block(deadly.death_of(dispatch, deaths, now))
+            return
+        refusal = deadly.refusal_of(dispatch, deaths, now)
+        await context.store.put_block(refusal)
+        context.fleet.note_block(refusal)
+        await self.refused(dispatch, refusal, failure)
 
     async def refused(self, dispatch: Dispatch, block: Block, failure: Failure) -> None:
         """After the write: the alert, and whatever else follows."""

@@ -13,7 +13,8 @@ from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.refusing import Refusals
 from comfyfleet.engine.rounds import Rounds
-from comfyfleet.model.block import Block, BlockReason, Pair
+from comfyfleet.model.block import EVERY_WORKER, Block, BlockReason, Pair
+from comfyfleet.model.calls import FailureReport
 from comfyfleet.model.dispatch import (
     AtRevision,
     AttemptEnd,
@@ -28,7 +29,7 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.policy.deadly import failure_of_deadly, refusal_of
+from comfyfleet.policy.deadly import deaths_lately, failure_of_deadly, refusal_of
 from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two
 from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.learning import no_lesson, of_out_of_memory, with_memory
@@ -42,12 +43,18 @@ async def _nobody(_: Dispatch, __: Block, ___: Failure) -> None:
     """An engine wires its parts before it serves."""
 
 
+async def _nobody_late(_: FailureReport) -> None:
+    """As above."""
+
+
 class Verdicts:
     def __init__(self, context: Context, rounds: Rounds, refusals: Refusals) -> None:
         self._context = context
         self._rounds = rounds
         self._refusals = refusals
         context.give_back = self.give_back
+        self.on_late_death: Callable[[FailureReport], Awaitable[None]] = _nobody_late
+        """Set by the same: told of failures of runs whose job was cancelled, or over, before."""
         self.on_refusal: Callable[[Dispatch, Block, Failure], Awaitable[None]] = _nobody
         """Set by whoever sees to refused workflows: this job showed that servers die of its own."""
 
@@ -57,6 +64,10 @@ class Verdicts:
         assert dispatch.lease is not None, "an attempt holds a lease"
         worker_id, now = dispatch.lease.worker_id, await context.store.now()
         failure = bounded(self._with_card(failure, worker_id))
+        if failure.server_died is not None:
+            known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
+            deaths = max(dispatch.server_deaths, deaths_lately(known, context.rules, now))
+            dispatch = msgspec.structs.replace(dispatch, server_deaths=deaths)
         block = await self._recorded(dispatch, worker_id, failure, now)
         job = await context.store.records.get(dispatch.job_id)
         if block is not None and block.reason is BlockReason.REFUSED and job and job.payload.variants:

@@ -414,11 +414,14 @@ class WorkerDesk:
         # Decided on what was read and written only over that: a cancel that came in between is not forgotten.
         while (dispatch := await self._held(call.ref)) is not None:
             if dispatch.cancel_requested_at is not None:
-                # What a run died of while it was being stopped is of no interest.
-                return await self.release(Release(call.ref, "cancelled"))
+                # What a run died of while it was being stopped is of no interest, unless the server died of it.
+                settled = await self.release(Release(call.ref, "cancelled"))
+                await self._verdicts.on_late_death(call)
+                return settled
             after = await self._verdicts.failed(dispatch, AtRevision(dispatch.revision), call.failure)
             if after is not None:
                 return Settled(after.phase, will_retry=after.phase is Phase.QUEUED)
+        await self._verdicts.on_late_death(call)
         return await self._too_late(call.ref, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED)
 
     async def release(self, call: Release) -> Settled:

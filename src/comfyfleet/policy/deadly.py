@@ -25,8 +25,23 @@ def refusal_of(dispatch: Dispatch, server_deaths: int, now: float) -> Block:
     return Block(EVERY_WORKER, for_tenant, BlockReason.SERVER_DIED, server_deaths, UNTIL_LIFTED, made_at=now)
 
 
+def death_of(dispatch: Dispatch, server_deaths: int, now: float) -> Block:
+    """The count towards a refusal, where the job itself is not tried again and so cannot show the second death."""
+    return msgspec.structs.replace(refusal_of(dispatch, server_deaths, now), blocked_until=None)
+
+
+def deaths_lately(known: Block | None, rules: Rules, now: float) -> int:
+    """Of the workflow of a tenant, by what is remembered of it for every worker."""
+    is_fresh = known is not None and now - known.made_at < rules.deadly_window_s
+    return known.failures if known is not None and is_fresh else 0
+
+
 def is_refusing(block: Block) -> bool:
-    return block.worker_id == EVERY_WORKER and block.reason is BlockReason.SERVER_DIED
+    return (
+        block.worker_id == EVERY_WORKER
+        and block.reason is BlockReason.SERVER_DIED
+        and block.blocked_until is not None
+    )
 
 
 def why_refused(workflow_hash: WorkflowHash, tenant: TenantId) -> str:

@@ -71,7 +71,10 @@ TABLE: dict[FailureKind, Row] = {
 
 
 def row_of(failure: Failure) -> Row:
-    """An invalid workflow ends the job at once, unless it is only this server that says so."""
+    """An invalid workflow ends the job at once, unless it is only this server that says so. A server that died of the
+    run is charged with it, however it died: a job that may have one attempt gets its second try all the same."""
+    if failure.server_died is not None:
+        return _WORKER_IS_GONE
     return _SERVER_REFUSES if is_refusal(failure) else TABLE[failure.kind]
 
 
