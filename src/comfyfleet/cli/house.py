@@ -36,7 +36,7 @@ from comfyfleet.hub.inside import InsideApi
 from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.outbound.guard import Guard
-from comfyfleet.stores.opening import open_store
+from comfyfleet.stores.opening import open_store, risk_of
 from comfyfleet.tenancy.estate import Estate
 from comfyfleet.tenancy.keys import KEY_PREFIX
 
@@ -92,6 +92,8 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
         stack.push_async_callback(estate.close)
         engine = Engine(estate.store, rules=resolved.rules(), clock=clock)
         await stack.enter_async_context(engine)
+        if risk := risk_of(plain):
+            _LOG.warning("%s", risk)
         await stack.enter_async_context(attended(keyring, store))
         assets = await stack.enter_async_context(
             open_assets(resolved, store.cabinet, engine.clock, estate.cabinet_of)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -13,6 +14,15 @@ from comfyfleet.stores.memory import MemoryStore
 DATA_KEYS = "data_keys"
 MASTER_KEYS = "master_keys"
 """Drawers of a store whose jobs are sealed."""
+
+
+@runtime_checkable
+class MayLose(Protocol):
+    """A store whose server decides how much of it outlives a crash."""
+
+    durability: Literal["durable", "everysec", "none"]
+    can_lose: str
+    """In words."""
 
 
 def open_store(url: str, clock: Clock) -> Store:
@@ -35,6 +45,17 @@ def check_address(url: str) -> None:
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"there is no store for {scheme!r}: this version knows {known}"
         )
+
+
+def risk_of(store: Store) -> str:
+    """What an operator must know of a store that is open and may lose jobs, and what to set. Empty: it keeps them."""
+    if not isinstance(store, MayLose) or store.durability != "none":
+        return ""
+    return (
+        f"this Redis can lose jobs that were acknowledged: {store.can_lose}, if it dies or is restarted. Set "
+        "appendonly yes in its configuration (CONFIG SET appendonly yes, then CONFIG REWRITE), and appendfsync "
+        "always to lose nothing at all"
+    )
 
 
 async def refuse_if_sealed(cabinet: Cabinet) -> None:

@@ -74,13 +74,10 @@ async def _look_at_the_server(
     try:
         server = await check_server(client.call, name)
         settings["durability"] = server.durability
-        if server.durability != "durable":
-            lost = (
-                "about the last second"
-                if server.durability == "everysec"
-                else "everything since its last snapshot"
+        if server.can_lose:
+            settings["can_lose"] = (
+                f"{server.can_lose}, if the server dies (durable: appendonly yes, appendfsync always)"
             )
-            settings["can_lose"] = f"{lost}, if the server dies (durable: appendonly yes, appendfsync always)"
     except Fault as fault:
         problems.append(str(fault))
     ours, found = revision_of(library_text()), await installed_revision(client.call)

@@ -23,6 +23,8 @@ class Server(msgspec.Struct, frozen=True):
     run: str
     """Changes with each start and with each failover."""
     durability: Durability
+    can_lose: str = ""
+    """What is gone if it dies, in words; empty: nothing."""
 
 
 async def check_server(send: Send, name: str) -> Server:
@@ -41,7 +43,8 @@ async def check_server(send: Send, name: str) -> Server:
             "without a word; set maxmemory-policy to noeviction"
         )
     run = f"{facts.get('run_id', '')}:{facts.get('master_replid', '')}"
-    return Server(run, await _durability(send, facts))
+    durability = await _durability(send, facts)
+    return Server(run, durability, await _can_lose(send, facts, durability))
 
 
 async def _durability(send: Send, facts: dict[str, str]) -> Durability:
@@ -55,6 +58,21 @@ async def _durability(send: Send, facts: dict[str, str]) -> Durability:
         case _:
             # Where it may not be asked, the default of the server is assumed, never more.
             return "everysec"
+
+
+async def _can_lose(send: Send, facts: dict[str, str], durability: Durability) -> str:
+    match durability:
+        case "durable":
+            return ""
+        case "everysec":
+            return "about the last second"
+    if facts.get("aof_enabled") == "1":
+        return "what its system had not yet written to the disk"
+    snapshots = await _setting(send, "save")
+    if snapshots == "":
+        return "everything"
+    unknown = ", if it makes any" if snapshots is None else ""
+    return f"everything since its last snapshot{unknown}"
 
 
 async def _info(send: Send) -> dict[str, str]:

@@ -68,6 +68,7 @@ class RedisStore:
         self._learning = Learning(self._learn)
         self._epoch = 0
         self.durability: Durability = "none"
+        self.can_lose = ""
         self.records = RedisRecords(self)
         self.moving = RedisMoving(self)
         self.cabinet = RedisCabinet(self)
@@ -88,6 +89,7 @@ class RedisStore:
         """On every connection: the server behind the address may be another one by now."""
         server = await check_server(send, self._address.name)
         self.durability = server.durability
+        self.can_lose = server.can_lose
         await ensure_library(send, may_load=self._may_load)
         winds = "0" if self._winding is None else "1"
         answer = await send(
