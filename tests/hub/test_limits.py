@@ -293,8 +293,38 @@ async def test_wrong_keys_cost_patience_and_good_ones_do_not() -> None:
         refused = await rig.get("/api/stats", key="cfk_0_0")
         assert refused.code == "rate_limited"
         assert "wrong keys from one address" in refused.body["detail"]
-        # Whoever is known already goes on.
+        # Whoever is known already goes on, and so does whoever comes now.
         assert (await rig.get("/api/stats")).status == 200
+        assert (await rig.get("/api/stats", role=Role.TENANT)).status == 200
+
+
+async def test_a_good_key_is_served_however_many_wrong_ones_come_from_its_address() -> None:
+    async with hub_in_process(limits=Limits(refusals_per_s=0.01, refusals_burst=3)) as rig:
+        statuses = []
+        for number in range(30):
+            wrong = await rig.get("/api/stats", key=f"cfk_{number:04d}_0")
+            assert wrong.status in (401, 429)
+            # One that nobody has seen before, so that nothing is remembered of it.
+            _, good = await rig.hub.keys.create(Role.VIEWER)
+            statuses.append((await rig.get("/api/stats", key=good)).status)
+        assert statuses == [200] * 30
+
+
+async def test_a_wrong_key_is_looked_up_once_in_a_while_however_often_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with hub_in_process() as rig:
+        looked = []
+        check = rig.hub.keys.check
+
+        async def counted(text: str) -> Any:
+            looked.append(text)
+            return await check(text)
+
+        monkeypatch.setattr(rig.hub.keys, "check", counted)
+        for _ in range(20):
+            assert (await rig.get("/api/stats", key="cfk_0_0")).status == 401
+        assert looked == ["cfk_0_0"]
 
 
 def test_a_bucket_fills_again_with_time_and_no_further() -> None:

@@ -27,6 +27,7 @@ from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
 from comfyfleet.cli.pools import pool_urls
 from comfyfleet.cli.printing import echo
+from comfyfleet.cli.proxies import proxies_of
 from comfyfleet.cli.settings import Resolved, masked
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
@@ -110,6 +111,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             estate=estate,
             shred=None if keyring is None else keyring.shred,
             retention=resolved.retention(),
+            proxies=proxies_of(resolved),
         )
         # Behind the hub, which has told the engine of tenants' terms: what a relay brings in is placed by them.
         await stack.enter_async_context(estate.kept(engine.admit))

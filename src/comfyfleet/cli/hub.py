@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     "data",
     "legacy_websocket",
     "webhook_allow",
+    "trusted_proxies",
     "log_level",
     "log_format",
     "config",

@@ -186,6 +186,13 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         metavar="NETWORK|NAME",
         help="What webhooks may call beside public addresses, such as 10.0.0.0/8 or hooks.internal. Repeatable.",
     ),
+    "trusted_proxies": click.option(
+        "--trusted-proxy",
+        "trusted_proxies",
+        multiple=True,
+        metavar="NETWORK",
+        help="A proxy in front of the hub whose X-Forwarded-For is believed, such as 10.0.0.5. Repeatable.",
+    ),
     "log_level": _option(
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.cli.proxies import proxies_of
 from comfyfleet.hub.limits import Limits
 from comfyfleet.model.bounds import ServerBounds
 from comfyfleet.model.requirement import CostTier, Isolation
@@ -36,7 +37,8 @@ FILE_NAME = "comfyfleet.toml"
 OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
 """What others called them in the environment."""
 LISTS = frozenset(
-    {"servers", "services", "webhook_allow", "allow_tenants", "deny_tenants", "compliance", "encryption.keys"}
+    {"servers", "services", "webhook_allow", "trusted_proxies", "allow_tenants", "deny_tenants"}
+    | {"compliance", "encryption.keys"}
 )
 """In the environment with commas or spaces between."""
 SECRET = frozenset({"key", "enrol", "s3.secret_key", "s3.session_token", "encryption.keys"})
@@ -69,6 +71,7 @@ _FLAGS = {
     "pools": "--pool",
     "allow_tenants": "--allow-tenant",
     "deny_tenants": "--deny-tenant",
+    "trusted_proxies": "--trusted-proxy",
 }
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -162,6 +165,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether callers and monitors are still served over the WebSocket; workers always are."""
     webhook_allow: tuple[str, ...] = ()
     """Networks, addresses and names that webhooks may call beside public addresses."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Networks and addresses of proxies whose X-Forwarded-For is believed."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     log_format: Literal["text", "json"] = "text"
     limits: dict[str, Any] = {}
@@ -304,12 +309,16 @@ def read_settings(
     if not values.get("data"):
         values["data"] = str(_usual_data(environment))
     resolved = Resolved(msgspec.convert(values, Settings), found.origins, unheard)
-    if resolved.values.webhook_allow:
-        with found.noting():
-            resolved.allowed()
-    if resolved.values.rules:
-        with found.noting():
-            resolved.rules()
+    said = resolved.values
+    checks = (
+        (said.webhook_allow, resolved.allowed),
+        (said.rules, resolved.rules),
+        (said.trusted_proxies, lambda: proxies_of(resolved)),
+    )
+    for is_said, check in checks:
+        if is_said:
+            with found.noting():
+                check()
     return resolved
 
 

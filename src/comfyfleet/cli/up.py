@@ -44,6 +44,7 @@ _LOOK_S = 10.0
     "grace_s",
     "legacy_websocket",
     "webhook_allow",
+    "trusted_proxies",
     "log_level",
     "log_format",
     "config",

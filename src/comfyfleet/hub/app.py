@@ -32,6 +32,7 @@ from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.page import PageHandlers
 from comfyfleet.hub.pending import Pending
 from comfyfleet.hub.places import Places
+from comfyfleet.hub.proxies import TrustedProxies
 from comfyfleet.hub.reconciling import ReconcileHandlers
 from comfyfleet.hub.rooms import Rooms
 from comfyfleet.hub.scoped_stats import StatsDesk
@@ -64,7 +65,7 @@ class Hub:
     """`is_open`: whoever asks from this machine without a key is an administrator. `legacy_websocket`: whether callers
     and monitors are still served over the WebSocket; workers always are. `guard` stands before every URL that is called
     for somebody. `estate`: the tenants that an operator set up; unless given, those of the store, in no pool. `shred`
-    makes what is sealed for a tenant unreadable for good."""
+    makes what is sealed for a tenant unreadable for good. `proxies` are believed whom they speak for."""
 
     def __init__(
         self,
@@ -80,8 +81,10 @@ class Hub:
         estate: Estate | None = None,
         shred: Callable[[TenantId], Awaitable[object]] | None = None,
         retention: Retention | None = None,
+        proxies: TrustedProxies | None = None,
     ) -> None:
         self.engine = engine
+        self._proxies = proxies or TrustedProxies()
         self.is_open = is_open
         self.keys = Keys(cabinet, clock)
         kept = retention or Retention()
@@ -209,9 +212,9 @@ class Hub:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
             case "http":
-                await self._door(scope, receive, send)
+                await self._door(self._proxies.with_sender(scope), receive, send)
             case "websocket":
-                await self._sockets(scope, receive, send)
+                await self._sockets(self._proxies.with_sender(scope), receive, send)
             case "lifespan":
                 await self._live(receive, send)
 

@@ -38,6 +38,8 @@ class Credentials:
             limits.refusals_per_s, limits.refusals_burst, clock.monotonic, "wrong keys from one address"
         )
         self._known: dict[bytes, tuple[Caller, float]] = {}
+        self._wrong: dict[bytes, float] = {}
+        """Keys that were not good a moment ago, and until when they are not looked up again."""
 
     async def caller(self, headers: Mapping[str, str], address: str, token: str | None = None) -> Caller:
         """Raises `unauthenticated` for no key or a wrong one; a wrong one costs patience."""
@@ -53,10 +55,16 @@ class Credentials:
         known = self._known.get(digest)
         if known is not None and now < known[1]:
             return known[0]
-        self._refusals.check(address)
-        key = await self._keys.check(text)
+        if now >= self._wrong.get(digest, now):
+            # Looked up however many wrong ones came from there: a good key is not refused for what others send.
+            key = await self._keys.check(text)
+        else:
+            key = None
         if key is None:
             self._known.pop(digest, None)
+            self._note_wrong(digest, now)
+            # The same one again costs nothing but an answer; of different ones there are so many a second.
+            self._refusals.check(address)
             self._refusals.spend(address)
             raise Refusal(
                 RefusalCode.UNAUTHENTICATED,
@@ -71,6 +79,12 @@ class Credentials:
         if len(self._known) > _MAX_REMEMBERED:
             del self._known[next(iter(self._known))]
         return caller
+
+    def _note_wrong(self, digest: bytes, now: float) -> None:
+        self._wrong.pop(digest, None)
+        self._wrong[digest] = now + _REMEMBER_S
+        if len(self._wrong) > _MAX_REMEMBERED:
+            del self._wrong[next(iter(self._wrong))]
 
     def forget(self, key_id: str) -> None:
         """The key was changed: what is remembered of it is not good any more."""
@@ -120,13 +134,21 @@ def is_loopback(host: str) -> bool:
 def _check_is_local(headers: Mapping[str, str], address: str) -> None:
     """An open hub believes this machine alone, and no page of another site that this machine's browser shows."""
     host = headers.get("host", "")
-    name = urlsplit(f"//{host}").hostname or ""
     origin = headers.get("origin")
-    if not is_loopback(address) or not is_loopback(name):
+    if not is_loopback(address) or not is_loopback(_split(f"//{host}")[0]):
         raise Refusal(
             RefusalCode.UNAUTHENTICATED, "without a key this hub answers to its own machine alone: send a key"
         )
-    if origin is not None and urlsplit(origin).netloc != host:
+    if origin is not None and _split(origin)[1] != host:
         raise Refusal(
             RefusalCode.UNAUTHENTICATED, f"without a key this hub does not answer to pages of {origin}"
         )
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Its host and where that listens; nothing of what is no URL."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname or "", parts.netloc
+    except ValueError:
+        return "", ""

@@ -7,7 +7,8 @@ from urllib.parse import unquote
 
 from comfyfleet.wire.route import Route
 
-_ANY = "{}"
+_ANY = "/"
+"""No segment of a path is that."""
 
 
 class Found(NamedTuple):
