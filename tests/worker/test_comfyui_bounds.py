@@ -89,6 +89,17 @@ async def test_a_server_is_tried_again_after_a_while() -> None:
         await connector.inventory()
 
 
+async def test_a_run_that_completes_does_not_excuse_what_else_the_server_sends() -> None:
+    async with server_and_connector(SMALL) as (fake, connector):
+        attempt = Attempt(connector, leased(slow(steps=10)))
+        await attempt.heard(NewsKind.PROGRESS)
+        fake.faults.endless_paths = ["/object_info"]
+        with pytest.raises(ServiceFailed):
+            await connector.inventory()
+        await attempt.result()
+        assert not await connector.check_health()
+
+
 async def test_an_endless_health_check_is_no_health() -> None:
     async with server_and_connector(SMALL) as (fake, connector):
         fake.faults.endless_paths = ["/prompt"]
@@ -245,4 +256,5 @@ async def test_an_agent_says_why_such_a_server_is_offline() -> None:
             api.give(msgspec.structs.replace(leased_job("1"), workflow=picture()))
             await until(lambda: agent.state.status is AgentStatus.OFFLINE, within_s=8.0)
             assert "GET /queue with more than 1048576 bytes" in agent.state.reason
+            await until(lambda: bool(api.named("unregister")))
             assert api.named("unregister") == ["it answers GET /queue with more than 1048576 bytes"]

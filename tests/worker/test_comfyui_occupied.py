@@ -156,6 +156,7 @@ async def test_eight_jobs_lose_the_time_of_one_and_are_charged_nothing() -> None
             # One job tried; the others wait where every other worker can have them.
             assert [release.reason for release in api.named("release")] == ["declined"]
             assert api.named("fail") == []
+            await until(lambda: bool(api.named("unregister")))
             (said,) = api.named("unregister")
             assert "its execution thread is dead; restart it" in said
             await fake.restart()
