@@ -130,3 +130,17 @@ def test_a_class_that_differs_and_is_not_used_matters_to_nobody() -> None:
 def test_a_source_that_differs_is_noticed_at_its_wire() -> None:
     found = Differences({"one": signatures(), "two": signatures(output="NOISE")})
     assert found.refusing(graph(), HASH) == {"two"}
+
+
+def test_graphs_with_a_lot_of_text_or_nodes_are_judged_and_not_remembered() -> None:
+    found = Differences({"old": signatures(), "new": signatures(samplers=("euler", "heun"))})
+    long = "x" * 1_000_000
+    assert found.refusing(graph(sampler_name=long), HASH) == {"old", "new"}
+    assert found.refusing(graph(sampler_name="heun"), HASH) == {"old"}
+    many: dict[str, Any] = {"save": {"class_type": "Save", "inputs": {"prefix": "x"}}}
+    for number in range(300):
+        many[str(number)] = {"class_type": "Sampler", "inputs": {"sampler_name": "heun"}}
+        many["save"]["inputs"][f"images{number}"] = [str(number), 0]
+    many["save"]["inputs"]["images"] = ["0", 0]
+    assert "old" in found.refusing(many, WorkflowHash("many"))
+    assert len(found._remembered) == 1

@@ -35,6 +35,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 """Unpacked: ten times what a server with thousands of nodes has to tell."""
 _MAX_AT_HAND = 64
 """Those of live workers are kept at hand however many there are."""
+_MANY_NODES = 100
 _LOOK_AGAIN_S = 5.0
 """A catalog that was not there is looked for again after so long: its worker may be about to send it."""
 
@@ -152,10 +153,10 @@ class NodeCatalogs:
         if not variants:
             return await self._refusing(graph, workflow_hash)
         # The hash of the job is that of what its graphs have in common.
-        found = set(await self._refusing(graph, hash_workflow(graph)))
+        found = set(await self._refusing(graph, await asyncio.to_thread(hash_workflow, graph)))
         for variant in variants:
             own = with_nodes(graph, variant)
-            refused = await self._refusing(own, hash_workflow(own))
+            refused = await self._refusing(own, await asyncio.to_thread(hash_workflow, own))
             found = found.difference(variant.signatures) | refused.intersection(variant.signatures)
         return frozenset(found)
 
@@ -168,7 +169,11 @@ class NodeCatalogs:
             if self._differences[0] != catalogs.keys():
                 known = {each: catalog.signatures for each, catalog in catalogs.items()}
                 self._differences = frozenset(catalogs), Differences(known)
-        return self._differences[1].refusing(graph, workflow_hash)
+        differences = self._differences[1]
+        if len(graph) > _MANY_NODES:
+            # Beside the loop: thousands of nodes may be compared with the catalogs of many releases.
+            return await asyncio.to_thread(differences.refusing, graph, workflow_hash)
+        return differences.refusing(graph, workflow_hash)
 
     def _remember(self, signature: str, parts: _Parts) -> NodeCatalog:
         """With those of its classes that another one has too."""

@@ -19,6 +19,9 @@ from comfyfleet.model.node_signatures import InputSignature, NodeSignature, Node
 from comfyfleet.model.workflow_graph import is_wire
 
 _MAX_REMEMBERED = 4_096
+_MAX_VALUES = 200
+_MAX_CHARACTERS = 4_000
+"""Of a graph that is remembered: a value may be a megabyte of text, and a graph may have thousands of them."""
 _ANY_TYPE = "*"
 _DYNAMIC = "COMFY_"
 """Types that begin so stand for inputs under other names, or for any type."""
@@ -51,7 +54,7 @@ class Differences:
         """The signatures that do not accept the graph."""
         if not self._compared:
             return frozenset()
-        values: list[Any] = []
+        values: list[str | None] = []
         differing = set()
         for node_id, node in graph.items():
             names = self._compared.get(node["class_type"])
@@ -65,13 +68,15 @@ class Differences:
         key = (workflow_hash, *values)
         known = self._remembered.get(key)
         if known is None:
-            if len(self._remembered) >= _MAX_REMEMBERED:
-                self._remembered.clear()
-            known = self._remembered[key] = frozenset(
+            known = frozenset(
                 name
                 for name, signatures in self._catalogs.items()
                 if next(_objections(graph, signatures, differing), None) is not None
             )
+            if len(values) <= _MAX_VALUES and sum(map(len, filter(None, values))) <= _MAX_CHARACTERS:
+                if len(self._remembered) >= _MAX_REMEMBERED:
+                    self._remembered.clear()
+                self._remembered[key] = known
         return known
 
 
@@ -119,7 +124,7 @@ def _objections(graph: Graph, signatures: NodeSignatures, looked_at: set[str]) -
                     if each.is_required and not each.kind.startswith(_DYNAMIC):
                         yield Objection(node_id, class_type, f"requires the input '{name}'")
                 elif each.choices is not None and _is_unlisted(inputs[name], each):
-                    yield Objection(node_id, class_type, f"does not list {inputs[name]!r} for '{name}'")
+                    yield Objection(node_id, class_type, f"does not list {inputs[name][:80]!r} for '{name}'")
         for name, value in inputs.items():
             if is_wire(value) and (node_id in looked_at or value[0] in looked_at):
                 source = graph.get(value[0])
@@ -175,5 +180,5 @@ def _is_open(kind: str) -> bool:
     return kind in ("", _ANY_TYPE, "COMBO") or kind.startswith(_DYNAMIC) or _ANY_TYPE in kind.split(",")
 
 
-def _literal(value: Any) -> Any:
+def _literal(value: Any) -> str | None:
     return value if isinstance(value, str) else None
