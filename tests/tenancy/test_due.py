@@ -1,4 +1,4 @@
-"""Timers of the fleet while a tenant's database is away: what is due of that tenant waits, and nothing else does."""
+"""Timers and rounds of the fleet while a tenant's database is away or slow: that tenant waits, and nobody else does."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
+from tests.tenancy._estate import ACME, BORG, WORKER, Fleet, one_fleet
 
+from comfyfleet.model.calls import Poll
 from comfyfleet.model.dispatch import Phase, Standing
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.ids import DEFAULT_TENANT, JobId
+from comfyfleet.model.ids import DEFAULT_TENANT, JobId, PollId
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
 
@@ -109,3 +110,32 @@ async def test_a_database_that_does_not_answer_holds_up_nobody_elses_timers(
         answers.set()
         while any([(await fleet.engine.get(each)).dispatch.phase is Phase.LEASED for each in theirs]):
             await fleet.engine.sweep()
+
+
+async def test_a_lease_that_waits_for_its_tenants_database_holds_up_nobody_elses_round(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comfyfleet.tenancy.apart._LOOK_S", 60.0)
+    answers = asyncio.Event()
+
+    async def is_slow(work: Work) -> Any:
+        await answers.wait()
+        return await work()
+
+    parked = [
+        asyncio.create_task(fleet.engine.poll(Poll(WORKER, PollId(f"parked-{number}"), 1e6)))
+        for number in range(2)
+    ]
+    await clock_of(fleet).settle()
+    theirs = await fleet.submit(ACME, not_before=fleet.clock.now() + 5)
+    answers_by(fleet, monkeypatch, is_slow)
+    await clock_of(fleet).advance(6)
+    await clock_of(fleet).settle()
+    others = await fleet.submit(BORG)
+    async with asyncio.timeout(20):
+        done, waiting = await asyncio.wait(parked, return_when=asyncio.FIRST_COMPLETED)
+        (leased,) = [task.result() for task in done]
+        assert leased is not None and leased.ref.job_id == others
+        answers.set()
+        (slow,) = [await task for task in waiting]
+    assert slow is not None and slow.ref.job_id == theirs

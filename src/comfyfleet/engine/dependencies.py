@@ -131,7 +131,9 @@ class Dependencies:
             if dispatch is None or dispatch.phase is not Phase.QUEUED or not dispatch.is_held:
                 return True
             job = await context.store.records.get(job_id)
-            assert job is not None, "a dispatch without a record is never shown"
+            if job is None:
+                # It ended and was forgotten since it was loaded.
+                return True
             after = job.payload.after
             problem: Failure | None = None
             is_ready, files = True, dict[int, str]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, AsyncExitStack
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +22,7 @@ from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.newest import Newest
+from comfyfleet.engine.purging import purge
 from comfyfleet.engine.refusing import Refusals
 from comfyfleet.engine.relaying import Relaying
 from comfyfleet.engine.rounds import Rounds
@@ -146,14 +147,19 @@ class Engine:
         await self.close()
 
     async def close(self) -> None:
-        await self._rounds.close()
-        await self._sweeper.close()
-        await self._foreign.close()
-        await self._relaying.close()
-        await self._dependencies.close()
-        await self._follower.close()
-        self.bus.close()
-        await self.store.close()
+        """Every part, to the last, whatever one of them says: a store that stays open keeps its file locked."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.store.close)
+            stack.callback(self.bus.close)
+            for part in (
+                self._follower,
+                self._dependencies,
+                self._relaying,
+                self._foreign,
+                self._sweeper,
+                self._rounds,
+            ):
+                stack.push_async_callback(part.close)
 
     # the callers' door
 
@@ -428,7 +434,7 @@ class Engine:
     async def purge_dead_letter(self, before: float | None = None, limit: int = 1_000) -> int:
         """Forgets jobs that failed before that time, oldest first."""
         until = await self.store.now() if before is None else before
-        return await self.store.purge(Phase.FAILED, until, limit)
+        return await purge(self.store, Phase.FAILED, until, limit)
 
     async def sweep(self) -> None:
         """What the timers do by themselves, now."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 from comfyfleet.engine.context import Context
@@ -29,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 # All classes are read each time, and there may be thousands that come one after the other.
 _RELEARN_EVERY_S = 0.05
+_TENANT_PATIENCE_S = 0.1  # so long a round waits for the databases of tenants
 
 
 class Grant(NamedTuple):
@@ -58,6 +60,8 @@ class Rounds:
         self._served_by_park: set[Slot] = set()
         """Slots that their own poll is serving: no round serves them meanwhile, since two servers of one slot would
         lease two jobs for it."""
+        self._behind: dict[Slot, asyncio.Task[bool]] = {}
+        """Slots whose lease waits for a tenant's database: no round serves them meanwhile."""
         self._running: asyncio.Task[None] | None = None
         # A strategy with an opinion of its own has one for each worker, equal in all else or not.
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
@@ -98,8 +102,8 @@ class Rounds:
 
     async def looked_for(self, slot: Slot) -> None:
         """Until the slot has its answer, or nobody is looking for one."""
-        while self._running is not None and not slot.answer.done():
-            await asyncio.wait((self._running, slot.answer), return_when=asyncio.FIRST_COMPLETED)
+        while not slot.answer.done() and (looking := self._behind.get(slot) or self._running) is not None:
+            await asyncio.wait((looking, slot.answer), return_when=asyncio.FIRST_COMPLETED)
 
     def leave(self, slot: Slot) -> None:
         if self._parked.get(slot.poll_id) is not slot:
@@ -178,13 +182,15 @@ class Rounds:
             self._start()
 
     def _is_anybody_looking(self) -> bool:
-        return any(slot not in self._served_by_park for slot in self._looking.values())
+        return any(not self._is_served(slot) for slot in self._looking.values())
+
+    def _is_served(self, slot: Slot) -> bool:
+        return slot in self._served_by_park or slot in self._behind
 
     def _take_looking(self) -> list[Slot]:
         """Those that a round serves next. A slot that its own poll is serving stays until that is over."""
-        served = self._served_by_park
-        slots = [slot for slot in self._looking.values() if slot not in served]
-        self._looking = {poll_id: slot for poll_id, slot in self._looking.items() if slot in served}
+        slots = [slot for slot in self._looking.values() if not self._is_served(slot)]
+        self._looking = {poll_id: slot for poll_id, slot in self._looking.items() if self._is_served(slot)}
         return slots
 
     def _arm(self) -> None:
@@ -210,9 +216,10 @@ class Rounds:
         self._parked.clear()
         self._parked_of.clear()
         self._looking.clear()
-        if self._running is not None:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
+        tasks = [*self._behind.values(), *([] if self._running is None else [self._running])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     # serving
 
@@ -232,6 +239,7 @@ class Rounds:
                 slot.poll_id: slot
                 for slot in slots
                 if not slot.answer.done()
+                and slot not in self._behind
                 and (worker := workers.get(slot.worker_id)) is not None
                 and self._context.fleet.takes_work(worker, now)
             }
@@ -245,8 +253,8 @@ class Rounds:
             due = self._due(chosen, lanes)
             # Oldest first: of one lane, the head is always the one that leaves. At once: a store writes them as one.
             pairs = sorted(due.items(), key=lambda pair: lanes[pair[1]].sequence)
-            leased = await _all_of(
-                [self._lease(waiting[PollId(poll_id)], lanes[job_id]) for poll_id, job_id in pairs]
+            leased = await self._lease_all(
+                [(waiting[PollId(poll_id)], lanes[job_id]) for poll_id, job_id in pairs]
             )
             if all(leased) and len(due) == len(chosen):
                 return
@@ -261,6 +269,31 @@ class Rounds:
         if len(chosen) == 1 or not (turn := self._turns(seen)):
             return chosen
         return due_now(chosen, seen, turn, self._context.rules.quantum_s)
+
+    async def _lease_all(self, pairs: list[tuple[Slot, Candidate]]) -> list[bool]:
+        """False: to be looked for again."""
+        if not self._context.reaches_tenants:
+            return await _all_of([self._lease(slot, candidate) for slot, candidate in pairs])
+        # Each is looked up in its tenant's database: one that is slow keeps nobody else waiting.
+        tasks = [asyncio.create_task(self._lease(slot, candidate), name="lease") for slot, candidate in pairs]
+        try:
+            await asyncio.wait(tasks, timeout=_TENANT_PATIENCE_S)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+        for (slot, _), task in zip(pairs, tasks, strict=True):
+            if not task.done():
+                self._behind[slot] = task
+                task.add_done_callback(partial(self._came, slot))
+        return [not task.done() or task.result() for task in tasks]
+
+    def _came(self, slot: Slot, task: asyncio.Task[bool]) -> None:
+        del self._behind[slot]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("a lease failed; the next round, within a second, tries again", exc_info=error)
+        if self._parked.get(slot.poll_id) is slot:
+            self._look([slot])
 
     async def _lease(self, slot: Slot, candidate: Candidate) -> bool:
         context = self._context

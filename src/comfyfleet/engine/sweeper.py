@@ -16,6 +16,7 @@ from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.deadly import DeadlyWorkflows
 from comfyfleet.engine.dependencies import Dependencies
+from comfyfleet.engine.purging import purge
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.engine.workers import WorkerDesk
@@ -288,7 +289,7 @@ class Sweeper:
             (Phase.FAILED, rules.keep_failed_s),
             (Phase.CANCELLED, rules.keep_cancelled_s),
         ):
-            is_done &= await context.store.purge(phase, now - keep_s, _PURGE_BATCH) < _PURGE_BATCH
+            is_done &= await purge(context.store, phase, now - keep_s, _PURGE_BATCH) < _PURGE_BATCH
         is_done &= await self._forget_workers(now - rules.keep_offline_workers_s) < _FORGET_BATCH
         if is_done:
             self._purged_at = now

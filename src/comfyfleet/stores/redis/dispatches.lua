@@ -245,6 +245,8 @@ end
 define_joined('enqueue', function(s, args, at, last)
   local job_id, class, place, reference = args[at], args[at + 2], args[at + 3], args[at + 5]
   local key, meta, number, job = s.p .. 'job:' .. job_id, s.meta, 0, nil
+  -- Before anything is done: what a call has changed when it fails stays changed.
+  local facts = at + 8 + args[at + 7]
   local payload_bytes = args[at + 6]:match('^1 ?(%d*)$')
   local found = read(s, key)
   if found then
@@ -272,7 +274,6 @@ define_joined('enqueue', function(s, args, at, last)
   local sequence = meta.sequence + 1
   meta.sequence = sequence
   score(s, s.p .. 'jobs', job_id, sequence)
-  local facts = at + 8 + args[at + 7]
   local lines, count = table.concat(args, now_text(s), facts, last), last - facts
   if job then
     job.sequence, job.facts = sequence, count

@@ -16,15 +16,28 @@ local function is_as_matched(s, offer)
   return not profile or profile == offer.profile
 end
 
+-- What is longer than a head can say would make it unreadable.
+local function check_names(offer)
+  if #offer.worker_id > LONGEST or #offer.poll_id > LONGEST or #offer.token > LONGEST then
+    error({err = 'CFCALL a worker, a poll and a token are named in at most ' .. LONGEST .. ' bytes each'})
+  end
+end
+
+-- Refused before anything is done: what a call has changed when it fails stays changed.
 local function offer_at(args, place)
   local acknowledge_s, charge_s = tonumber(args[place + 4]), nil
   if not acknowledge_s then
-    acknowledge_s, charge_s = args[place + 4]:match('^(%S+) (%S+)$')
+    acknowledge_s, charge_s = (args[place + 4] or ''):match('^(%S+) (%S+)$')
   end
-  return {
+  local offer = {
     worker_id = args[place], profile = args[place + 1], poll_id = args[place + 2], token = args[place + 3],
     acknowledge_s = tonumber(acknowledge_s), charge_s = tonumber(charge_s),
   }
+  if not offer.acknowledge_s then
+    error({err = 'CFCALL an offer is worker, profile, poll, token and the seconds in which the lease must be acknowledged'})
+  end
+  check_names(offer)
+  return offer
 end
 
 -- The text of a waiting job becomes that of a leased one; nothing else of it is looked at. Without `leaves`, it leaves its lane
@@ -60,13 +73,6 @@ local function grant(s, job_id, text, offer, lane, leaves, has_followers)
     #record, record, #packed_rest, packed_rest)
   put(s, s.p .. 'job:' .. job_id, leased)
   return leased
-end
-
--- What is longer than a head can say would make it unreadable.
-local function check_names(offer)
-  if #offer.worker_id > LONGEST or #offer.poll_id > LONGEST or #offer.token > LONGEST then
-    error({err = 'CFCALL a worker, a poll and a token are named in at most ' .. LONGEST .. ' bytes each'})
-  end
 end
 
 local function lease_next(s, offer)
@@ -120,6 +126,9 @@ local function finish(s, args, at, last)
     return false
   end
   local ended_at, meta = now(s), s.meta
+  if not FINAL[phase] or last < at + 11 then
+    error({err = 'CFCALL a lease is finished with twelve arguments, and to an end'})
+  end
   local begun = is_noted == 1 and '' or attempt_line(job_id, args[at + 1], args[at + 2], args[at + 3], worker_id,
     leased_at, attempts)
   local facts_at = at + 11
@@ -226,7 +235,8 @@ end
 
 -- write (MessagePack), then as `lease_next` → both answers
 define('write_and_lease_next', function(s, args)
-  return with_next(s, write(s, load(s, s.write.job_id), s.write), offer_at(args, 5))
+  local offer = offer_at(args, 5)
+  return with_next(s, write(s, load(s, s.write.job_id), s.write), offer)
 end, function(s, args, names)
   s.write = write_of(args[4])
   names[#names + 1] = job_key(s, s.write.job_id)
@@ -242,7 +252,8 @@ end)
 
 -- as `lease_next`, then see `finish` → as `write_and_lease_next`
 define_joined('finish_and_lease_next', function(s, args, at, last)
-  return with_next(s, finish(s, args, at + 5, last), offer_at(args, at))
+  local offer = offer_at(args, at)
+  return with_next(s, finish(s, args, at + 5, last), offer)
 end, function(s, args, names, at)
   wants_offer(s, args, names, at)
   names[#names + 1] = job_key(s, args[at + 5])
