@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.hub._hub import HubRig, hub_in_process, running_hub
+from tests.hub._hub import Answer, HubRig, hub_in_process, running_hub
 
 from comfyfleet.hub.limits import Limits
 from comfyfleet.model.access import Role
@@ -154,6 +154,34 @@ async def test_a_token_for_three_enrols_three_of_many_at_once(rig: HubRig) -> No
         )
     )
     assert sorted(answer.status for answer in found) == [201] * 3 + [401] * 7
+
+
+async def test_a_name_that_has_a_key_gets_no_second_one_unless_the_token_replaces(rig: HubRig) -> None:
+    async def enrol(token: str) -> Answer:
+        return await rig.post("/api/worker/enrol", {"token": token, "worker_id": "gpu-7"}, role=None)
+
+    several = (await rig.post("/api/enrolments", {"uses": 5})).body["token"]
+    first = (await enrol(several)).body
+    second = await enrol(several)
+    assert second.code == "not_allowed" and "key invite --replace" in second.body["detail"]
+    body = {"worker_id": "gpu-7", "capabilities": {"services": ["comfyui"]}}
+    assert (await rig.post("/api/worker/register", body, key=first["key"])).status == 200
+    replacing = (await rig.post("/api/enrolments", {"uses": 2, "replace": True})).body["token"]
+    third = (await enrol(replacing)).body
+    assert (await rig.post("/api/worker/register", body, key=third["key"])).status == 200
+    assert (await rig.post("/api/worker/register", body, key=first["key"])).code == "unauthenticated"
+    # A key that was revoked is in nobody's way.
+    await rig.ask("DELETE", f"/api/keys/{third['id']}")
+    assert (await enrol(several)).status == 201
+
+
+async def test_of_many_that_enrol_under_one_name_at_once_one_has_a_key(rig: HubRig) -> None:
+    token = (await rig.post("/api/enrolments", {"uses": 20})).body["token"]
+    body = {"token": token, "worker_id": "twin"}
+    found = await asyncio.gather(*(rig.post("/api/worker/enrol", body, role=None) for _ in range(8)))
+    assert sorted(answer.status for answer in found) == [201] + [403] * 7
+    (key,) = (answer.body["key"] for answer in found if answer.status == 201)
+    assert await rig.hub.keys.check(key) is not None
 
 
 async def test_keys_tokens_and_old_secrets_end_with_their_time() -> None:

@@ -16,11 +16,12 @@ from comfyfleet.hub.serving import ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.fact import News
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.policy.rules import Rules
+from comfyfleet.wire.socket import AGENT_PROTOCOL
 from comfyfleet.wire.worker import capabilities_hash
 
 OLD_STYLE = {
@@ -314,3 +315,69 @@ async def test_a_hub_that_stops_answers_what_is_parked() -> None:
         for answer in await asyncio.wait_for(asyncio.gather(*parked), 2):
             assert (answer.status, answer.code) == (503, "unavailable")
         assert (await call(rig, "poll", worker_id="gpu-a", poll_id="2", wait_s=60)).code == "unavailable"
+
+
+async def test_a_key_of_one_worker_does_nothing_with_the_lease_of_another(rig: HubRig) -> None:
+    """Whatever it can show: over HTTP, and over the WebSocket in both of its tongues."""
+    await register(rig)
+    await rig.submit()
+    lease = (await leased(rig))["lease"]
+    await register(rig, "two")
+    _, two = await rig.hub.keys.create(Role.WORKER, worker_id=WorkerId("two"))
+    report = {"lease": lease, "kind": "progress", "data": {"percentage": 5}}
+    for name, body in (
+        ("complete", {"lease": lease}),
+        ("fail", {"lease": lease, "failure": {"kind": "unknown", "message": "m"}}),
+        ("release", {"lease": lease}),
+        ("progress", {"reports": [report]}),
+        ("heartbeat", {"worker_id": "two", "leases": [lease]}),
+        ("heartbeat", {"worker_id": "two", "reports": [report]}),
+    ):
+        answer = await rig.post(f"/api/worker/{name}", body, key=two)
+        assert answer.code == "not_allowed", name
+    view = await rig.engine.get(lease["job_id"])
+    assert view.dispatch.lease is not None and view.dispatch.lease.worker_id == "gpu-a"
+    # Whose it is may go on, and whoever shows it with a key that names nobody.
+    _, own = await rig.hub.keys.create(Role.WORKER, worker_id=WorkerId("gpu-a"))
+    assert (await rig.post("/api/worker/progress", {"reports": [report]}, key=own)).status == 200
+    assert (await rig.post("/api/worker/complete", {"lease": lease}, key=own)).status == 200
+
+
+@pytest.mark.parametrize("protocol", [None, AGENT_PROTOCOL])
+async def test_a_key_of_one_worker_does_nothing_with_the_lease_of_another_over_a_socket(
+    protocol: str | None,
+) -> None:
+    async with running_hub() as rig:
+        await register(rig)
+        job_id = await rig.submit()
+        lease = (await leased(rig))["lease"]
+        _, two = await rig.hub.keys.create(Role.WORKER, worker_id=WorkerId("two"))
+        await rig.post(
+            "/api/worker/register", {"worker_id": "two", "capabilities": {"services": ["comfyui"]}}, key=two
+        )
+        said: list[dict[str, Any]] = [
+            {"type": "complete_job", "job_id": job_id, "lease": lease},
+            {"type": "fail_job", "job_id": job_id, "lease": lease, "error": "x"},
+            {"type": "release_job", "job_id": job_id, "lease": lease},
+            {"type": "update_progress", "job_id": job_id, "lease": lease, "progress": 5.0},
+            {"type": "heartbeat", "worker_id": "two", "leases": [lease]},
+        ]
+        if protocol is not None:
+            said = [
+                {"type": "complete_job", "request_id": 1, "body": {"lease": lease}},
+                {"type": "release_job", "request_id": 2, "body": {"lease": lease}},
+                {"type": "heartbeat", "request_id": 3, "body": {"worker_id": "two", "leases": [lease]}},
+            ]
+        async with rig.session.ws_connect(
+            f"{rig.url}/hub",
+            headers={"authorization": f"Bearer {two}"},
+            protocols=() if protocol is None else (protocol,),
+        ) as line:
+            for message in said:
+                await line.send_json(message)
+                answer = await line.receive_json(timeout=20)
+                assert answer["type"] == "error", (message, answer)
+                told = answer if protocol is None else answer["body"]
+                assert told["code"] == "not_allowed", (message, answer)
+        view = await rig.engine.get(JobId(job_id))
+        assert view.dispatch.lease is not None and view.dispatch.lease.worker_id == "gpu-a"

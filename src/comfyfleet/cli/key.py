@@ -133,14 +133,22 @@ def rotate(key_id: str, overlap: float, as_json: bool, **flags: Any) -> None:
 )
 @click.option("--hours", type=click.FloatRange(0, min_open=True), default=1.0, show_default=True)
 @click.option("--prefix", default="", metavar="TEXT", help="What the ids of the workers begin with.")
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Also for workers that have a key, which then ends; else they are refused.",
+)
 @as_json
 @settings(*TO_REACH)
-def invite(uses: int, hours: float, prefix: str, as_json: bool, **flags: Any) -> None:
+def invite(uses: int, hours: float, prefix: str, replace: bool, as_json: bool, **flags: Any) -> None:
     """Make a token with which workers fetch keys of their own: `comfyfleet worker --enrol TOKEN`."""
     from comfyfleet.cli.reach import ask, print_json
 
     made = ask(
-        flags, lambda client: client.invite(uses=uses, expires_in_s=hours * 3600, worker_prefix=prefix)
+        flags,
+        lambda client: client.invite(
+            uses=uses, expires_in_s=hours * 3600, worker_prefix=prefix, replace=replace
+        ),
     )
     if as_json:
         print_json(made)

@@ -393,10 +393,16 @@ class FleetClient(TenantCalls):
         return await self._link.ask("revoke_key", key_bodies.KeyView, key_id=key_id)
 
     async def invite(
-        self, *, uses: int = 1, expires_in_s: float = 3600.0, worker_prefix: str = ""
+        self,
+        *,
+        uses: int = 1,
+        expires_in_s: float = 3600.0,
+        worker_prefix: str = "",
+        replace: bool = False,
     ) -> key_bodies.EnrolmentMade:
-        """A token with which so many workers fetch keys of their own."""
-        body = key_bodies.EnrolmentBody(uses, expires_in_s, worker_prefix)
+        """A token with which so many workers fetch keys of their own. `replace`: also those that have one, which then
+        ends."""
+        body = key_bodies.EnrolmentBody(uses, expires_in_s, worker_prefix, replace)
         return await self._link.ask("create_enrolment", key_bodies.EnrolmentMade, body=body)
 
     async def enrol(self, token: str, worker_id: str) -> key_bodies.KeyMade:

@@ -68,7 +68,10 @@ class KeyHandlers:
     async def invite(self, call: Call[wire.EnrolmentBody]) -> Reply:
         body = call.given
         enrolment, token = await self._keys.invite(
-            uses=body.uses, expires_in_s=body.expires_in_s, worker_prefix=body.worker_prefix
+            uses=body.uses,
+            expires_in_s=body.expires_in_s,
+            worker_prefix=body.worker_prefix,
+            replaces=body.replace,
         )
         made = wire.EnrolmentMade(token, enrolment.expires_at, enrolment.uses_left, enrolment.token_id)
         return Reply(201, made, made=enrolment.token_id)
@@ -78,7 +81,10 @@ class KeyHandlers:
         return Reply(204)
 
     async def enrol(self, call: Call[worker.EnrolBody]) -> Reply:
-        key, secret = await self._keys.enrol(call.given.token, WorkerId(call.given.worker_id))
+        key, secret, ended = await self._keys.enrol(call.given.token, WorkerId(call.given.worker_id))
+        for key_id in ended:
+            self._credentials.forget(key_id)
+            self._places.end(key_id)
         return Reply(201, wire.made(key, secret), made=key.key_id)
 
     async def list_audit(self, call: Call[wire.AuditQuery]) -> Reply:

@@ -13,7 +13,7 @@ from typing import Any
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.workers import as_worker
+from comfyfleet.hub.workers import as_worker, check_holder
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Command, Completion, FailureReport, Poll, Release, Report, Settled
 from comfyfleet.model.dispatch import LeaseRef
@@ -77,15 +77,15 @@ class SocketWorkers:
             case "heartbeat":
                 return await self._beat(body)
             case "complete_job":
-                result, ref = safe_result(socket.result_of(body.result)), self._ref(body)
+                result, ref = safe_result(socket.result_of(body.result)), await self._ref(body)
                 await self._check_files(result, ref.attempt_id)
                 settled = await self._engine.complete(Completion(ref, result, body.seconds))
                 return self._settled("job_completed", body, settled)
             case "fail_job":
                 failure = safe_failure(socket.failure_of(body.error))
-                settled = await self._engine.fail(FailureReport(self._ref(body), failure, body.seconds))
+                settled = await self._engine.fail(FailureReport(await self._ref(body), failure, body.seconds))
                 return self._settled("job_failed", body, settled)
-        settled = await self._engine.release(Release(self._ref(body), body.reason))
+        settled = await self._engine.release(Release(await self._ref(body), body.reason))
         return self._settled("job_released", body, settled)
 
     # coming
@@ -179,7 +179,7 @@ class SocketWorkers:
         await self._engine.heartbeat(poll.worker_id, [job.ref])
 
     async def _progress(self, body: socket.UpdateProgress) -> None:
-        ref = self._ref(body)
+        ref = await self._ref(body)
         data = body.progress if isinstance(body.progress, dict) else {"percentage": body.progress}
         beat = await self._engine.progress([Report(ref, NewsKind.PROGRESS, safe_news(data))])
         self._command(beat.commands)
@@ -191,6 +191,7 @@ class SocketWorkers:
         if known is None or known.is_offline:
             raise Refusal(RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register first")
         shown = {ref.job_id: ref for ref in map(lease_ref, body.leases)}
+        await check_holder(self._engine, self._caller, shown.values())
         beat = await self._engine.heartbeat(worker_id, list({**self._leases, **shown}.values()))
         self._leases |= {ref.job_id: ref for ref in beat.alive}
         self._command(beat.commands)
@@ -209,11 +210,13 @@ class SocketWorkers:
             self._told.discard((ref.job_id, ref.number))
             self._cancelled(ref.job_id, "its lease is over: it expired, or another worker has it now")
 
-    def _ref(self, body: socket.OfLease) -> LeaseRef:
+    async def _ref(self, body: socket.OfLease) -> LeaseRef:
         if body.worker_id is not None:
             as_worker(self._caller, body.worker_id)
         if body.lease is not None:
-            return lease_ref(body.lease)
+            shown = lease_ref(body.lease)
+            await check_holder(self._engine, self._caller, [shown])
+            return shown
         ref = self._leases.get(JobId(body.job_id))
         if ref is None:
             raise Refusal(

@@ -1,13 +1,14 @@
 """The workers' handlers: what `wire/worker.py` says, handed to the engine's `WorkerApi`.
 
-A key that names a worker is good for that worker alone. What a lease allows is proven by the lease.
+A key that names a worker is good for that worker and its leases alone, whatever it can show. With any other key, what a
+lease allows is proven by the lease.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -133,10 +134,14 @@ class WorkerHandlers:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"
             )
+        refs = [wire.lease_ref(lease) for lease in body.leases]
+        await check_holder(
+            self._engine, call.caller, refs + [wire.lease_ref(each.lease) for each in body.reports]
+        )
         told: tuple[Command, ...] = ()
         if body.reports:
             told = (await self._engine.progress(_reports(body.reports))).commands
-        beat = await self._engine.heartbeat(worker_id, [wire.lease_ref(lease) for lease in body.leases])
+        beat = await self._engine.heartbeat(worker_id, refs)
         if told:
             # Most commands are handed out once, to whichever of the two came first.
             beat = msgspec.structs.replace(beat, commands=tuple(dict.fromkeys(told + beat.commands)))
@@ -144,6 +149,8 @@ class WorkerHandlers:
         return Reply(200, wire.beat_answer(beat, inputs))
 
     async def progress(self, call: Call[wire.ProgressBatch]) -> Reply:
+        refs = [wire.lease_ref(each.lease) for each in call.given.reports]
+        await check_holder(self._engine, call.caller, refs)
         beat = await self._engine.progress(_reports(call.given.reports))
         return Reply(200, wire.beat_answer(beat))
 
@@ -157,6 +164,7 @@ class WorkerHandlers:
     async def complete(self, call: Call[wire.CompleteBody]) -> Reply:
         body = call.given
         ref = wire.lease_ref(body.lease)
+        await check_holder(self._engine, call.caller, [ref])
         await self.check_files(body.result, ref.attempt_id)
         holder = await self._holder(body)
         settled = await self._engine.complete(Completion(ref, safe_result(body.result), body.seconds))
@@ -166,6 +174,7 @@ class WorkerHandlers:
     async def fail(self, call: Call[wire.FailBody]) -> Reply:
         body = call.given
         ref = wire.lease_ref(body.lease)
+        await check_holder(self._engine, call.caller, [ref])
         holder = await self._holder(body)
         settled = await self._engine.fail(FailureReport(ref, safe_failure(body.failure), body.seconds))
         _tell_end(ref, f"failed ({body.failure.kind}): {body.failure.message[:1_000]}")
@@ -173,6 +182,7 @@ class WorkerHandlers:
 
     async def release(self, call: Call[wire.ReleaseBody]) -> Reply:
         ref = wire.lease_ref(call.given.lease)
+        await check_holder(self._engine, call.caller, [ref])
         settled = await self._engine.release(Release(ref, call.given.reason))
         _tell_end(ref, f"given back: {call.given.reason}")
         return Reply(200, wire.settled_answer(settled))
@@ -256,6 +266,25 @@ def _tell_end(ref: LeaseRef, end: str) -> None:
     if _LOG.isEnabledFor(logging.INFO):
         with about(job_id=ref.job_id, attempt_id=ref.attempt_id):
             _LOG.info("%s", end)
+
+
+async def check_holder(engine: Engine, caller: Caller, refs: Iterable[LeaseRef]) -> None:
+    """A key that names a worker shows no other worker's lease. One that is over is for the engine to call lost."""
+    if caller.worker_id is None:
+        return
+    for ref in {ref.attempt_id: ref for ref in refs}.values():
+        dispatch = await engine.store.load(ref.job_id)
+        lease = None if dispatch is None else dispatch.lease
+        if (
+            dispatch is not None
+            and lease is not None
+            and (dispatch.round, lease.number, lease.epoch) == (ref.round, ref.number, ref.epoch)
+            and lease.worker_id != caller.worker_id
+        ):
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED,
+                f"the lease of job {ref.job_id!r} is another worker's; this key is good for {caller.worker_id!r}",
+            )
 
 
 def as_worker(caller: Caller, worker_id: str) -> WorkerId:

@@ -53,6 +53,8 @@ class Enrolment(msgspec.Struct, frozen=True, omit_defaults=True):
     expires_at: float
     uses_left: int = 1
     worker_prefix: str = ""
+    replaces: bool = False
+    """Whether it gives a new key to a worker that has one, whose old ones end."""
 
 
 class AuditEntry(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -24,6 +24,7 @@ ENROLMENT_PREFIX = "cfe_"
 _KEYS = "keys"
 _ENROLMENTS = "enrolments"
 _TRIES = 20
+_PAGE = 1_000
 
 
 class Keys:
@@ -130,12 +131,20 @@ class Keys:
     # enrolment
 
     async def invite(
-        self, *, uses: int = 1, expires_in_s: float = 3600.0, worker_prefix: str = ""
+        self,
+        *,
+        uses: int = 1,
+        expires_in_s: float = 3600.0,
+        worker_prefix: str = "",
+        replaces: bool = False,
     ) -> tuple[Enrolment, str]:
-        """A token with which so many workers may fetch keys of their own."""
+        """A token with which so many workers may fetch keys of their own. `replaces`: also in place of a key that a
+        worker has."""
         now = self._clock.now()
         token_id, secret = _new_id(now), secrets.token_hex(32)
-        enrolment = Enrolment(token_id, _digest(secret), now, now + expires_in_s, uses, worker_prefix)
+        enrolment = Enrolment(
+            token_id, _digest(secret), now, now + expires_in_s, uses, worker_prefix, replaces
+        )
         await self._cabinet.put(_ENROLMENTS, token_id, msgspec.json.encode(enrolment), version=0)
         return enrolment, f"{ENROLMENT_PREFIX}{token_id}_{secret}"
 
@@ -143,8 +152,8 @@ class Keys:
         if not await self._cabinet.remove(_ENROLMENTS, token_id):
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no enrolment token {token_id!r} (any more)")
 
-    async def enrol(self, token: str, worker_id: WorkerId) -> tuple[ApiKey, str]:
-        """One use of the token for a key that is good for this worker alone."""
+    async def enrol(self, token: str, worker_id: WorkerId) -> tuple[ApiKey, str, list[str]]:
+        """One use of the token for a key that is good for this worker alone; and the ids of those that ended for it."""
         token_id, _, secret = token.removeprefix(ENROLMENT_PREFIX).partition("_")
         for _ in range(_TRIES):
             document = None
@@ -167,12 +176,46 @@ class Keys:
                     RefusalCode.NOT_ALLOWED,
                     f"this token enrols workers whose id begins with {enrolment.worker_prefix!r}",
                 )
+            held = await self._held_by(worker_id)
+            if held and not enrolment.replaces:
+                raise _has_key(worker_id)
             used = msgspec.structs.replace(enrolment, uses_left=enrolment.uses_left - 1)
             if await self._cabinet.put(
                 _ENROLMENTS, token_id, msgspec.json.encode(used), version=document.version
             ):
-                return await self.create(Role.WORKER, name=f"enrolled by {token_id}", worker_id=worker_id)
+                return await self._enrolled(worker_id, token_id, enrolment.replaces)
         raise Fault("the enrolment token is used by many at once; try again")
+
+    async def _enrolled(
+        self, worker_id: WorkerId, token_id: str, replaces: bool
+    ) -> tuple[ApiKey, str, list[str]]:
+        key, text = await self.create(Role.WORKER, name=f"enrolled by {token_id}", worker_id=worker_id)
+        others = [each.key_id for each in await self._held_by(worker_id) if each.key_id != key.key_id]
+        if others and not replaces and min(others) < key.key_id:
+            # Another enrolled under the same name in the same moment, and came first.
+            await self.revoke(key.key_id)
+            raise _has_key(worker_id)
+        if replaces:
+            for key_id in others:
+                await self.revoke(key_id)
+        return key, text, others if replaces else []
+
+    async def _held_by(self, worker_id: WorkerId) -> list[ApiKey]:
+        """The keys that are good now and name this worker."""
+        found: list[ApiKey] = []
+        after, now = "", self._clock.now()
+        while page := await self.listing(after, _PAGE):
+            found += (each for each in page if each.worker_id == worker_id and not _is_over(each, now))
+            after = page[-1].key_id
+        return found
+
+
+def _has_key(worker_id: WorkerId) -> Refusal:
+    return Refusal(
+        RefusalCode.NOT_ALLOWED,
+        f"a worker {worker_id!r} has a key already: choose another name, revoke that key (`comfyfleet key revoke`), or "
+        "use a token that replaces keys (`comfyfleet key invite --replace`)",
+    )
 
 
 def _key(document: Document) -> ApiKey:

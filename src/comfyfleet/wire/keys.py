@@ -28,6 +28,8 @@ class EnrolmentBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     uses: Annotated[int, Meta(ge=1, le=100_000)] = 1
     expires_in_s: Annotated[float, Meta(gt=0, le=1e8)] = 3600.0
     worker_prefix: Annotated[str, Meta(max_length=256)] = ""
+    replace: bool = False
+    """A worker that has a key gets a new one, and its old ones end. Otherwise it is refused."""
 
 
 class KeyView(msgspec.Struct, frozen=True, omit_defaults=True):
