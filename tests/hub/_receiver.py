@@ -50,7 +50,7 @@ class Receiver:
         await self.is_open.wait()
         return self.answer(number)
 
-    async def until(self, count: int, within_s: float = 10.0) -> list[Delivered]:
+    async def until(self, count: int, within_s: float = 60.0) -> list[Delivered]:
         async with asyncio.timeout(within_s), self._arrived:
             await self._arrived.wait_for(lambda: len(self.came) >= count)
         return self.came

@@ -86,7 +86,7 @@ class Told:
         return [event.name for event in self.events if event.job_id == job_id]
 
     async def until(
-        self, name: str, job_id: str | None = None, *, count: int = 1, within_s: float = 15
+        self, name: str, job_id: str | None = None, *, count: int = 1, within_s: float = 90
     ) -> PoolEvent:
         async with asyncio.timeout(within_s):
             while len(found := self.of(name, job_id)) < count:
@@ -95,7 +95,7 @@ class Told:
         return found[count - 1]
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 10) -> None:
+async def eventually(condition: Callable[[], bool], within_s: float = 60) -> None:
     """For what no event tells of: a fake server's own state."""
     async with asyncio.timeout(within_s):
         while not condition():

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-READY_WITHIN_S = 10.0
+READY_WITHIN_S = 60.0
 VARIABLE = "COMFYFLEET_TEST_REDIS"
 
 # A test run that is killed takes its servers along: the child asks the kernel for that, then becomes the server.

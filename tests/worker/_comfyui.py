@@ -125,7 +125,7 @@ class Attempt:
     def of(self, kind: NewsKind) -> list[Report]:
         return [report for report in self.reports if report.kind is kind]
 
-    async def heard(self, kind: NewsKind, count: int = 1, within_s: float = 5.0) -> None:
+    async def heard(self, kind: NewsKind, count: int = 1, within_s: float = 60.0) -> None:
         async with asyncio.timeout(within_s):
             while len(self.of(kind)) < count:
                 if self.task.done():
@@ -136,11 +136,11 @@ class Attempt:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
 
-    async def result(self, within_s: float = 10.0) -> JobResult:
+    async def result(self, within_s: float = 60.0) -> JobResult:
         async with asyncio.timeout(within_s):
             return await asyncio.shield(self.task)
 
-    async def failure(self, within_s: float = 10.0) -> Failure:
+    async def failure(self, within_s: float = 60.0) -> Failure:
         try:
             result = await self.result(within_s)
         except ServiceFailed as failed:
@@ -164,7 +164,7 @@ class LateSubmit:
         assert (await self._submit(*self._arguments)).status == 200
 
 
-async def eventually(condition: Callable[[], bool | Awaitable[bool]], within_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool | Awaitable[bool]], within_s: float = 60.0) -> None:
     """Poll until it holds; an assertion fails when it does not in time."""
     for _ in range(int(within_s / 0.01)):
         met = condition()
