@@ -127,10 +127,10 @@ def run(size: Size, seed: int, tell: Teller) -> Contents:
 # the play
 
 
-class _Witness(HttpWorkerApi):
+class Witness(HttpWorkerApi):
     """The workers' door over HTTP, and what came and went through it."""
 
-    def __init__(self, hub: HubProgram, number: int, cast: _Cast) -> None:
+    def __init__(self, hub: HubProgram, number: int, cast: Cast) -> None:
         super().__init__(hub.url, hub.key)
         self._number = number
         self._cast = cast
@@ -147,7 +147,7 @@ class _Witness(HttpWorkerApi):
         return settled
 
 
-class _Painter(SimulatedConnector):
+class Painter(SimulatedConnector):
     """Makes what it makes from the graph it is given, and from nothing else."""
 
     def __init__(self) -> None:
@@ -158,14 +158,16 @@ class _Painter(SimulatedConnector):
         made = made_from(job.workflow)
         if not job.workflow["1"]["inputs"]["leaves_file"]:
             return JobResult({"1": {"made": [made]}})
-        self._files[f"{made}.txt"] = file_made_from(job.workflow)
-        return JobResult({"1": {"made": [made]}}, (OutputFile("1", "text", f"{made}.txt"),))
+        # Named after the job, and after nothing that is in it: names are not encrypted.
+        name = f"{job.job_id}.txt"
+        self._files[name] = file_made_from(job.workflow)
+        return JobResult({"1": {"made": [made]}}, (OutputFile("1", "text", name),))
 
     async def save(self, file: OutputFile, path: Path) -> int:
         return await asyncio.to_thread(path.write_bytes, self._files[file.filename])
 
 
-class _Cast:
+class Cast:
     """What everybody asked, got and made."""
 
     def __init__(self) -> None:
@@ -180,7 +182,7 @@ class _Cast:
 
     async def end_of(self, job: str) -> int:
         """The hub at which it was completed."""
-        return await asyncio.wait_for(self._end_of(job), _WITHIN_S)
+        return await asyncio.wait_for(asyncio.shield(self._end_of(job)), _WITHIN_S)
 
     def _end_of(self, job: str) -> asyncio.Future[int]:
         if job not in self._ended:
@@ -189,7 +191,7 @@ class _Cast:
 
 
 async def _play(cell: Cell, size: Size, hubs: Sequence[HubProgram], chance: random.Random) -> Compared:
-    cast = _Cast()
+    cast = Cast()
     async with AsyncExitStack() as stack:
         callers = [
             await stack.enter_async_context(_tenant(hubs, f"tenant-{number}"))
@@ -197,9 +199,9 @@ async def _play(cell: Cell, size: Size, hubs: Sequence[HubProgram], chance: rand
         ]
         for number, hub in enumerate(hubs):
             for place in range(size.agents):
-                api = await stack.enter_async_context(_Witness(hub, number, cast))
+                api = await stack.enter_async_context(Witness(hub, number, cast))
                 name = WorkerId(f"gpu-{number}-{place}")
-                agent = await stack.enter_async_context(Agent(api, name, [_Painter()], _AGENT))
+                agent = await stack.enter_async_context(Agent(api, name, [Painter()], _AGENT))
                 await agent.first_verdict()
         numbers = itertools.count()
         async with asyncio.TaskGroup() as group:
@@ -225,7 +227,7 @@ async def _tenant(hubs: Sequence[HubProgram], tenant: str) -> AsyncIterator[_Cli
 
 async def _call(
     clients: _Clients,
-    cast: _Cast,
+    cast: Cast,
     chance: random.Random,
     numbers: Iterator[int],
     leases: int,
@@ -233,7 +235,7 @@ async def _call(
 ) -> None:
     """One job after the other, each at some hub and read at some hub, until so many leases were given."""
     while len(cast.leased) < leases:
-        graph = _graph(next(numbers), filed_every)
+        graph = graph_of(next(numbers), filed_every)
         job = (await chance.choice(clients.at).submit(graph)).id
         cast.asked.append(Asked(job, clients.tenant, made_from(graph)))
         with contextlib.suppress(TimeoutError):
@@ -241,7 +243,7 @@ async def _call(
 
 
 async def _download(
-    clients: _Clients, cast: _Cast, chance: random.Random, job: str, graph: dict[str, Any]
+    clients: _Clients, cast: Cast, chance: random.Random, job: str, graph: dict[str, Any]
 ) -> None:
     # Hubs without a storage of their own keep what their workers brought in a folder of their own.
     keeper = clients.at[await cast.end_of(job)]
@@ -255,7 +257,7 @@ async def _download(
         cast.got.append(Got(job, "file", made_from(graph) if is_own else repr(content)[:100]))
 
 
-def _graph(number: int, filed_every: int) -> dict[str, Any]:
+def graph_of(number: int, filed_every: int) -> dict[str, Any]:
     inputs = {"nonce": new_nonce(), "seed": number, "leaves_file": number % filed_every == 0}
     return {"1": {"class_type": "Chaos", "inputs": inputs}}
 

@@ -30,7 +30,7 @@ from comfyfleet.model.ids import prompt_id_of
 _LOOK_S = 0.02
 _MOST_LEASES = 30
 
-_RULES = {
+HUB_RULES = {
     # Shorter than a hub may be away, so that some leases are over when it is back and some are not.
     "lease_ttl_s": 4.0,
     "acknowledge_s": 4.0,
@@ -75,7 +75,7 @@ class Sieged(msgspec.Struct, frozen=True):
 def run(size: Size, seed: int, tell: Teller) -> Sieged:
     with Stage(size.store, 0) as stage, ExitStack() as stack:
         store = None if size.store == "sqlite" else stage.setting.url
-        env = settings_of("rules", _RULES)
+        env = settings_of("rules", HUB_RULES)
         hub = HubProgram(stage.setting.folder / "hub", env, store)
         stack.callback(hub.kill)
         hub.start()

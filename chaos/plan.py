@@ -9,6 +9,7 @@ import msgspec
 
 from chaos import (
     content,
+    estate_loop,
     fuzz,
     hub_loop,
     kill_loop,
@@ -34,6 +35,7 @@ PlaySize = (
     | large_files.Size
     | content.Size
     | streams.Size
+    | estate_loop.Size
 )
 
 SEED = 20_000
@@ -70,6 +72,7 @@ PARTS: dict[str, PlaySize] = {
     "hub-redis": hub_loop.Size("redis", 1_500, 20),
     "content": content.Size(content.every_cell(50_000)),
     "streams": streams.Size(streams.every_cell(10_000)),
+    "estate": estate_loop.Size(3_000, kills=20, moves=40, deletions=6, tenants=24),
     "fuzz": fuzz.Size(100_000),
     "files": large_files.Size("folder", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
     "files-s3": large_files.Size("storage", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
@@ -93,6 +96,7 @@ QUICK: dict[str, PlaySize] = {
     "streams": streams.Size(
         (streams.Cell("redis", 2, 2.0, 180), streams.Cell("postgres", 2, 2.0, 180)), agents=1
     ),
+    "estate": estate_loop.Size(100, kills=2, moves=3, deletions=1, tenants=6),
     "fuzz": fuzz.Size(5_000, max_waiting=300),
     "files": large_files.Size("folder", brought=64 * large_files.MIB, left=64 * large_files.MIB),
     # Of two parts: what is larger than one goes up in parts.
@@ -151,6 +155,9 @@ class Entry(msgspec.Struct, frozen=True):
     """Results and files that callers got and that were compared with what they submitted."""
     cells: tuple[str, ...] = ()
     """The same for each store, number of hubs and delay."""
+    moves: int = 0
+    deletions: int = 0
+    """Of tenants, meanwhile."""
     consumed: int = 0
     refunded: int = 0
     """Holds that were settled so, where tenants pay."""
@@ -261,6 +268,20 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
                 streams=found.streams,
                 missed=found.open + found.without,
                 cells=tuple(map(str, watched_far.cells)),
+            )
+        case estate_loop.Size():
+            settled = estate_loop.run(size, seed, tell)
+            whole = settled.compared
+            return _entry(
+                part,
+                size,
+                seed,
+                Finding(acknowledged=whole.jobs, lost=whole.lost, mixed=whole.mixed, compared=whole.outputs),
+                settled.wrong + (() if settled.kills == size.kills else ("fewer kills than planned",)),
+                kills={"hub": settled.kills},
+                leases=whole.leases,
+                moves=settled.moves,
+                deletions=settled.deletions,
             )
         case large_files.Size():
             moved = large_files.run(size, seed, tell)
