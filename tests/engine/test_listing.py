@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 from tests.engine._rig import Rig, graph
 
+from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.listing import MAX_LOOKED_AT, list_jobs
 from comfyfleet.model.calls import JobFilter
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.sqlite.store import SqliteStore
 
 ACME = TenantId("acme")
 
@@ -19,6 +25,7 @@ class LongRecords:
 
     def __init__(self) -> None:
         self.read = 0
+        self.largest = 0
         self.jobs = [
             Job(
                 JobId(f"{number:08d}"),
@@ -46,9 +53,12 @@ class LongRecords:
         newest_first: bool = False,
     ) -> list[Job]:
         if newest_first:
-            page = [job for job in reversed(self.jobs) if after is None or job.job_id < after][:limit]
+            end = len(self.jobs) if after is None else int(after)
+            page = self.jobs[max(0, end - limit) : end][::-1]
         else:
-            page = [job for job in self.jobs if after is None or job.job_id > after][:limit]
+            start = 0 if after is None else int(after) + 1
+            page = self.jobs[start : start + limit]
+        self.largest = max(self.largest, limit)
         self.read += len(page)
         return page
 
@@ -64,6 +74,7 @@ async def test_a_rare_mark_is_found_page_by_page_and_no_call_reads_more_than_its
             records, JobFilter(metadata={"mark": "yes"}), 100, after, newest_first=newest_first
         )
         assert records.read - before <= MAX_LOOKED_AT
+        assert records.largest <= 50, "whole payloads, so only a few at a time"
         found += [job.submitted_at for job in page.jobs]
         calls, after = calls + 1, page.after
         if after is None:
@@ -160,3 +171,25 @@ async def test_dead_jobs_are_purged_up_to_a_time_and_a_number() -> None:
         assert await rig.engine.purge_dead_letter(limit=0) == 0
         assert await rig.engine.purge_dead_letter() == 1
         assert await rig.engine.dead_letter() == []
+
+
+async def test_others_are_served_while_a_list_looks_into_payloads(tmp_path: Path) -> None:
+    clock = ManualClock()
+    served = 0
+
+    async def serve() -> None:
+        nonlocal served
+        while True:
+            served += 1
+            await asyncio.sleep(0)
+
+    async with Engine(SqliteStore(tmp_path / "fleet.db", clock), clock=clock) as engine:
+        for number in range(60):
+            await engine.submit(Submission(graph(text="x" * 100_000), metadata={"number": number}))
+        other = asyncio.create_task(serve())
+        await asyncio.sleep(0)
+        before = served
+        page = await engine.listing(JobFilter(metadata={"number": "59"}))
+        assert len(page.jobs) == 1
+        assert served - before > 20, "the store reads elsewhere"
+        other.cancel()

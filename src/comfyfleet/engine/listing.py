@@ -7,6 +7,8 @@ list that begins at a time begins at the first id of that time and looks at noth
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from comfyfleet.model.calls import JobFilter, JobPage
@@ -15,9 +17,12 @@ from comfyfleet.model.job import Job
 from comfyfleet.ports import Records
 
 MAX_LOOKED_AT = 2_000
-"""Records a call looks at. Each is read whole, payload and all."""
+"""Records a call looks at. Each is read whole, payload and all …"""
+_LONGEST_S = 2.0
+"""… and may be large: a call that has looked for so long says where to go on."""
 
-_PAGE = 250
+_PAGE = 20
+"""So few at a time, that whoever else the process serves is not held up by them."""
 _OUT_OF_ORDER_S = 5.0
 """Jobs stand in the order they were written in: one that was held up on its way stands behind some that came later."""
 
@@ -29,7 +34,9 @@ async def list_jobs(
     looked_at = 0
     after = _start(wanted, after, newest_first)
     looks_inside = bool(wanted.workflow_hash or wanted.metadata)
-    while looked_at < MAX_LOOKED_AT:
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + _LONGEST_S
+    while looked_at < MAX_LOOKED_AT and (loop.time() < ends_at or not looked_at):
         size = _PAGE if looks_inside else limit - len(found) + 1
         page = await records.listing(
             tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after, newest_first=newest_first
@@ -45,6 +52,8 @@ async def list_jobs(
         looked_at += len(page)
         if len(page) < size:
             return JobPage(tuple(found))
+        # A store in this process answers at once, and there may be a hundred pages.
+        await asyncio.sleep(0)
     return JobPage(tuple(found), after)
 
 

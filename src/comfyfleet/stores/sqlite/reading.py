@@ -1,6 +1,7 @@
 """What is read from the file: everything that is open, at the start; ended jobs, records and facts when asked for.
 
-Reads happen in the event loop, by key or in bounded pages. They see what is committed, and nothing else.
+Reads happen in the event loop, by key or in bounded pages; lists of whole jobs in a thread (`records.py`). They see
+what is committed, and nothing else.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ class EndedRow(NamedTuple):
     ended_at: float
 
 
+def closed() -> Fault:
+    return Fault("the store is closed; open it first")
+
+
 class Disk:
     def __init__(self) -> None:
         self._database: sqlite3.Connection | None = None
@@ -52,7 +57,7 @@ class Disk:
 
     def _all(self, sql: str, *values: Any) -> list[Any]:
         if self._database is None:
-            raise Fault("the store is closed; open it first")
+            raise closed()
         # All rows at once: a statement left half read keeps the log from being cut.
         try:
             return self._database.execute(sql, values).fetchall()

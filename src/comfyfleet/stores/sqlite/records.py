@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.stores.sqlite.reading import Disk
+from comfyfleet.stores.sqlite.reading import Disk, closed
 
 
 class SqliteRecords:
@@ -24,6 +28,20 @@ class SqliteRecords:
         """Until what is being written of a job (None: of any) is on the disk."""
         self._at_hand = at_hand
         """A job that need not be read from the file."""
+        self._lists = Disk()
+        """Read by one thread of its own: a page of jobs has whole payloads in it, and nobody waits for them."""
+        self._thread: ThreadPoolExecutor | None = None
+
+    def open(self, database: sqlite3.Connection) -> None:
+        self._lists.open(database)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lists")
+
+    def close(self) -> None:
+        """Waits for what is being read."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
+        self._lists.close()
 
     async def get(self, job_id: JobId) -> Job | None:
         await self._wait(job_id)
@@ -43,4 +61,7 @@ class SqliteRecords:
         newest_first: bool = False,
     ) -> list[Job]:
         await self._wait(None)
-        return self._disk.listing(tenant, phase, limit, after, newest_first=newest_first)
+        if self._thread is None:
+            raise closed()
+        read = partial(self._lists.listing, tenant, phase, limit, after, newest_first=newest_first)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, read)

@@ -80,7 +80,7 @@ class SqliteStore(SqliteFleet):
 
     async def open(self) -> None:
         ownership = Ownership(self.path)
-        database = await ownership.opened(self._connect, undo=self._disk.close)
+        database = await ownership.opened(self._connect, undo=self._let_go)
         self._ownership = ownership
         self._writer.start(database)
 
@@ -89,11 +89,17 @@ class SqliteStore(SqliteFleet):
         try:
             migrate(database, self.path)
             self._disk.open(connect(self.path))
+            self.records.open(connect(self.path))
             self._load()
         except BaseException:
+            self.records.close()
             database.close()
             raise
         return database
+
+    def _let_go(self) -> None:
+        self.records.close()
+        self._disk.close()
 
     def _load(self) -> None:
         self._kept = self._disk.load(self._clock, self.epoch)
@@ -122,7 +128,7 @@ class SqliteStore(SqliteFleet):
 
     async def _close(self, ownership: Ownership) -> None:
         await self._writer.stop()
-        self._disk.close()
+        await asyncio.to_thread(self._let_go)
         ownership.release()
 
     # the table profile × class
