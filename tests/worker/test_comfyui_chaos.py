@@ -82,6 +82,6 @@ async def test_nothing_hangs_runs_twice_or_is_left_behind(seed: int, version: st
             FailureKind.TRANSIENT,
             FailureKind.ACCEPT_TIMEOUT,
         }
-        assert kinds.count(None) > JOBS / 3
+        assert kinds.count(None) >= JOBS // 5
         assert set(fake.stats.prompts_run.values()) == {1}
         assert not connector._runs

@@ -58,6 +58,8 @@ class Tracker:
         self._base = base
         self._included = included
         self._busy: dict[str, _Busy] = {}
+        self._open: dict[str, None] = {}
+        """Nodes at work, those made by expansion by their own ids."""
         self._done: set[str] = set()
         self._has_states = False
         self._value: float | None = None
@@ -171,10 +173,12 @@ class Tracker:
         if not busy.open:
             busy.since = at
         busy.open.add(node)
+        self._open[node] = None
         self._done.discard(shown)
         self._step(None, None, shown)
 
     def _finish(self, node: str, at: float) -> None:
+        self._open.pop(node, None)
         shown = self._shown(node) or node
         busy = self._busy.get(shown)
         if busy is not None and node in busy.open:
@@ -185,9 +189,8 @@ class Tracker:
             self._done.add(shown)
 
     def _close_all(self, at: float) -> None:
-        for busy in list(self._busy.values()):
-            for node in list(busy.open):
-                self._finish(node, at)
+        for node in list(self._open):
+            self._finish(node, at)
 
     def _states(self, nodes: Any, at: float) -> None:
         if not isinstance(nodes, Mapping):
