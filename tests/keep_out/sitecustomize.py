@@ -47,7 +47,9 @@ def install() -> None:
         elif event in _SOCKETS:
             is_refused = _is_users(arguments[1])
         elif event in _WRITING:
-            is_refused = any(is_off_limits(path, True) for path in arguments[:2])
+            # Where a link leads to is not touched by making it.
+            paths = arguments[1:2] if event == "os.symlink" else arguments[:2]
+            is_refused = any(is_off_limits(path, True) for path in paths)
         elif event in _READING or event == "sqlite3.connect":
             is_refused = is_off_limits(arguments[0], event == "sqlite3.connect")
         else:

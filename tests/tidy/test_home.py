@@ -39,11 +39,14 @@ def test_the_home_folder_is_empty_and_not_the_users() -> None:
 
 
 @pytest.mark.parametrize("home", LIMITS["homes"])
-def test_the_users_home_folder_is_not_written_to_and_its_data_not_read(home: str, noted: Path) -> None:
+def test_the_users_home_folder_is_not_written_to_and_its_data_not_read(
+    home: str, noted: Path, tmp_path: Path
+) -> None:
     with pytest.raises(PermissionError, match="tests keep out"):
         (Path(home) / "comfyfleet-test").open("w")
     with pytest.raises(PermissionError, match="tests keep out"):
         (Path(home) / "comfyfleet-test").mkdir()
+    (tmp_path / "link").symlink_to(home)
     data = next(each for each in LIMITS["data"] if each.startswith(home))
     with pytest.raises(PermissionError, match="tests keep out"):
         (Path(data) / "hub.json").read_text()

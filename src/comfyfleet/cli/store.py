@@ -132,7 +132,7 @@ def backup(url: str, file: Path, queue_only: bool, as_json: bool) -> None:
         )
         return
     echo(f"{path} copied to {file} ({_size(size)})")
-    found = ", ".join(f"{number} {name}" for name, number in holds.items() if number)
+    found = ", ".join(f"{name} {number}" for name, number in holds.items() if number)
     echo(f"copied: {found or 'an empty store'}")
     echo(f"not copied: {', '.join([*left_out.values(), 'master keys, where it is encrypted'])}")
 
