@@ -21,7 +21,7 @@ from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.model.requirement import Isolation, Requirements
-from comfyfleet.model.worker import Capabilities, TenantAccess, WorkerRecord
+from comfyfleet.model.worker import Capabilities, TenantAccess, WorkerDelta, WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.postgres.store import PostgresStore
@@ -189,7 +189,7 @@ async def test_a_list_that_is_declared_while_another_engine_writes_of_the_worker
         await here.submit(Submission(graph(), tenant=ACME))
         leased = await here.poll(Poll(gpu, PollId("0"), 0))
         assert leased is not None
-        look = here.store.get_worker
+        look, note = here.store.get_worker, here.store.note_worker
 
         async def look_then_change(worker_id: WorkerId) -> WorkerRecord | None:
             monkeypatch.setattr(here.store, "get_worker", look)
@@ -197,8 +197,13 @@ async def test_a_list_that_is_declared_while_another_engine_writes_of_the_worker
             await there.register(RegisterWorker(gpu, shut))
             return found
 
-        # A run is noted with its worker, over what was read a moment before.
-        monkeypatch.setattr(here.store, "get_worker", look_then_change)
+        async def change_then_note(worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+            monkeypatch.setattr(here.store, "note_worker", note)
+            await there.register(RegisterWorker(gpu, shut))
+            return await note(worker_id, delta)
+
+        # A run is noted with its worker, which is another by then.
+        monkeypatch.setattr(here.store, "note_worker", change_then_note)
         await here.complete(Completion(leased.ref, JobResult()))
         stored = await here.store.get_worker(gpu)
         assert stored is not None and stored.capabilities == shut
@@ -207,8 +212,8 @@ async def test_a_list_that_is_declared_while_another_engine_writes_of_the_worker
         await here.submit(Submission(graph(), tenant=ACME))
         async with asyncio.timeout(60):
             assert await here.poll(Poll(gpu, PollId("1"), 0)) is None
-        monkeypatch.setattr(here.store, "get_worker", look_then_change)
         await there.register(RegisterWorker(gpu, offering(TenantAccess())))
+        monkeypatch.setattr(here.store, "get_worker", look_then_change)
         await here.pause_worker(gpu)
         stored = await here.store.get_worker(gpu)
         assert stored is not None and stored.capabilities == shut and stored.is_paused, "both were heard"

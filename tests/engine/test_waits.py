@@ -292,7 +292,7 @@ async def test_a_worker_whose_long_poll_was_answered_is_not_lost_before_its_firs
         assert rig.fleet_events("offline") == []
 
 
-async def test_a_drained_worker_takes_nothing_more_until_it_comes_back_as_a_new_process() -> None:
+async def test_a_drained_worker_takes_nothing_more_also_as_a_new_process_until_an_operator_says_so() -> None:
     async with Rig() as rig:
         await rig.worker("a")
         parked = rig.park("a")
@@ -305,6 +305,8 @@ async def test_a_drained_worker_takes_nothing_more_until_it_comes_back_as_a_new_
         await rig.settle()
         assert parked.result() is None
         await rig.worker("a")
+        assert await rig.poll("a") is None
+        await rig.engine.resume_worker(WorkerId("a"))
         assert (await rig.take("a")).job_id == job_id
 
 
