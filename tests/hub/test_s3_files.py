@@ -345,7 +345,8 @@ async def test_a_late_upload_of_a_zombie_changes_nothing(a_hub: AHub) -> None:
             await api.complete(Completion(zombie.ref, result_with(stale.id), 1.0))
         assert refused.value.code is RefusalCode.LEASE_LOST
         assert await put(view, b"zombie", rig.url) >= 400
-        assert await put(stale, b"zombie", rig.url) in (409, 412)
+        # A storage refuses what is there; a hub answers the same bytes alike. Neither changes anything.
+        assert await put(stale, b"zombie", rig.url) in (200, 409, 412)
         (file,) = (await ended(rig, job_id))["result"]["files"]
         assert file["file_id"] == view.id
         async with FleetClient(rig.url, rig.keys[Role.TENANT]) as client:

@@ -17,6 +17,7 @@ from comfyfleet.engine.context import Context
 from comfyfleet.engine.workers import WorkerDesk
 from comfyfleet.model.calls import Applicant, FinishedRun, ForeignReport, RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.reports import safe_failure
 from comfyfleet.ports import ForeignWorkers, Timer
@@ -119,7 +120,7 @@ class ForeignDesk:
 
     async def _judge(self, door: ForeignWorkers, report: ForeignReport) -> bool:
         try:
-            failure = safe_failure(report.call.failure)
+            failure = safe_failure(bounded(report.call.failure))
             await self._workers.fail(msgspec.structs.replace(report.call, failure=failure))
         except Exception as error:
             is_over = isinstance(error, Refusal) and error.code is RefusalCode.LEASE_LOST

@@ -19,6 +19,7 @@ from comfyfleet.model.calls import Command, Completion, FailureReport, Poll, Rel
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.policy.reports import safe_failure, safe_news, safe_result
@@ -82,7 +83,7 @@ class SocketWorkers:
                 settled = await self._engine.complete(Completion(ref, result, body.seconds))
                 return self._settled("job_completed", body, settled)
             case "fail_job":
-                failure = safe_failure(socket.failure_of(body.error))
+                failure = safe_failure(bounded(socket.failure_of(body.error)))
                 settled = await self._engine.fail(FailureReport(await self._ref(body), failure, body.seconds))
                 return self._settled("job_failed", body, settled)
         settled = await self._engine.release(Release(await self._ref(body), body.reason))

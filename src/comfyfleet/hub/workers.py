@@ -19,6 +19,7 @@ from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release, Report
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.node_signatures import NodeCatalog
@@ -176,7 +177,9 @@ class WorkerHandlers:
         ref = wire.lease_ref(body.lease)
         await check_holder(self._engine, call.caller, [ref])
         holder = await self._holder(body)
-        settled = await self._engine.fail(FailureReport(ref, safe_failure(body.failure), body.seconds))
+        settled = await self._engine.fail(
+            FailureReport(ref, safe_failure(bounded(body.failure)), body.seconds)
+        )
         _tell_end(ref, f"failed ({body.failure.kind}): {body.failure.message[:1_000]}")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
