@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.hub._hub import HubRig, ask_app, hub_in_process, submission
+from tests.hub._hub import HubRig, ask_app, graph, hub_in_process, submission
 from tests.stores._sqlite import FullDisk
 
 from comfyfleet.engine.engine import Engine
@@ -67,3 +67,28 @@ async def test_a_store_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPa
         assert answer.status == 503 and "does not answer" in answer.body["detail"]
         monkeypatch.undo()
         assert (await rig.post("/api/jobs", submission())).status == 201
+
+
+async def test_a_store_that_may_not_grow_is_told_as_soon_as_a_job_was_refused_for_it(tmp_path: Path) -> None:
+    """What it has it can still change: that alone is not ready."""
+    clock = ManualClock()
+    async with Engine(SqliteStore(tmp_path / "fleet.db", clock), clock=clock) as engine:
+        hub = Hub(engine, engine.store.cabinet, clock, is_open=True)
+        rig = HubRig(hub, engine, engine.store.cabinet, {})
+        assert (await rig.get("/health", role=None)).status == 200
+        assert isinstance(engine.store, SqliteStore)
+        database = engine.store._writer._database
+        ((pages,),) = database.execute("PRAGMA page_count").fetchall()
+        database.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+        status = 201
+        while status == 201:
+            large = graph() | {"3": {"class_type": "A", "inputs": {"x": "x" * 3_000}}}
+            status = (await rig.post("/api/jobs", submission(workflow=large), role=None)).status
+        assert status == 503
+        await clock.advance(1.5)
+        answer = await rig.get("/health", role=None)
+        assert (answer.status, answer.body["status"]) == (503, "failing")
+        assert "full" in answer.body["detail"]
+        database.execute("PRAGMA max_page_count = 1000000").fetchall()
+        await clock.advance(1.5)
+        assert (await rig.get("/health", role=None)).status == 200

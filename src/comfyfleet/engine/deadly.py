@@ -19,6 +19,7 @@ from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, Phase
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.policy import deadly
+from comfyfleet.tracing import in_background
 
 _LOG = logging.getLogger(__name__)
 _PAGE = 100
@@ -118,7 +119,7 @@ class DeadlyWorkflows:
         refused = self._context.fleet.refused
         self._ended &= refused
         if self._ending is None and (self._returned or refused - self._ended):
-            self._ending = asyncio.get_running_loop().create_task(self._end_waiting(), name="refused jobs")
+            self._ending = in_background(self._end_waiting(), name="refused jobs")
 
     async def close(self) -> None:
         if self._ending is not None:

@@ -27,6 +27,7 @@ from comfyfleet.model.job import Job
 from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.policy.timing import released
 from comfyfleet.ports import Document
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Dependencies:
     def ended(self, dispatch: Dispatch) -> None:
         self._ended[dispatch.job_id] = dispatch
         if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._tell(), name="dependencies")
+            self._running = in_background(self._tell(), name="dependencies")
 
     async def _tell(self) -> None:
         try:
@@ -93,7 +94,7 @@ class Dependencies:
                     if dispatch.is_awaited:
                         await self._tell_dependents(awaited)
                 except Exception:
-                    _LOG.exception("who waits for job %s was not told; the next sweep looks", awaited)
+                    log_failure(_LOG, "who waits for job %s was not told; the next sweep looks", awaited)
         finally:
             self._running = None
 

@@ -20,6 +20,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Timer
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Follower:
     def _fire(self) -> None:
         self._timer = None
         if self._followers and not self._is_closed:
-            self._running = asyncio.get_running_loop().create_task(self._look(), name="follow")
+            self._running = in_background(self._look(), name="follow")
 
     async def _look(self) -> None:
         try:
@@ -117,7 +118,7 @@ class Follower:
             if self.look_also is not None:
                 await self.look_also()
         except Exception:
-            _LOG.exception("the jobs that are followed could not be looked at; the next look tries again")
+            log_failure(_LOG, "the jobs that are followed could not be looked at; the next look tries again")
         finally:
             self._running = None
             if self._followers:

@@ -21,6 +21,7 @@ from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.reports import safe_failure
 from comfyfleet.ports import ForeignWorkers, Timer
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 _BATCH = 256
@@ -49,7 +50,7 @@ class ForeignDesk:
         if self._running is not None:
             self._is_called_again = True
         elif not self._is_closed:
-            self._running = asyncio.get_running_loop().create_task(self._run(), name="foreign workers")
+            self._running = in_background(self._run(), name="foreign workers")
 
     def _arm(self) -> None:
         if self._timer is None and not self._is_closed:
@@ -68,7 +69,7 @@ class ForeignDesk:
                 if not self._is_called_again:
                     break
         except Exception:
-            _LOG.exception("workers without an engine could not be attended to; the next look tries again")
+            log_failure(_LOG, "workers without an engine could not be attended to; the next look tries again")
         finally:
             self._running = None
             self._arm()
@@ -109,7 +110,7 @@ class ForeignDesk:
             problem = str(refusal)
         except Exception:
             # One that cannot be admitted must not keep the others waiting; the next look tries again.
-            _LOG.exception("worker %s could not be admitted", worker_id)
+            log_failure(_LOG, "worker %s could not be admitted", worker_id)
             return False
         if problem:
             _LOG.warning("worker %s was not admitted: %s", worker_id, problem)
@@ -127,7 +128,7 @@ class ForeignDesk:
             # If so, another engine has judged it, or the lease ran out before anybody came to it.
             if not is_over:
                 # One that cannot be judged must not keep the others waiting; its lease ends by itself.
-                _LOG.exception("the failure of job %s could not be judged", report.call.ref.job_id)
+                log_failure(_LOG, "the failure of job %s could not be judged", report.call.ref.job_id)
                 return False
         await door.settled(report)
         return True
@@ -136,7 +137,7 @@ class ForeignDesk:
         try:
             await self._workers.finished(run)
         except Exception:
-            _LOG.exception("nothing was learned from the run of job %s", run.job_id)
+            log_failure(_LOG, "nothing was learned from the run of job %s", run.job_id)
         return True
 
     async def close(self) -> None:

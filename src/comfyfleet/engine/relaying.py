@@ -22,6 +22,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, FleetEvent, News, NewsKind
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.ports import Relay, Timer
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class Relaying:
 
     def _send(self) -> None:
         if self._relay is not None and self._sending is None and not self._is_closed:
-            self._sending = asyncio.get_running_loop().create_task(self._run(self._relay), name="relay")
+            self._sending = in_background(self._run(self._relay), name="relay")
 
     async def _run(self, relay: Relay) -> None:
         """While one message is on its way the next is gathered."""
@@ -162,7 +163,7 @@ class Relaying:
         except Fault as fault:
             _LOG.info("other processes may hear of what happens here only later: %s", fault)
         except Exception:
-            _LOG.exception("other processes could not be told of what happens here")
+            log_failure(_LOG, "other processes could not be told of what happens here")
         finally:
             self._sending = None
 

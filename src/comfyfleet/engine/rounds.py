@@ -25,11 +25,11 @@ from comfyfleet.policy.learning import expected_s
 from comfyfleet.policy.matching import RankKey, WaitingJob, assign, rank_key
 from comfyfleet.policy.scoring import score, warmth
 from comfyfleet.ports import Peek, Timer
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
-# All classes are read each time, and there may be thousands that come one after the other.
-_RELEARN_EVERY_S = 0.05
+_RELEARN_EVERY_S = 0.05  # all classes are read each time, and thousands may come in a row
 _TENANT_PATIENCE_S = 0.1  # so long a round waits for the databases of tenants
 
 
@@ -169,14 +169,14 @@ class Rounds:
 
     def _start(self) -> None:
         if self._running is None and not self._is_closed and self._is_anybody_looking():
-            self._running = asyncio.get_running_loop().create_task(self._run(), name="round")
+            self._running = in_background(self._run(), name="round")
 
     async def _run(self) -> None:
         try:
             while slots := self._take_looking():
                 await self._serve(slots)
         except Exception:
-            _LOG.exception("a round failed; the next one, within a second, tries again")
+            log_failure(_LOG, "a round failed; the next one, within a second, tries again")
         finally:
             self._running = None
             self._start()
@@ -291,7 +291,7 @@ class Rounds:
     def _came(self, slot: Slot, task: asyncio.Task[bool]) -> None:
         del self._behind[slot]
         if not task.cancelled() and (error := task.exception()) is not None:
-            _LOG.error("a lease failed; the next round, within a second, tries again", exc_info=error)
+            log_failure(_LOG, "a lease failed; the next round, within a second, tries again", error=error)
         if self._parked.get(slot.poll_id) is slot:
             self._look([slot])
 

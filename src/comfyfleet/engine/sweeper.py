@@ -28,6 +28,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.timing import Due, review
 from comfyfleet.ports import Timer
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 _BATCH = 256
@@ -82,13 +83,13 @@ class Sweeper:
         if self._running is not None:
             self._is_due_again = True
         elif not self._is_closed:
-            self._running = asyncio.get_running_loop().create_task(self._run(), name="sweep")
+            self._running = in_background(self._run(), name="sweep")
 
     async def _run(self) -> None:
         try:
             await self.sweep()
         except Exception:
-            _LOG.exception("a sweep failed; the next one tries again")
+            log_failure(_LOG, "a sweep failed; the next one tries again")
         finally:
             self._running = None
             wait_s = 0.0 if self._is_due_again else self._context.rules.sweep_s
@@ -139,7 +140,7 @@ class Sweeper:
         try:
             await self._attend(dispatch)
         except Exception:
-            _LOG.exception("job %s could not be attended to; the next sweep tries again", dispatch.job_id)
+            log_failure(_LOG, "job %s could not be attended to; the next sweep tries again", dispatch.job_id)
             return False
         return True
 
@@ -172,7 +173,9 @@ class Sweeper:
                     )
                 return False
             except Exception:
-                _LOG.exception("job %s could not be attended to; the next sweep tries again", dispatch.job_id)
+                log_failure(
+                    _LOG, "job %s could not be attended to; the next sweep tries again", dispatch.job_id
+                )
                 is_all_done = False
         self._is_away.discard(tenant)
         return is_all_done

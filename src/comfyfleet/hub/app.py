@@ -128,6 +128,7 @@ class Hub:
         self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, shares, self.audit)
         inputs = InputDesk(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
+        health = HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping)
         handlers: dict[str, Handler] = {
             **JobHandlers(engine, assets, inputs).bound(),
             **FileHandlers(engine, assets).bound(),
@@ -142,11 +143,19 @@ class Hub:
             **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
             **PageHandlers(engine, stats, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
-            **HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping).bound(),
+            **health.bound(),
         }
         self._bodies = Bodies(self.limits)
         self._door = Door(
-            ROUTES, handlers, credentials, self.limits, self.audit, places, metrics.answered, self._bodies
+            ROUTES,
+            handlers,
+            credentials,
+            self.limits,
+            self.audit,
+            places,
+            metrics.answered,
+            self._bodies,
+            health.suspect,
         )
         self._sockets = Sockets(
             engine,

@@ -27,6 +27,7 @@ from comfyfleet.outbound.guard import Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.tenancy.deliveries import Deliveries, Noted, delivery_in, submitted_at
 from comfyfleet.tenancy.webhooks import Webhooks
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -107,7 +108,7 @@ class Delivering:
 
     def start(self) -> None:
         if self._running is None and not self._is_closed:
-            self._running = asyncio.get_running_loop().create_task(self._run(), name="deliveries")
+            self._running = in_background(self._run(), name="deliveries")
 
     async def close(self) -> None:
         """What is being sent may end within a short grace; what is not delivered then is tried after the next start."""
@@ -169,7 +170,7 @@ class Delivering:
         except ComfyFleetError as error:
             _LOG.warning("deliveries could not be looked at; the next look tries again: %s", error)
         except Exception:
-            _LOG.exception("deliveries could not be looked at; the next look tries again")
+            log_failure(_LOG, "deliveries could not be looked at; the next look tries again")
 
     async def _look_at_notes(self, *, is_whole: bool) -> None:
         while True:
@@ -261,7 +262,7 @@ class Delivering:
         except ComfyFleetError as error:
             _LOG.warning("a delivery could not be noted; it is tried again: %s", error)
         except Exception:
-            _LOG.exception("a delivery failed in a way nobody foresaw; it is tried again")
+            log_failure(_LOG, "a delivery failed in a way nobody foresaw; it is tried again")
 
     async def _prune(self) -> None:
         """Only those of old jobs are gone through: a page in each look, and after the last of

@@ -123,9 +123,12 @@ class Door:
         places: Places,
         answered: Answering,
         bodies: Bodies,
+        faulted: Callable[[], None] = lambda: None,
     ) -> None:
+        """`faulted` hears of each fault that a request met."""
         _check_bound(routes, handlers)
         self._bodies = bodies
+        self._faulted = faulted
         self._bounds = {route.name: Bound.of(route, limits) for route in routes}
         self._audit = audit
         self._places = places
@@ -191,6 +194,7 @@ class Door:
             reply = await self._handled(call)
         except (Refusal, Fault) as error:
             if isinstance(error, Fault):
+                self._faulted()
                 _LOG.warning("request %s met a fault: %s", call.request_id, error)
             answered = answer_to(error, call.request_id)
         except HungUp:

@@ -16,6 +16,7 @@ from comfyfleet.hub.feeds import Entry, Feed
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Event, Fact, FleetEvent, NewsKind
 from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.tracing import in_background, log_failure
 from comfyfleet.wire.progress import EventsQuery, FleetBody, fleet_body
 
 _LOG = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class FleetFeed(Feed):
         if event.kind is not NewsKind.PREVIEW:
             self._heard.append(event)
             if self._telling is None:
-                self._telling = asyncio.get_running_loop().create_task(self._tell(), name="fleet events")
+                self._telling = in_background(self._tell(), name="fleet events")
 
     async def _tell(self) -> None:
         try:
@@ -98,7 +99,7 @@ class FleetFeed(Feed):
                 try:
                     body = await self._body(event)
                 except Exception:
-                    _LOG.exception("an event of the fleet could not be told of: %s", event.kind)
+                    log_failure(_LOG, "an event of the fleet could not be told of: %s", event.kind)
                 else:
                     self.add(Entry(body.kind, body))
         finally:

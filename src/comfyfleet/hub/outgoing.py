@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from comfyfleet.tracing import in_background
+
 _MAX_WAITING = 5_000
 _MAX_WAITING_OF_HOST = 500
 _GRACE_S = 2.0
@@ -72,7 +74,7 @@ class Outgoing:
     def _start(self, name: str, host: str, owner: str) -> None:
         self._hosts[host] += 1
         self._owners[owner] += 1
-        task = asyncio.get_running_loop().create_task(self._run(name), name="outgoing")
+        task = in_background(self._run(name), name="outgoing")
         self._running[name] = task
         task.add_done_callback(lambda _: self._ended(name, host, owner))
 

@@ -22,6 +22,7 @@ from comfyfleet.model.fact import Event, Fact, News, NewsKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.policy.reports import safe_result
+from comfyfleet.tracing import in_background, log_failure
 from comfyfleet.wire.progress import ProgressBody, fact_body, news_body
 
 _LOG = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Room(Feed):
         if self._reading is not None:
             self._is_asked_again = True
         elif not self.is_over:
-            self._reading = asyncio.get_running_loop().create_task(self._follow(), name="room")
+            self._reading = in_background(self._follow(), name="room")
 
     async def _follow(self) -> None:
         try:
@@ -118,8 +119,8 @@ class Room(Feed):
             )
             self._look_later()
         except Exception:
-            _LOG.exception(
-                "job %s could not be read for its watchers; the next look tries again", self.job_id
+            log_failure(
+                _LOG, "job %s could not be read for its watchers; the next look tries again", self.job_id
             )
             self._look_later()
         finally:

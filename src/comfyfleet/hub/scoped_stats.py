@@ -17,6 +17,7 @@ from comfyfleet.model.calls import JobFilter
 from comfyfleet.model.dispatch import Phase, Standing
 from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.feasibility import admits
+from comfyfleet.tracing import in_background
 from comfyfleet.wire.answers import StatsBody
 
 NEWEST = 500
@@ -71,7 +72,7 @@ class StatsDesk:
     async def _counted(self, tenant: TenantId) -> _Counted:
         until, counting = self._known.pop(tenant, (0.0, None))
         if counting is None or self._now() >= until:
-            counting = asyncio.get_running_loop().create_task(self._count(tenant), name="stats")
+            counting = in_background(self._count(tenant), name="stats")
             until = self._now() + _GOOD_FOR_S
         self._known[tenant] = (until, counting)
         if len(self._known) > _MAX_KNOWN:

@@ -21,6 +21,7 @@ from comfyfleet.policy.reports import safe_result
 from comfyfleet.ports import Chance
 from comfyfleet.tenancy.deliveries import Deliveries, host_of
 from comfyfleet.tenancy.webhooks import Webhooks
+from comfyfleet.tracing import log_failure
 from comfyfleet.wire.signing import ID_HEADER, SIGNATURE_HEADER, TIME_HEADER, new_secret, signatures
 from comfyfleet.wire.webhooks import event
 
@@ -88,7 +89,7 @@ class Sender:
             attempted = await self._post(delivery, event(facts[0], _made_safe(job)), keys)
         except Exception:
             # It may well be the same the next time: counted, it has an end like any other.
-            _LOG.exception("delivery %s could not be made", delivery.delivery_id)
+            log_failure(_LOG, "delivery %s could not be made", delivery.delivery_id)
             attempted = Attempted(error="the hub could not make the call; its log says why")
         return after_attempt(
             delivery,

@@ -18,6 +18,7 @@ from comfyfleet.tenancy.leaving import Leaver
 from comfyfleet.tenancy.moving import Mover
 from comfyfleet.tenancy.shares import ShareKeeper
 from comfyfleet.tenancy.tenants import Tenants
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class TenantDuties:
 
     def start(self) -> None:
         if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._run(), name="tenant duties")
+            self._running = in_background(self._run(), name="tenant duties")
 
     async def close(self) -> None:
         """What is under way is gone on with after the next start, or by another hub."""
@@ -77,13 +78,13 @@ class TenantDuties:
             except ComfyFleetError as error:
                 _LOG.warning("tenants are looked at later: %s", error)
             except Exception:
-                _LOG.exception("tenants could not be looked at; the next look tries again")
+                log_failure(_LOG, "tenants could not be looked at; the next look tries again")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_s):
                     await self._woken.wait()
 
     def _begin(self, tenant_id: TenantId) -> None:
-        task = asyncio.get_running_loop().create_task(self._see_to(tenant_id), name=f"tenant {tenant_id}")
+        task = in_background(self._see_to(tenant_id), name=f"tenant {tenant_id}")
         self._under_way[tenant_id] = task
         task.add_done_callback(lambda _: self._under_way.pop(tenant_id, None))
 
@@ -104,7 +105,7 @@ class TenantDuties:
         except ComfyFleetError as error:
             _LOG.warning("tenant %s is seen to later: %s", tenant_id, error)
         except Exception:
-            _LOG.exception("tenant %s could not be seen to; it is tried again", tenant_id)
+            log_failure(_LOG, "tenant %s could not be seen to; it is tried again", tenant_id)
 
     async def _do(self, tenant_id: TenantId, mine: Claim) -> bool:
         """Whether nothing of it is left."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from comfyfleet.model.errors import ComfyFleetError
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Upkeep:
 
     def start(self) -> None:
         if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._run(), name="upkeep")
+            self._running = in_background(self._run(), name="upkeep")
 
     async def close(self) -> None:
         running, self._running = self._running, None
@@ -41,7 +42,7 @@ class Upkeep:
             except ComfyFleetError as error:
                 _LOG.warning("old %s could not be forgotten; it is tried again: %s", what, error)
             except Exception:
-                _LOG.exception("old %s could not be forgotten; it is tried again", what)
+                log_failure(_LOG, "old %s could not be forgotten; it is tried again", what)
 
     async def _run(self) -> None:
         while True:

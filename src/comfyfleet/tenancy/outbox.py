@@ -22,6 +22,7 @@ from comfyfleet.policy.settling import hold_of
 from comfyfleet.tenancy.apart import ApartStore
 from comfyfleet.tenancy.database import OutboxEntry, TenantDatabase
 from comfyfleet.tenancy.homes import Home
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class OutboxRelay:
 
     def start(self) -> None:
         if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._run(), name="outbox relay")
+            self._running = in_background(self._run(), name="outbox relay")
 
     async def close(self) -> None:
         running, self._running = self._running, None
@@ -74,7 +75,7 @@ class OutboxRelay:
         except Fault as fault:
             _LOG.warning("what waits between the store and tenants' databases is looked at later: %s", fault)
         except Exception:
-            _LOG.exception("what waits between the store and tenants' databases could not be looked at")
+            log_failure(_LOG, "what waits between the store and tenants' databases could not be looked at")
 
     async def look(self, *, at_once: bool = False) -> None:
         """`at_once`: also what may be on its way just now."""
@@ -137,7 +138,7 @@ class OutboxRelay:
             raise
         except Exception:
             # One that cannot be brought must not keep the others waiting.
-            _LOG.exception("job %s does not get into the queue", entry.hold_id)
+            log_failure(_LOG, "job %s does not get into the queue", entry.hold_id)
 
     # T1, T2
 
@@ -161,7 +162,7 @@ class OutboxRelay:
             _LOG.info("%s is settled later: %s", hold_of(dispatch), fault)
         except Exception:
             # One that cannot be settled must not keep the others waiting.
-            _LOG.exception("%s could not be settled", hold_of(dispatch))
+            log_failure(_LOG, "%s could not be settled", hold_of(dispatch))
 
     async def _is_away(self, tenant_id: TenantId) -> bool:
         tenant = await self._store.homes.tenants.get(tenant_id)

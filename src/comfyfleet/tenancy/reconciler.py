@@ -21,6 +21,7 @@ from comfyfleet.policy.reconciling import Finding, FindingKind, judge_dispatch, 
 from comfyfleet.policy.settling import hold_of
 from comfyfleet.tenancy.apart import ApartStore
 from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Reconciler:
 
     def start(self) -> None:
         if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._run(), name="reconciler")
+            self._running = in_background(self._run(), name="reconciler")
 
     async def close(self) -> None:
         running, self._running = self._running, None
@@ -55,7 +56,7 @@ class Reconciler:
             except Fault as fault:
                 _LOG.warning("the store and tenants' databases are compared later: %s", fault)
             except Exception:
-                _LOG.exception("the store and tenants' databases could not be compared")
+                log_failure(_LOG, "the store and tenants' databases could not be compared")
             await asyncio.sleep(EVERY_S)
 
     async def reconcile(self, *, is_dry: bool = False, books: bool = True) -> list[Finding]:

@@ -1,0 +1,89 @@
+"""A store that is away is one line in the log for each thing that could not be done, about the right request."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+
+import pytest
+from tests.hub._hub import hub_in_process, submission
+from tests.worker._scripted import until
+
+from comfyfleet import tracing
+from comfyfleet.model.access import Role
+from comfyfleet.model.errors import Fault
+from comfyfleet.policy.rules import Rules
+from comfyfleet.tracing import in_background, log_failure
+
+LOG = logging.getLogger("somebody")
+
+
+def told(caplog: pytest.LogCaptureFixture, error: Exception) -> logging.LogRecord:
+    caplog.clear()
+    try:
+        raise error
+    except Exception:
+        log_failure(LOG, "job %s could not be attended to; it is tried again", "j1")
+    (record,) = caplog.records
+    return record
+
+
+def test_a_fault_is_one_line_and_a_defect_has_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    record = told(caplog, Fault("the store does not answer"))
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+    assert record.getMessage().endswith("it is tried again: the store does not answer")
+    both = told(caplog, ExceptionGroup("several", [Fault("away"), Fault("away")]))
+    assert both.levelname == "WARNING" and both.getMessage().endswith("again: away")
+    mixed = told(caplog, ExceptionGroup("several", [Fault("away"), KeyError("x")]))
+    assert mixed.levelname == "ERROR" and mixed.exc_info is not None
+    defect = told(caplog, KeyError("x"))
+    assert defect.levelname == "ERROR" and defect.exc_info is not None
+
+
+async def test_work_in_the_background_is_about_no_request() -> None:
+    async def look() -> dict[str, str]:
+        return tracing.fields()
+
+    with tracing.about(request_id="mine"):
+        assert await in_background(look(), name="look") == {}
+        assert tracing.fields() == {"request_id": "mine"}
+
+
+async def test_a_store_that_goes_away_leaves_no_traceback_and_names_no_unrelated_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Abouts(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            record.about = tracing.fields()
+            return True
+
+    def of_engine() -> list[logging.LogRecord]:
+        return [each for each in caplog.records if each.name.startswith("comfyfleet.engine")]
+
+    caplog.handler.addFilter(Abouts())
+    async with hub_in_process(rules=Rules(round_s=0.05, sweep_s=0.05)) as rig:
+        store = rig.engine.store
+
+        async def away(*_: object, **__: object) -> None:
+            raise Fault("the store is away")
+
+        body = {"worker_id": "gpu", "capabilities": {"services": ["comfyui"]}}
+        await rig.post("/api/worker/register", body, role=Role.WORKER)
+        poll = {"worker_id": "gpu", "poll_id": "1", "wait_s": 20}
+        sent = rig.post("/api/worker/poll", poll, role=Role.WORKER, headers={"x-request-id": "the-poll"})
+        parked = asyncio.ensure_future(sent)
+        await until(lambda: rig.hub.places.counts()["poll"] == 1)
+        for name in dir(type(store)):
+            if not name.startswith("_") and inspect.iscoroutinefunction(getattr(store, name)):
+                monkeypatch.setattr(store, name, away)
+        refused = await rig.post("/api/jobs", submission(), headers={"x-request-id": "the-job"})
+        assert refused.status == 503
+        await until(lambda: bool(of_engine()))
+        monkeypatch.undo()
+        rig.hub.stop()
+        await parked
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+    for record in of_engine():
+        assert "the store is away" in record.getMessage()
+        assert "request_id" not in vars(record)["about"], record.getMessage()
