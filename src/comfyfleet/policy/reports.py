@@ -2,7 +2,7 @@
 have, and text that does not tell where a server stands.
 
 A worker is another party's program, and so is its server. Nothing is refused here, since the run is done and paid for:
-what is not safe is left out or renamed (docs/decisions/0034).
+what is not safe is left out or renamed (docs/decisions/0029).
 """
 
 from __future__ import annotations
