@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.engine._rig import Rig, graph, offers
 from tests.engine.test_several_engines import Engines, register, take
@@ -20,6 +22,7 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
+from comfyfleet.policy.acceptance import Differences, Graph
 from comfyfleet.stores.sqlite.store import SqliteStore
 
 
@@ -141,6 +144,15 @@ async def test_a_server_that_is_away_is_not_waited_for() -> None:
         assert (await refuse(rig, await rig.take("a"))).phase is Phase.FAILED
 
 
+async def test_a_fake_that_is_held_back_is_not_waited_for() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        pretends = msgspec.structs.replace(offers("KSampler"), is_fake=True)
+        await rig.engine.register(RegisterWorker(WorkerId("fake"), pretends, 1))
+        await rig.submit()
+        assert (await refuse(rig, await rig.take("a"))).phase is Phase.FAILED
+
+
 async def test_three_equal_servers_that_refuse_for_reasons_of_their_own_speak_for_the_fourth() -> None:
     async with Rig() as rig:
         for name in "abcd":
@@ -243,6 +255,26 @@ async def test_a_server_that_would_refuse_a_job_is_never_offered_it() -> None:
             await rig.complete(leased)
 
 
+async def test_few_nodes_with_many_inputs_are_compared_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = set()
+
+    def refusing(self: Differences, graph: Graph) -> frozenset[str]:
+        threads.add(threading.current_thread())
+        return known(self, graph)
+
+    known = Differences.refusing
+    monkeypatch.setattr(Differences, "refusing", refusing)
+    async with Rig() as rig:
+        await described(rig, "a", "old")
+        await described(rig, "b", "new")
+        wide = graph(sampler_name="newer")
+        wide["1"]["inputs"] |= {f"input{number}": 1 for number in range(2000)}
+        await rig.submit(wide)
+    assert threads and threading.main_thread() not in threads
+
+
 async def test_what_every_live_server_would_refuse_is_refused_by_them_and_does_not_wait() -> None:
     async with Rig() as rig:
         await described(rig, "a", "old")
@@ -343,3 +375,19 @@ async def test_an_engine_uses_what_workers_told_another_one() -> None:
         )
         reasons = {str(each.worker_id): each.reason for each in explained.workers}
         assert "its KSampler (node 1) does not list 'newer' for 'sampler_name'" in reasons["a"]
+
+
+async def test_nodes_that_were_forgotten_are_asked_for_again_by_an_engine_that_remembers_them() -> None:
+    """A worker is removed at one hub and comes back at the other, which still has what it told at hand."""
+    async with Engines() as it:
+        told = nodes("old")
+        await register(it.first, "a", "KSampler", signature=told.signature())
+        await it.first.describe(WorkerId("a"), told)
+        (worker,) = await it.second.workers()
+        assert await it.second.knows_nodes(worker) is True
+        await it.first.remove_worker(WorkerId("a"))
+        await register(it.second, "a", "KSampler", signature=told.signature())
+        (worker,) = await it.second.workers()
+        assert await it.second.knows_nodes(worker) is False
+        await it.second.describe(WorkerId("a"), told)
+        assert len(await it.store.cabinet.listing(SHARED_DRAWER)) == 1

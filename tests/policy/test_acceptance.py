@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.node_signatures import NodeSignatures, read_signatures
+from comfyfleet.model.workflow import hash_workflow
 from comfyfleet.policy.acceptance import Differences, objections
-
-HASH = WorkflowHash("hash")
 
 
 def info(
@@ -107,40 +105,59 @@ def test_only_the_signatures_that_refuse_are_named() -> None:
         {"old": signatures(), "new": signatures(samplers=("euler", "heun"), required={"steps": ["INT"]})}
     )
     assert found.classes == {"Sampler"}
-    assert found.refusing(graph(), WorkflowHash("plain")) == {"new"}
-    assert found.refusing(graph(steps=4), WorkflowHash("steps")) == frozenset()
-    assert found.refusing(graph(steps=4, sampler_name="heun"), WorkflowHash("steps")) == {"old"}
-    assert found.refusing(graph(sampler_name="heun"), WorkflowHash("plain")) == {"old", "new"}
-    assert found.refusing(graph(), WorkflowHash("plain")) == {"new"}, "remembered by hash and choices"
+    assert found.refusing(graph()) == {"new"}
+    assert found.refusing(graph(steps=4)) == frozenset()
+    assert found.refusing(graph(steps=4, sampler_name="heun")) == {"old"}
+    assert found.refusing(graph(sampler_name="heun")) == {"old", "new"}
+    assert found.refusing(graph()) == {"new"}, "remembered"
 
 
 def test_equal_servers_leave_nothing_to_choose() -> None:
     found = Differences({"one": signatures(), "two": signatures()})
     assert found.classes == frozenset()
-    assert found.refusing(graph(sampler_name="heun"), HASH) == frozenset()
+    assert found.refusing(graph(sampler_name="heun")) == frozenset()
 
 
 def test_a_class_that_differs_and_is_not_used_matters_to_nobody() -> None:
     other = {**signatures(), "Decode": signatures(output="NOISE")["Sampler"]}
     found = Differences({"one": signatures(), "two": other})
     used = {"1": graph()["1"], "3": {"class_type": "Save", "inputs": {"prefix": "x"}}}
-    assert found.refusing(used, HASH) == frozenset()
+    assert found.refusing(used) == frozenset()
 
 
 def test_a_source_that_differs_is_noticed_at_its_wire() -> None:
     found = Differences({"one": signatures(), "two": signatures(output="NOISE")})
-    assert found.refusing(graph(), HASH) == {"two"}
+    assert found.refusing(graph()) == {"two"}
 
 
-def test_graphs_with_a_lot_of_text_or_nodes_are_judged_and_not_remembered() -> None:
+def test_of_graphs_with_a_lot_of_text_or_nodes_no_more_is_remembered_than_of_others() -> None:
     found = Differences({"old": signatures(), "new": signatures(samplers=("euler", "heun"))})
     long = "x" * 1_000_000
-    assert found.refusing(graph(sampler_name=long), HASH) == {"old", "new"}
-    assert found.refusing(graph(sampler_name="heun"), HASH) == {"old"}
+    assert found.refusing(graph(sampler_name=long)) == {"old", "new"}
+    assert found.refusing(graph(sampler_name="heun")) == {"old"}
     many: dict[str, Any] = {"save": {"class_type": "Save", "inputs": {"prefix": "x"}}}
     for number in range(300):
         many[str(number)] = {"class_type": "Sampler", "inputs": {"sampler_name": "heun"}}
         many["save"]["inputs"][f"images{number}"] = [str(number), 0]
     many["save"]["inputs"]["images"] = ["0", 0]
-    assert "old" in found.refusing(many, WorkflowHash("many"))
-    assert len(found._remembered) == 1
+    assert "old" in found.refusing(many)
+    assert {len(key) for key in found._remembered} == {32}
+
+
+def two(first: str, second: str, used: str = "1") -> dict[str, Any]:
+    """Two samplers, of which one is used. Which one, and which has which value, is not told by the workflow's hash."""
+    return {
+        "1": {"class_type": "Sampler", "inputs": {"sampler_name": first}},
+        "2": {"class_type": "Sampler", "inputs": {"sampler_name": second}},
+        "3": {"class_type": "Decode", "inputs": {"samples": [used, 0]}},
+        "4": {"class_type": "Save", "inputs": {"images": ["3", 0], "prefix": "x"}},
+    }
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_graph_is_not_judged_by_another_of_the_same_workflow_hash(first: int) -> None:
+    found = Differences({"old": signatures(), "new": signatures(samplers=("euler", "heun"))})
+    graphs = [(two("euler", "heun"), set()), (two("euler", "heun", used="2"), {"old"})]
+    assert len({hash_workflow(each) for each, _ in graphs}) == 1
+    for each, refusing in (graphs[first], graphs[1 - first]):
+        assert found.refusing(each) == refusing

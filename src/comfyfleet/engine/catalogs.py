@@ -16,15 +16,14 @@ import msgspec
 
 from comfyfleet.engine.context import Context
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.node_definitions import NodeDefinitions, Widget
 from comfyfleet.model.node_signatures import NodeCatalog, NodeSignature
 from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.variants import WorkflowVariant, graph_for, with_nodes
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.model.workflow import hash_workflow
-from comfyfleet.policy.acceptance import Differences, Graph, objections
+from comfyfleet.policy.acceptance import Differences, Graph, first_objection
 from comfyfleet.ports import Cabinet
 
 DRAWER = "nodes"
@@ -36,6 +35,7 @@ _MAX_BYTES = 16 * 1024 * 1024
 _MAX_AT_HAND = 64
 """Those of live workers are kept at hand however many there are."""
 _MANY_NODES = 100
+_MANY_INPUTS = 1_000
 _LOOK_AGAIN_S = 5.0
 """A catalog that was not there is looked for again after so long: its worker may be about to send it."""
 
@@ -63,7 +63,14 @@ class NodeCatalogs:
     async def knows(self, worker: WorkerRecord) -> bool | None:
         """Whether nodes like this worker's have been told of. None: it has no signature."""
         signature = signature_of(worker)
-        return None if signature is None else await self.get(signature) is not None
+        if signature is None:
+            return None
+        return await self._is_kept(signature) and await self.get(signature) is not None
+
+    async def _is_kept(self, signature: str) -> bool:
+        """What is at hand here may have been forgotten at another engine, with the last worker that had it there."""
+        store = self._context.store
+        return not store.is_shared or await store.cabinet.get(SHARED_DRAWER, f"{signature}/0") is not None
 
     async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
         """Takes the place of what this worker told before. What others with the same signature told stays."""
@@ -73,7 +80,7 @@ class NodeCatalogs:
             packed = await asyncio.to_thread(_pack, worker_id, nodes.definitions)
             await self._keep(DRAWER, worker_id, packed)
             return
-        if signature in self._at_hand:
+        if signature in self._at_hand and await self._is_kept(signature):
             return
         packed, found, parts = await asyncio.to_thread(_pack_shared, worker_id, nodes)
         if found != signature:
@@ -138,29 +145,22 @@ class NodeCatalogs:
         if catalog is None or in_payload(payload) is not None:
             return None
         graph = graph_for(payload.workflow, payload.variants, signature)
-        found = next(iter(objections(graph, catalog.signatures)), None)
+        found = await asyncio.to_thread(first_objection, graph, catalog.signatures)
         if found is None:
             return None
         return f"does not accept this workflow: its {found.class_type} (node {found.node_id}) {found.reason}"
 
     async def refusing(
-        self,
-        graph: dict[str, Any],
-        workflow_hash: WorkflowHash,
-        variants: Sequence[WorkflowVariant] = (),
+        self, graph: dict[str, Any], variants: Sequence[WorkflowVariant] = ()
     ) -> frozenset[str]:
         """The signatures among those of live workers that do not accept the graph, or the variant that is for them."""
-        if not variants:
-            return await self._refusing(graph, workflow_hash)
-        # The hash of the job is that of what its graphs have in common.
-        found = set(await self._refusing(graph, await asyncio.to_thread(hash_workflow, graph)))
+        found = await self._refusing(graph)
         for variant in variants:
-            own = with_nodes(graph, variant)
-            refused = await self._refusing(own, await asyncio.to_thread(hash_workflow, own))
+            refused = await self._refusing(with_nodes(graph, variant))
             found = found.difference(variant.signatures) | refused.intersection(variant.signatures)
-        return frozenset(found)
+        return found
 
-    async def _refusing(self, graph: Graph, workflow_hash: WorkflowHash) -> frozenset[str]:
+    async def _refusing(self, graph: Graph) -> frozenset[str]:
         live = self._context.fleet.signatures()
         if len(live) < 2:
             return frozenset()
@@ -170,10 +170,11 @@ class NodeCatalogs:
                 known = {each: catalog.signatures for each, catalog in catalogs.items()}
                 self._differences = frozenset(catalogs), Differences(known)
         differences = self._differences[1]
-        if len(graph) > _MANY_NODES:
-            # Beside the loop: thousands of nodes may be compared with the catalogs of many releases.
-            return await asyncio.to_thread(differences.refusing, graph, workflow_hash)
-        return differences.refusing(graph, workflow_hash)
+        inputs = sum(len(node.get("inputs") or ()) for node in graph.values())
+        if len(graph) > _MANY_NODES or inputs > _MANY_INPUTS:
+            # Beside the loop: thousands of them may be compared with the catalogs of many releases.
+            return await asyncio.to_thread(differences.refusing, graph)
+        return differences.refusing(graph)
 
     def _remember(self, signature: str, parts: _Parts) -> NodeCatalog:
         """With those of its classes that another one has too."""

@@ -30,11 +30,16 @@ async def explain(
     lacking: dict[WorkerId, tuple[Miss, ...]] = {}
     reasons: dict[WorkerId, MissingFor] = {}
     able: list[WorkerRecord] = []
+    objections: dict[str | None, str | None] = {}
+    """By signature: hundreds of workers may have the same."""
     for worker in list(context.fleet.workers.values()):
         lacks = misses(cls, worker.worker_id, worker.capabilities)
         why = [miss.reason for miss in lacks] + await _kept_from(context, dispatch, worker, now)
-        if job is not None and signature_for(cls, worker) in cls.requirements.refused_by:
-            objection = await catalogs.objection(job.payload, worker)
+        signature = None if job is None else signature_for(cls, worker)
+        if job is not None and signature in cls.requirements.refused_by:
+            if signature not in objections:
+                objections[signature] = await catalogs.objection(job.payload, worker)
+            objection = objections[signature]
             why = [objection if objection and each == REFUSES else each for each in why]
         if why:
             lacking[worker.worker_id] = lacks

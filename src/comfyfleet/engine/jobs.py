@@ -126,7 +126,7 @@ class JobDesk:
         placed = submission if tenant is None else under_terms(submission, tenant)
         ceiling = None if tenant is None else tenant.caps.max_priority
         lesson = await self._context.lesson(workflow_hash)
-        refusing = await self._catalogs.refusing(submission.workflow, workflow_hash, submission.variants)
+        refusing = await self._catalogs.refusing(submission.workflow, submission.variants)
         needed = class_of(placed, read_needs(submission.workflow), lesson)
         cls = where_accepted(self._context, needed, refusing)
         place = first_place(self._context, cls, lesson, await self._context.store.now())

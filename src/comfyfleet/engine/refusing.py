@@ -55,6 +55,8 @@ class Refusals:
         for worker in list(self._context.fleet.workers.values()):
             if worker.worker_id == worker_id or worker.is_offline or worker.is_draining:
                 continue
+            if self._context.fleet.is_held_back(worker):
+                continue
             if is_feasible(cls, worker.worker_id, worker.capabilities):
                 count += not await self._cannot(dispatch, worker.worker_id, now)
         return count

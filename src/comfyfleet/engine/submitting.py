@@ -100,7 +100,7 @@ class SubmitDesk:
         now, lesson = await self._asked(reading.workflow_hash)
         size = await apart(submission.payload_bytes)
         self._room.take(size)
-        refusing = await self._catalogs.refusing(reading.graph, reading.workflow_hash, submission.variants)
+        refusing = await self._catalogs.refusing(reading.graph, submission.variants)
         cls = where_accepted(context, class_of(placed, reading.needs, lesson), refusing)
         unworkable = await self._unworkable(cls, submission)
         place = first_place(context, cls, lesson, max(now, submission.not_before or now))
@@ -117,7 +117,7 @@ class SubmitDesk:
         )
         if all(each.file is not None for each in submission.inputs):
             # Otherwise it is known when the files of other jobs are.
-            dispatch = msgspec.structs.replace(dispatch, payload_sha256=job_sha256(job))
+            dispatch = msgspec.structs.replace(dispatch, payload_sha256=await apart(job_sha256, job))
         if tenant is None:
             written = await self._write(dispatch, job, place)
         else:
@@ -141,7 +141,7 @@ class SubmitDesk:
         # It was judged when it was taken. Where it may run is what its tenant's terms say now.
         tenant = await context.gate.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
-        refusing = await self._catalogs.refusing(payload.workflow, dispatch.workflow_hash, payload.variants)
+        refusing = await self._catalogs.refusing(payload.workflow, payload.variants)
         cls = where_accepted(context, class_of(payload, read_needs(payload.workflow), lesson), refusing)
         place = first_place(context, cls, lesson, await context.store.now())
         placed = msgspec.structs.replace(

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from typing import Any
 
 import msgspec
 
-from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.node_signatures import InputSignature, NodeSignature, NodeSignatures
 from comfyfleet.model.workflow_graph import is_wire
 
 _MAX_REMEMBERED = 4_096
-_MAX_VALUES = 200
-_MAX_CHARACTERS = 4_000
-"""Of a graph that is remembered: a value may be a megabyte of text, and a graph may have thousands of them."""
+_encode = msgspec.json.Encoder().encode
 _ANY_TYPE = "*"
 _DYNAMIC = "COMFY_"
 """Types that begin so stand for inputs under other names, or for any type."""
@@ -44,28 +42,24 @@ class Differences:
         """`catalogs` is by the signature of the service."""
         self._catalogs = catalogs
         self._compared = _choices_compared(catalogs)
-        self._remembered: dict[tuple[Any, ...], frozenset[str]] = {}
+        self._remembered: dict[bytes, frozenset[str]] = {}
 
     @property
     def classes(self) -> frozenset[str]:
         return frozenset(self._compared)
 
-    def refusing(self, graph: Graph, workflow_hash: WorkflowHash) -> frozenset[str]:
+    def refusing(self, graph: Graph) -> frozenset[str]:
         """The signatures that do not accept the graph."""
-        if not self._compared:
+        compared = self._compared
+        if not compared:
             return frozenset()
-        values: list[str | None] = []
-        differing = set()
-        for node_id, node in graph.items():
-            names = self._compared.get(node["class_type"])
-            if names is not None:
-                differing.add(node_id)
-                inputs = _inputs(node)
-                values += [_literal(inputs.get(name)) for name in names]
+        differing = {node_id for node_id, node in graph.items() if node["class_type"] in compared}
         if not differing:
             return frozenset()
-        # The hash stands for classes, wires and names of inputs; beside them only these values are looked at.
-        key = (workflow_hash, *values)
+        # All that is looked at, node by node. A workflow hash would not do: it does not say which of two nodes has
+        # which value, so one caller's graph would be judged by another's.
+        seen = [(node_id, node["class_type"], self._seen_of(node)) for node_id, node in graph.items()]
+        key = sha256(_encode(seen)).digest()
         known = self._remembered.get(key)
         if known is None:
             known = frozenset(
@@ -73,16 +67,27 @@ class Differences:
                 for name, signatures in self._catalogs.items()
                 if next(_objections(graph, signatures, differing), None) is not None
             )
-            if len(values) <= _MAX_VALUES and sum(map(len, filter(None, values))) <= _MAX_CHARACTERS:
-                if len(self._remembered) >= _MAX_REMEMBERED:
-                    self._remembered.clear()
-                self._remembered[key] = known
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[key] = known
         return known
+
+    def _seen_of(self, node: Mapping[str, Any]) -> dict[str, Any]:
+        """The names of its inputs, its wires, and the texts for which a list of choices may differ."""
+        choices = self._compared.get(node["class_type"], ())
+        return {
+            name: value if is_wire(value) or (name in choices and isinstance(value, str)) else None
+            for name, value in _inputs(node).items()
+        }
 
 
 def objections(graph: Graph, signatures: NodeSignatures) -> list[Objection]:
     """Everything in a graph that servers with these signatures do not accept."""
     return list(_objections(graph, signatures, set(graph)))
+
+
+def first_objection(graph: Graph, signatures: NodeSignatures) -> Objection | None:
+    return next(_objections(graph, signatures, set(graph)), None)
 
 
 def _choices_compared(catalogs: Mapping[str, NodeSignatures]) -> dict[str, tuple[str, ...]]:
@@ -178,7 +183,3 @@ def _fits(source: NodeSignature, slot: Any, target: NodeSignature, name: str) ->
 
 def _is_open(kind: str) -> bool:
     return kind in ("", _ANY_TYPE, "COMBO") or kind.startswith(_DYNAMIC) or _ANY_TYPE in kind.split(",")
-
-
-def _literal(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
