@@ -104,4 +104,4 @@ async def test_what_a_worker_wrote_into_the_store_itself(rig: HubRig) -> None:
     assert told(await seen(rig, job_id)) == []
     record = await rig.engine.store.records.get(job.ref.job_id)
     assert record is not None
-    assert told(repr(_made_safe(record).result)) == []
+    assert told(repr((await _made_safe(record)).result)) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -145,3 +146,30 @@ def test_a_failure_and_news_are_made_safe() -> None:
         "value": 3,
         "files": [{"filename": "x", "url": None}],
     }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1.1.1.1:" + "1" * 60_000 + "a",
+        "1.1.1.1" + ".1" * 30_000 + "a",
+        "http://" + "." * 60_000,
+        "host " + "a-" * 30_000,
+        "('" + "1." * 30_000 + "', 1" + ", 1" * 20_000,
+    ],
+)
+def test_no_text_is_read_over_and_over(text: str) -> None:
+    """Each character of an address that has no end costs the same: read again from each, it would take a quarter of a
+    minute."""
+    began = time.process_time()
+    safe_text(text)
+    assert time.process_time() - began < 2
+
+
+def test_what_has_no_end_is_cut_before_it_is_looked_at() -> None:
+    long = "a/" * 1_000_000
+    assert len(safe_name(long + "b" * 1_000_000)) == 4_096
+    assert safe_name(long + "x.png") == "x.png"
+    assert len(safe_folder(long)) < 4_097
+    assert safe_url("https://example.com/" + long) is None
+    assert len(safe_news({"message": long})["message"]) == 10_000

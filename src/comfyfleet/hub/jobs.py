@@ -20,6 +20,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.json_bounds import PIECE_BYTES, check_json
+from comfyfleet.hub.safe_reports import made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
 from comfyfleet.model.conversion import is_editor_workflow
@@ -28,7 +29,6 @@ from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.workflow import check_workflow, decoded_graph
-from comfyfleet.policy.reports import safe_result
 from comfyfleet.ports import Assets
 from comfyfleet.tracing import about
 from comfyfleet.wire import answers, bodies
@@ -195,7 +195,7 @@ class JobHandlers:
         if job.result is None:
             return None
         # Once more: a worker that has the store alone writes its result itself.
-        result, files = safe_result(job.result), []
+        result, files = await made_safe(job.result), []
         for file in result.files:
             record = None
             if self._assets is not None and file.file_id is not None:

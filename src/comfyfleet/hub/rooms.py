@@ -16,12 +16,12 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.together import read_together
 from comfyfleet.hub.feeds import Entry, Feed
 from comfyfleet.hub.progress import Standing, standing_of
+from comfyfleet.hub.safe_reports import made_safe
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News, NewsKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.policy.reports import safe_result
 from comfyfleet.tracing import in_background, log_failure
 from comfyfleet.wire.progress import ProgressBody, fact_body, news_body
 
@@ -153,7 +153,7 @@ class Room(Feed):
         self.tenant = record.tenant
         self._standing = await standing_of(self._engine, dispatch, record)
         is_over = facts[-1].kind.is_final
-        result = None if record.result is None else safe_result(record.result)
+        result = None if record.result is None else await made_safe(record.result)
         for fact in facts:
             came_of_it = (result, record.failure) if is_over and fact is facts[-1] else ()
             entry = Entry(fact.kind.value, fact_body(fact, *came_of_it), fact.number)

@@ -12,12 +12,12 @@ import secrets
 import msgspec
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.safe_reports import made_safe
 from comfyfleet.model.errors import ComfyFleetError, Fault
 from comfyfleet.model.job import Job
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.outbound.guard import Fetched, Forbidden, Guard
 from comfyfleet.policy.delivering import Attempted, after_attempt, given_up
-from comfyfleet.policy.reports import safe_result
 from comfyfleet.ports import Chance
 from comfyfleet.tenancy.deliveries import Deliveries, host_of
 from comfyfleet.tenancy.webhooks import Webhooks
@@ -86,7 +86,7 @@ class Sender:
             return given_up(delivery, "the job is not kept any more", self._engine.now())
         keys = await self._webhooks.signing(delivery.owner, make_secret())
         try:
-            attempted = await self._post(delivery, event(facts[0], _made_safe(job)), keys)
+            attempted = await self._post(delivery, event(facts[0], await _made_safe(job)), keys)
         except Exception:
             # It may well be the same the next time: counted, it has an end like any other.
             log_failure(_LOG, "delivery %s could not be made", delivery.delivery_id)
@@ -124,8 +124,8 @@ class Sender:
             _LOG.info("a claim could not be given back; it ends by itself: %s", error)
 
 
-def _made_safe(job: Job) -> Job:
-    return job if job.result is None else msgspec.structs.replace(job, result=safe_result(job.result))
+async def _made_safe(job: Job) -> Job:
+    return job if job.result is None else msgspec.structs.replace(job, result=await made_safe(job.result))
 
 
 def _retry_after_s(answer: Fetched) -> float | None:

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from comfyfleet import tracing
 from comfyfleet.hub.body import Bodies, Bound, Reading, parse
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.json_bounds import PIECE_BYTES
 from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.socket_line import Line
@@ -155,6 +156,7 @@ class AgentSession:
             )
         call: Call[Any] = Call(route, self._scope, _nothing, {})
         call.caller = caller
+        call.is_large = len(said.body) > PIECE_BYTES
         with Reading(self._bodies, Bound.of(route, self._limits), caller.key_id) as reading:
             call.given = await reading.checked(_BODIES[kind.route], bytes(said.body))
             if not route.parks:

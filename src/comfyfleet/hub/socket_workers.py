@@ -13,6 +13,7 @@ from typing import Any
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.inputs import InputDesk
+from comfyfleet.hub.safe_reports import apart, has_many, made_safe
 from comfyfleet.hub.workers import as_worker, check_holder
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Command, Completion, FailureReport, Poll, Release, Report, Settled
@@ -22,7 +23,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult
-from comfyfleet.policy.reports import safe_failure, safe_news, safe_result
+from comfyfleet.policy.reports import safe_failure, safe_news
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import Face, spell
@@ -78,7 +79,7 @@ class SocketWorkers:
             case "heartbeat":
                 return await self._beat(body)
             case "complete_job":
-                result, ref = safe_result(socket.result_of(body.result)), await self._ref(body)
+                result, ref = await made_safe(socket.result_of(body.result)), await self._ref(body)
                 await self._check_files(result, ref.attempt_id)
                 settled = await self._engine.complete(Completion(ref, result, body.seconds))
                 return self._settled("job_completed", body, settled)
@@ -182,7 +183,8 @@ class SocketWorkers:
     async def _progress(self, body: socket.UpdateProgress) -> None:
         ref = await self._ref(body)
         data = body.progress if isinstance(body.progress, dict) else {"percentage": body.progress}
-        beat = await self._engine.progress([Report(ref, NewsKind.PROGRESS, safe_news(data))])
+        news = await apart(lambda: safe_news(data), is_large=has_many(data.values()))
+        beat = await self._engine.progress([Report(ref, NewsKind.PROGRESS, news)])
         self._command(beat.commands)
         self._lose(beat.lost)
 

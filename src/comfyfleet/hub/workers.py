@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
+from comfyfleet.hub.safe_reports import apart, made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release, Report
 from comfyfleet.model.dispatch import LeaseRef
@@ -24,7 +25,7 @@ from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.worker import Capabilities, WorkerRecord
-from comfyfleet.policy.reports import safe_failure, safe_news, safe_result
+from comfyfleet.policy.reports import safe_failure, safe_news
 from comfyfleet.ports import Assets
 from comfyfleet.tracing import about
 from comfyfleet.wire import worker as wire
@@ -141,7 +142,7 @@ class WorkerHandlers:
         )
         told: tuple[Command, ...] = ()
         if body.reports:
-            told = (await self._engine.progress(_reports(body.reports))).commands
+            told = (await self._engine.progress(await _reports(call))).commands
         beat = await self._engine.heartbeat(worker_id, refs)
         if told:
             # Most commands are handed out once, to whichever of the two came first.
@@ -152,7 +153,7 @@ class WorkerHandlers:
     async def progress(self, call: Call[wire.ProgressBatch]) -> Reply:
         refs = [wire.lease_ref(each.lease) for each in call.given.reports]
         await check_holder(self._engine, call.caller, refs)
-        beat = await self._engine.progress(_reports(call.given.reports))
+        beat = await self._engine.progress(await _reports(call))
         return Reply(200, wire.beat_answer(beat))
 
     async def commands(self, call: Call[wire.CommandsBody]) -> Reply:
@@ -168,7 +169,7 @@ class WorkerHandlers:
         await check_holder(self._engine, call.caller, [ref])
         await self.check_files(body.result, ref.attempt_id)
         holder = await self._holder(body)
-        settled = await self._engine.complete(Completion(ref, safe_result(body.result), body.seconds))
+        settled = await self._engine.complete(Completion(ref, await made_safe(body.result), body.seconds))
         _tell_end(ref, "completed")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
@@ -260,9 +261,14 @@ class WorkerHandlers:
         return known[1]
 
 
-def _reports(told: Sequence[wire.ReportBody]) -> list[Report]:
-    reports = map(wire.report, told)
-    return [msgspec.structs.replace(each, data=safe_news(each.data)) for each in reports]
+async def _reports(call: Call[wire.HeartbeatBody] | Call[wire.ProgressBatch]) -> list[Report]:
+    told = call.given.reports
+    return await apart(lambda: list(map(_safe_report, told)), is_large=call.is_large)
+
+
+def _safe_report(told: wire.ReportBody) -> Report:
+    report = wire.report(told)
+    return msgspec.structs.replace(report, data=safe_news(report.data))
 
 
 def _tell_end(ref: LeaseRef, end: str) -> None:

@@ -21,6 +21,10 @@ from comfyfleet.model.job import JobResult, OutputFile
 INSIDE = "(an address inside the fleet)"
 
 _MAX_DEPTH = 32
+_MAX_PATH = 4_096
+_MAX_URL = 16_384
+_MAX_NEWS = 10_000
+"""Characters; no text of a run that goes on needs more."""
 _UNNAMED = "file"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _URL_KEYS = frozenset({"url", "href", "src", "link"})
@@ -29,7 +33,8 @@ _URL = re.compile(r"\b(?:https?|wss?)://[^\s\"'<>)\]]*[^\s\"'<>)\].,:;]")
 # As clients of HTTP tell of a connection: "host gpu-a:8188", "('10.0.0.5', 8188)".
 _HOST = re.compile(r"(?<=\bhost )[\w.-]+:\d+")
 _PAIR = re.compile(r"\('([\w.:-]+)', \d+(?:, \d+)*\)")
-_NUMBERS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?(?![\w.]*\w)")
+# A port has five digits: looked for without end, what follows would be read again from each of them.
+_NUMBERS = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?(?![\w.]*\w)")
 
 
 def safe_result(result: JobResult) -> JobResult:
@@ -69,7 +74,7 @@ def safe_news(data: dict[str, Any]) -> dict[str, Any]:
 
 def _safe_news(name: str, value: Any) -> Any:
     if isinstance(value, str):
-        return safe_text(value)
+        return safe_text(value[:_MAX_NEWS])
     return _safe(name, value, 0)
 
 
@@ -78,7 +83,7 @@ def _safe_news(name: str, value: Any) -> Any:
 
 def safe_name(name: str) -> str:
     """One that stays in its folder, whichever system it is used on."""
-    last = re.split(r"[/\\]", _CONTROL.sub("_", name))[-1].strip()
+    last = re.split(r"[/\\]", _CONTROL.sub("_", name[-_MAX_PATH:]))[-1].strip()
     if re.fullmatch(r"[A-Za-z]:.*", last):
         last = last[2:]
     return last if last.strip(".") else _UNNAMED
@@ -86,7 +91,7 @@ def safe_name(name: str) -> str:
 
 def safe_folder(folder: str) -> str:
     """Below the one it is relative to."""
-    parts = re.split(r"[/\\]", _CONTROL.sub("_", folder))
+    parts = re.split(r"[/\\]", _CONTROL.sub("_", folder[:_MAX_PATH]))
     return "/".join(part for part in parts if part.strip(". ") and not re.fullmatch(r"[A-Za-z]:", part))
 
 
@@ -95,7 +100,7 @@ def safe_folder(folder: str) -> str:
 
 def safe_url(url: str) -> str | None:
     """None: it is no address of the web, carries a password, or leads to where callers cannot go."""
-    if _CONTROL.search(url):
+    if len(url) > _MAX_URL or _CONTROL.search(url):
         return None
     try:
         parts = urlsplit(url)
