@@ -183,6 +183,40 @@ async def test_a_job_of_one_attempt_gets_its_second_try_all_the_same() -> None:
             await rig.submit(tenant=EVE)
 
 
+@pytest.mark.parametrize("ends", ["cancelled", "retried by hand", "timed out"])
+async def test_a_job_that_is_over_before_its_second_try_is_counted_for_its_workflow(ends: str) -> None:
+    async with Rig() as rig:
+        for name in "abc":
+            await rig.worker(name)
+        job_id = await rig.submit(tenant=EVE, retry_delay_s=30, timeouts=Timeouts(total_s=10))
+        first = await rig.fail(await rig.take("a"), FailureKind.CRASHED, server_died="process")
+        assert first.will_retry
+        if ends == "timed out":
+            await rig.clock.advance(11)
+        else:
+            await rig.engine.cancel(job_id)
+            await rig.clock.advance(1)
+        if ends == "retried by hand":
+            await rig.engine.retry(job_id)
+        else:
+            await rig.submit(tenant=EVE)
+        second = await rig.fail(await rig.take("b"), FailureKind.CRASHED, server_died="process")
+        assert second.phase is Phase.FAILED, "or one server would die after the other"
+        with pytest.raises(Refusal, match="servers died"):
+            await rig.submit(tenant=EVE)
+
+
+async def test_a_death_before_a_success_is_bad_luck_and_forgotten() -> None:
+    async with Rig() as rig:
+        for name in "abc":
+            await rig.worker(name)
+        await rig.submit(tenant=EVE, retry_delay_s=0)
+        await rig.fail(await rig.take("a"), FailureKind.CRASHED, server_died="process")
+        await rig.complete(await rig.take("b"))
+        await rig.clock.advance(1)
+        assert await rig.store.blocks(EVERY_WORKER) == []
+
+
 @pytest.mark.parametrize("ends", ["cancelled", "timed out"])
 async def test_deaths_of_jobs_that_were_over_before_count_for_their_workflow(ends: str) -> None:
     async with Rig(cancel_grace_s=5) as rig:

@@ -60,6 +60,8 @@ class Context:
         """Set by the dependencies: a job that others wait for, or that waited itself, is over."""
         self.refused_waits: Callable[[Dispatch], None] = lambda _: None
         """Set by whoever refuses workflows: a job of a refused one stands in the queue."""
+        self.ended_after_death: Callable[[Dispatch], None] = lambda _: None
+        """Set by the same: a job that a server died of is over."""
         self.wrote: Callable[[Written], None] = lambda _: None
         """Set by whoever measures: a write of this engine stands."""
         self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = _to_nobody
@@ -87,6 +89,8 @@ class Context:
         refused = self.fleet.refused
         if refused and dispatch.phase is Phase.QUEUED and dispatch.block_targets[1] in refused:
             self.refused_waits(dispatch)
+        if dispatch.server_deaths and dispatch.phase in (Phase.CANCELLED, Phase.FAILED):
+            self.ended_after_death(dispatch)
         with best_effort(f"measure a write of job {dispatch.job_id}"):
             self.wrote(written)
 

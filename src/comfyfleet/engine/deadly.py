@@ -34,8 +34,11 @@ class DeadlyWorkflows:
         """Refused targets of which nothing waited when it was looked for."""
         self._returned: set[JobId] = set()
         """Jobs of refused workflows that were written as waiting since."""
+        self._over: dict[JobId, Dispatch] = {}
+        """Jobs that a server died of, and that are over before a second one could."""
         self._ending: asyncio.Task[None] | None = None
         context.refused_waits = self._note_waiting
+        context.ended_after_death = self._note_over
         verdicts.on_refusal = self.refused
         verdicts.on_late_death = self.note_late
 
@@ -108,6 +111,19 @@ class DeadlyWorkflows:
                 "tenant %s would be suspended, but nobody has set it up, or it is already: %s", tenant, why
             )
 
+    def _note_over(self, dispatch: Dispatch) -> None:
+        if dispatch.server_deaths < self._context.rules.max_server_deaths:
+            self._over[dispatch.job_id] = dispatch
+            self._context.wake_by(self._context.clock.now())
+
+    async def _remember(self, dispatch: Dispatch) -> None:
+        """Whoever cancels a job before its second try, and submits it anew, does not begin to count anew."""
+        context, now = self._context, await self._context.store.now()
+        known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
+        if known is None or not deadly.is_refusing(known):
+            deaths = max(dispatch.server_deaths, deadly.deaths_lately(known, context.rules, now))
+            await context.store.put_block(deadly.death_of(dispatch, deaths, now))
+
     # equal jobs that wait
 
     def _note_waiting(self, dispatch: Dispatch) -> None:
@@ -118,7 +134,7 @@ class DeadlyWorkflows:
         """A duty of the sweeper, which does not wait for it: a tenant's database may be slow."""
         refused = self._context.fleet.refused
         self._ended &= refused
-        if self._ending is None and (self._returned or refused - self._ended):
+        if self._ending is None and (self._over or self._returned or refused - self._ended):
             self._ending = in_background(self._end_waiting(), name="refused jobs")
 
     async def close(self) -> None:
@@ -128,6 +144,10 @@ class DeadlyWorkflows:
 
     async def _end_waiting(self) -> None:
         try:
+            for job_id, dispatch in list(self._over.items()):
+                with best_effort(f"count the server that died of job {job_id}; it is tried again"):
+                    await self._remember(dispatch)
+                    self._over.pop(job_id, None)
             for target in self._context.fleet.refused - self._ended:
                 with best_effort(f"end the waiting jobs of the refused workflow {target}; it is tried again"):
                     await self._end_all(target)
