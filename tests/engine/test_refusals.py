@@ -329,6 +329,22 @@ async def test_equal_nodes_are_kept_once_and_go_with_their_last_worker() -> None
         assert await rig.store.cabinet.listing(SHARED_DRAWER) == []
 
 
+async def test_nodes_that_a_server_no_longer_has_are_kept_for_nobody() -> None:
+    """A server whose nodes read otherwise at each look leaves nothing behind."""
+    async with Rig() as rig:
+        await described(rig, "a", "old")
+        await described(rig, "b", "old")
+        await described(rig, "a", "new")
+        assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 2, (
+            "the other one has the old nodes still"
+        )
+        await described(rig, "b", "new")
+        assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 1
+        await described(rig, "a", "old")
+        await described(rig, "b", "old")
+        assert len(await rig.store.cabinet.listing(SHARED_DRAWER)) == 1
+
+
 async def test_no_worker_says_what_anothers_nodes_are() -> None:
     async with Rig() as rig:
         await described(rig, "a", "old")

@@ -105,7 +105,12 @@ def test_another_version_of_a_node_is_another_group(other: dict[str, Any]) -> No
 
 @pytest.mark.parametrize(
     "broken",
-    [{"X": None}, {"X": {"input": []}}, {"X": {"input": {"required": {"a": None, "b": [], "c": [None]}}}}],
+    [
+        {"X": None},
+        {"X": {"input": []}},
+        {"X": {"input": {"required": {"a": None, "b": [], "c": [None]}}}},
+        {"X": {"input": {"required": {"a": ["COMFY_DYNAMICCOMBO_V3", {"options": 5}]}}}},
+    ],
 )
 def test_what_cannot_be_understood_is_left_out(broken: dict[str, Any]) -> None:
     assert isinstance(read_signatures(broken), dict)

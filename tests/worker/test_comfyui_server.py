@@ -283,9 +283,17 @@ def test_statistics_of_any_shape_are_read() -> None:
         {},
         {"system": None, "devices": None},
         {"system": {}, "devices": [None, {}]},
+        *(
+            {
+                "system": {"ram_total": size, "ram_free": size},
+                "devices": [{"vram_total": size, "vram_free": size}],
+            }
+            for size in (float("inf"), float("nan"), 10**400)
+        ),
     ]
     for stats in shapes:
-        assert read_machine(stats).version is None
+        machine = read_machine(stats)
+        assert (machine.version, machine.hardware.gpu.memory_gb, machine.free_vram_gb) == (None, 0.0, None)
 
 
 def test_models_are_read_from_both_notations_of_choices() -> None:

@@ -94,16 +94,22 @@ class NodeCatalogs:
 
     async def forget(self, worker_id: WorkerId) -> None:
         """The worker is removed; a catalog that no other one needs goes with it."""
-        fleet, cabinet = self._context.fleet, self._context.store.cabinet
-        await _remove(cabinet, DRAWER, worker_id)
-        worker = fleet.workers.get(worker_id)
-        signature = None if worker is None else signature_of(worker)
-        if signature is None:
-            return
-        others = (other for other in fleet.workers.values() if other.worker_id != worker_id)
-        if not any(signature_of(other) == signature for other in others):
+        await _remove(self._context.store.cabinet, DRAWER, worker_id)
+        worker = self._context.fleet.workers.get(worker_id)
+        if worker is not None:
+            await self._drop(signature_of(worker), worker_id)
+
+    async def tidy_after(self, before: WorkerRecord | None, now: WorkerRecord) -> None:
+        """The worker has registered anew. The catalog of what it no longer has goes unless another one has it."""
+        if before is not None and (old := signature_of(before)) != signature_of(now):
+            await self._drop(old, now.worker_id)
+
+    async def _drop(self, signature: str | None, worker_id: WorkerId) -> None:
+        workers = self._context.fleet.workers.values()
+        others = {signature_of(worker) for worker in workers if worker.worker_id != worker_id}
+        if signature is not None and signature not in others:
             self._at_hand.pop(signature, None)
-            await _remove(cabinet, SHARED_DRAWER, signature)
+            await _remove(self._context.store.cabinet, SHARED_DRAWER, signature)
 
     # what is known
 

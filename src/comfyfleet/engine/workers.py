@@ -79,14 +79,13 @@ class WorkerDesk:
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         context = self._context
         if call.worker_id == EVERY_WORKER:
-            raise Refusal(
-                RefusalCode.INVALID_REQUEST,
-                f"{EVERY_WORKER!r} stands for every worker: give this one another name",
-            )
+            words = f"{EVERY_WORKER!r} stands for every worker: give this one another name"
+            raise Refusal(RefusalCode.INVALID_REQUEST, words)
         known = context.fleet.workers.get(call.worker_id)
         await self._check_wanted(call.worker_id)
         now = await context.store.now()
         record = await context.fleet.put(call, now, context.rules.worker_lost_s)
+        await self._catalogs.tidy_after(known, record)
         if known is None or known.is_offline:
             context.tell("online", call.worker_id)
         if record.connected_at == now:

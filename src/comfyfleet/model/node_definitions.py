@@ -114,7 +114,8 @@ def read_spec(spec: Any) -> tuple[str, Mapping[str, Any]]:
 
 def _dynamic(name: str, options: Mapping[str, Any], depth: int) -> Widget:
     choices: dict[str, tuple[Widget, ...]] = {}
-    for choice in options.get("options") or ():
+    listed = options.get("options")
+    for choice in listed if isinstance(listed, list) else ():
         if isinstance(choice, Mapping) and isinstance(choice.get("key"), str):
             inputs = choice.get("inputs")
             within = _widgets(inputs, {}, f"{name}.", depth + 1) if isinstance(inputs, Mapping) else ()

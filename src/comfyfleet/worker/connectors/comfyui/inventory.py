@@ -25,6 +25,7 @@ from comfyfleet.worker.connectors.comfyui.stopping import parse_version
 GIGABYTE = 1024**3
 FAKE = "(main, fake)"
 MAX_FOLDERS = 200
+_MAX_SIZE = 1 << 60
 NOT_MODELS = frozenset({"configs", "custom_nodes"})
 _LAST_UNCHECKED = (0, 7, 0)
 """The last release known to accept any value for a combo of a new-style node."""
@@ -169,12 +170,18 @@ def _gpu(devices: list[Mapping[str, Any]]) -> Gpu:
 
 def _sold_gb(size: Any) -> float:
     """Whole gigabytes, rounded up: a card sold as 24 GB shows a little less, and jobs ask for 24."""
-    return float(math.ceil(size / GIGABYTE)) if isinstance(size, int | float) and size > 0 else 0.0
+    known = _size(size)
+    return float(math.ceil(known / GIGABYTE)) if known is not None and known > 0 else 0.0
 
 
 def _smallest(sizes: Iterable[Any]) -> float | None:
-    known = [size for size in sizes if isinstance(size, int | float)]
+    known = [size for size in map(_size, sizes) if size is not None]
     return round(min(known) / GIGABYTE, 2) if known else None
+
+
+def _size(value: Any) -> float | None:
+    """Of a memory, where it can be one: a server's JSON may have NaN, infinities and integers of any length."""
+    return float(value) if isinstance(value, int | float) and abs(value) < _MAX_SIZE else None
 
 
 class _Budget:
