@@ -234,3 +234,33 @@ async def test_leases_of_a_file_that_is_opened_with_an_earlier_clock_end_within_
         await earlier.advance(91.0)
         await engine.sweep()
         assert (await engine.get(job_id)).dispatch.phase is Phase.QUEUED
+
+
+async def test_a_worker_that_ran_after_the_clock_was_set_back_is_lost_in_its_time() -> None:
+    async with Rig() as rig:
+        await rig.worker("gpu")
+        await rig.clock.advance(30)
+        rig.clock.set_by(-HOUR_S)
+        await rig.clock.advance(5)
+        await rig.submit()
+        await rig.complete(await rig.take("gpu"))
+        await rig.clock.advance(70)
+        assert [each.is_offline for each in await rig.engine.workers()] == [True]
+
+
+async def test_a_worker_of_a_file_that_is_opened_with_an_earlier_clock_is_lost_in_its_time(
+    tmp_path: Path,
+) -> None:
+    """It stood there as online for an hour, and another machine was not let in under its name."""
+    clock = ManualClock()
+    async with Engine(SqliteStore(tmp_path / "fleet.db", clock), clock=clock) as engine:
+        await engine.register(RegisterWorker(A, offers("KSampler"), 1, instance="gone"))
+    earlier = ManualClock(clock.now() - HOUR_S)
+    async with Engine(SqliteStore(tmp_path / "fleet.db", earlier), clock=earlier) as engine:
+        await earlier.advance(50)
+        assert [each.is_offline for each in await engine.workers()] == [False]
+        await earlier.advance(15)
+        await engine.sweep()
+        assert [each.is_offline for each in await engine.workers()] == [True]
+        another = await engine.register(RegisterWorker(A, offers("KSampler"), 1, instance="another"))
+        assert another.last_seen_at == earlier.now()

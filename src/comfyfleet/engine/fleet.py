@@ -406,7 +406,8 @@ class Fleet:
             # The next look judges what it may take now.
             self._table_version = -1
         if (known := self.workers.get(worker_id)) is not None and known.revision <= noted.revision:
-            seen_at = max(noted.last_seen_at, known.last_seen_at)
+            # Only another engine knows better. What this one wrote may be of before somebody set the clock back.
+            seen_at = max(known.last_seen_at, noted.last_seen_at if self._store.is_shared else 0.0)
             self.workers[worker_id] = msgspec.structs.replace(noted, last_seen_at=seen_at)
 
     async def remove(self, worker_id: WorkerId) -> None:

@@ -215,6 +215,10 @@ class Disk:
         kept.longest_ttl_s = meta.get(rows.LEASE_TTL, _USUAL_TTL_MS) / 1000
         # Given while the clock was ahead, they would outlast their workers by as much as it went back.
         kept.end_leases_within(kept.longest_ttl_s)
+        now = clock.now()
+        for worker_id, worker in kept.workers.items():
+            if worker.last_seen_at > now:
+                kept.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=now)
         return kept
 
     def load_small(self, kept: Kept[SqliteEntry], meta: dict[str, int] | None = None) -> None:
