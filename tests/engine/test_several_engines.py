@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from tests.engine._rig import Rig, graph, offers
 
@@ -302,3 +303,35 @@ async def test_a_workflow_refused_at_one_engine_is_refused_at_the_other_and_so_i
         await it.clock.advance(3)
         again = (await it.second.submit(Submission(graph()))).job_id
         assert await take(it.second, "c", "again") == again
+
+
+class ChangedMeanwhile(SharedStore):
+    """Another engine pauses a worker and lets it work again, just before this one gives it another profile."""
+
+    meddles = False
+
+    async def replace_worker(self, worker: WorkerRecord) -> bool:
+        stored = await self.get_worker(worker.worker_id)
+        if self.meddles and stored is not None and stored.profile != worker.profile:
+            self.meddles = False
+            for is_paused in (True, False):
+                stored = await self.get_worker(worker.worker_id)
+                assert stored is not None
+                assert await super().replace_worker(msgspec.structs.replace(stored, is_paused=is_paused))
+        return await super().replace_worker(worker)
+
+
+async def test_workers_part_though_one_of_them_is_changed_at_another_engine_meanwhile() -> None:
+    async with Engines(ChangedMeanwhile) as it:
+        await register(it.first, "lacks", "KSampler")
+        await register(it.first, "has", "KSampler", "Rare")
+        # So far they are equal for all that anybody asked for.
+        common = (await it.first.submit(Submission(graph()))).job_id
+        assert await take(it.first, "lacks", "0") == common
+        store = it.store
+        assert isinstance(store, ChangedMeanwhile)
+        store.meddles = True
+        job_id = (await it.first.submit(Submission(graph("Rare")))).job_id
+        assert not store.meddles, "they part for a class that nobody asked for before"
+        assert await take(it.first, "lacks", "1") is None
+        assert await take(it.first, "has", "2") == job_id

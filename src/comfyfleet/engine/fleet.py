@@ -28,10 +28,8 @@ from comfyfleet.ports import Clock, Store
 
 # After so many growths the vocabulary is made anew from what waits, so that words nobody uses any more are forgotten.
 _REBUILD_AFTER = 1024
-
 _SAVE_SEEN_EVERY_S = 10.0
 _SET_S = 1.0
-
 _NONE: Set[ProfileKey] = frozenset()
 
 
@@ -43,8 +41,7 @@ class Fleet:
         self.workers: dict[WorkerId, WorkerRecord] = {}
         self.classes: dict[ClassKey, RequirementClass] = {}
         self.with_blocks: set[WorkerId] = set()
-        """Workers that have a block with an end, as far as this engine knows. Whether it is over by now is the store's
-        to say: one that is asked for such a worker by itself leaves out the right jobs."""
+        """Workers that have a block with an end, as far as is known here: whether it is over is the store's to say."""
         self.refused: frozenset[str] = frozenset()
         """Workflows of tenants that no worker gets because servers died of them, as targets of blocks."""
         self.is_fresh_since = float("-inf")
@@ -166,7 +163,7 @@ class Fleet:
         return key
 
     def profiles_for(self, key: ClassKey) -> Set[ProfileKey]:
-        """As the fleet is now: it changes with the fleet, so whoever waits meanwhile takes a copy."""
+        """As the fleet is now: whoever waits meanwhile takes a copy."""
         return self._fits.get(key, _NONE)
 
     def able(self, key: ClassKey) -> list[WorkerRecord]:
@@ -307,7 +304,6 @@ class Fleet:
         if _differs(known, stored):
             # The next look judges what it may take now.
             self._table_version = -1
-        # The one thing that is newer here: it is not saved each time.
         seen_at = max(stored.last_seen_at, self.workers.get(worker_id, known).last_seen_at)
         return msgspec.structs.replace(stored, last_seen_at=seen_at)
 
@@ -461,14 +457,21 @@ class Fleet:
             self._vocabulary = Vocabulary.of((await self._store.table()).classes.values())
         for cls in classes:
             self._vocabulary = self._vocabulary.extended(cls)
-        moved = False
-        for worker in list(self.workers.values()):
-            profile = await self._admit(worker.worker_id, worker.capabilities, worker.profile)
-            if profile != worker.profile:
-                moved = True
-                await self._replace(msgspec.structs.replace(worker, profile=profile))
-        if moved:
+        moved = [await self._part(worker) for worker in list(self.workers.values())]
+        if any(moved):
             await self._drop_unused()
+
+    async def _part(self, worker: WorkerRecord | None) -> bool:
+        heir_of = None if worker is None else worker.profile
+        while worker is not None:
+            profile = await self._admit(worker.worker_id, worker.capabilities, heir_of)
+            if profile == worker.profile:
+                return False
+            if await self._replace(msgspec.structs.replace(worker, profile=profile)):
+                break
+            # Another engine has written it meanwhile: it parts as it is by now.
+            worker, heir_of = self.workers.get(worker.worker_id), None
+        return True
 
     async def _drop_unused(self) -> None:
         used = {worker.profile for worker in self.workers.values()}
