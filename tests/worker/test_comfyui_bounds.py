@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import threading
 import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,12 +19,15 @@ from tests.worker._scripted import WORKER, ScriptedApi, leased_job, quick, until
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind, FileTooLarge, ServiceFailed
 from comfyfleet.model.job import OutputFile
+from comfyfleet.model.workflow import MAX_NODES
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent, AgentStatus
-from comfyfleet.worker.connectors.comfyui import ComfyUI
+from comfyfleet.worker.connectors.comfyui import ComfyUI, truth
 from comfyfleet.worker.connectors.comfyui.api import Unreachable
 from comfyfleet.worker.connectors.comfyui.messages import Message
+from comfyfleet.worker.connectors.comfyui.outputs import MAX_FILES, read_entry
 from comfyfleet.worker.connectors.comfyui.tracker import MAX_NODES_HEARD, Tracker
+from comfyfleet.worker.connectors.comfyui.truth import is_deadly
 
 MEGABYTE = 1 << 20
 SMALL = tuned(max_answer_bytes=MEGABYTE, max_message_bytes=MEGABYTE, max_file_bytes=MEGABYTE, stop_s=0.2)
@@ -117,6 +122,48 @@ async def test_an_endless_queue_ends_the_attempt_and_the_use_of_the_server() -> 
         assert failure.kind is FailureKind.DEAD_WORKER
         assert "GET /queue with more than 1048576 bytes" in failure.message
         assert not await connector.check_health()
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {str(number): {"class_type": "X"} for number in range(MAX_NODES + 1)},
+        {str(number): number for number in range(MAX_NODES + 1)},
+    ],
+)
+def test_a_huge_prompt_of_somebody_else_is_not_looked_through(graph: dict[str, Any]) -> None:
+    assert is_deadly(dict(list(graph.items())[:MAX_NODES])) is isinstance(graph["0"], dict)
+    assert not is_deadly(graph), (
+        "a server may say that a million nodes run, and it is asked every few seconds"
+    )
+
+
+async def test_a_large_queue_is_looked_through_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: list[int] = []
+
+    def noted(_: Any) -> bool:
+        where.append(threading.get_ident())
+        return False
+
+    monkeypatch.setattr(truth, "is_deadly", noted)
+    monkeypatch.setattr(truth, "LARGE_BODY", 100)
+    async with server_and_connector() as (_, connector):
+        await connector._api.submit(slow(steps=400), "foreign", "somebody", 5.0)
+        attempt = Attempt(connector, leased(picture()))
+        await attempt.heard(NewsKind.ACCEPTED)
+        await eventually(lambda: bool(where))
+        await connector._api.interrupt("foreign")
+        await attempt.result()
+    assert threading.get_ident() not in where
+
+
+def test_more_files_than_anybody_wants_are_not_fetched() -> None:
+    def left(count: int) -> Any:
+        status = {"status_str": "success"}
+        return read_entry({"status": status, "outputs": {"1": {"images": [{"filename": "a"}] * count}}}, "")
+
+    assert len(left(MAX_FILES).files) == MAX_FILES
+    assert left(MAX_FILES + 1).kind is FailureKind.NODE_ERROR
 
 
 async def test_what_a_run_left_may_be_too_much_without_its_server_being_to_blame() -> None:

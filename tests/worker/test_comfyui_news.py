@@ -300,5 +300,6 @@ def test_outputs_of_any_shape_are_read() -> None:
         "3": {"a": [{"filename": "f"}]},
     }
     result = build_result(outputs, "http://s")
+    assert isinstance(result, JobResult)
     assert [file.filename for file in result.files] == ["f"]
     assert set(result.outputs) == {"1", "3"}

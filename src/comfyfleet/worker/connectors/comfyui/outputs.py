@@ -7,12 +7,16 @@ whatever key they came.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from typing import Any
 from urllib.parse import urlencode
 
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, NodeTiming, OutputFile
 from comfyfleet.worker.connectors.comfyui import failures
+
+MAX_FILES = 20_000
+"""Of one run: each takes a little time and memory here, and a server may name millions."""
 
 
 def files_of(node_id: str, output: Mapping[str, Any], base: str) -> Iterator[OutputFile]:
@@ -41,14 +45,19 @@ def build_result(
     display_nodes: Mapping[str, str] | None = None,
     timings: tuple[NodeTiming, ...] = (),
     cached_nodes: tuple[str, ...] = (),
-) -> JobResult:
+) -> JobResult | Failure:
     shown = display_nodes or {}
     kept = {
         node_id: dict(output)
         for node_id, output in outputs.items()
         if isinstance(output, Mapping) and is_included(node_id, shown.get(node_id), included)
     }
-    files = tuple(file for node_id, output in kept.items() for file in files_of(node_id, output, base))
+    named = (file for node_id, output in kept.items() for file in files_of(node_id, output, base))
+    files = tuple(islice(named, MAX_FILES + 1))
+    if len(files) > MAX_FILES:
+        return Failure(
+            FailureKind.NODE_ERROR, f"The run left more than {MAX_FILES} files, which are not fetched."
+        )
     return JobResult(kept, files, timings, cached_nodes)
 
 

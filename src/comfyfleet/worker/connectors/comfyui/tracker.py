@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, NodeTiming
 from comfyfleet.worker.connectors.comfyui import failures
 from comfyfleet.worker.connectors.comfyui.messages import Message, text_or_none
-from comfyfleet.worker.connectors.comfyui.outputs import build_result, files_of, is_included
+from comfyfleet.worker.connectors.comfyui.outputs import MAX_FILES, build_result, files_of, is_included
 
 MAX_NODES_HEARD = 20_000
 
@@ -222,7 +223,8 @@ class Tracker:
         self._outputs[node] = dict(output)
         if not is_included(node, display, self._included):
             return []
-        files = [msgspec.to_builtins(file) for file in files_of(node, output, self._base)]
+        named = islice(files_of(node, output, self._base), MAX_FILES)
+        files = [msgspec.to_builtins(file) for file in named]
         return [News(NewsKind.OUTPUT, {"node": node, "output": dict(output), "files": files})]
 
     def _progress(self, message: str | None = None, node: str | None = None) -> News:

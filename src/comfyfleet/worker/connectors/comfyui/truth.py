@@ -7,17 +7,21 @@ queue is looked for in the history afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from comfyfleet.model.workflow import MAX_CHAIN, InvalidWorkflow, check_workflow
-from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Unreachable
+from comfyfleet.model.workflow import MAX_NODES, InvalidWorkflow, check_workflow
+from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, Answer, Api, Unreachable
 
 # A value that looks like a link was unwrapped by the server: what it lists is a link into nothing.
 _DEADLY = frozenset({"missing_inputs", "linked_node_missing"})
+
+
+T = TypeVar("T")
 
 
 class State(StrEnum):
@@ -50,8 +54,7 @@ async def look_up(api: Api, prompt_id: str, *, is_end_told: bool = False) -> Sta
         standing = await _in_history(api, prompt_id)
         if standing is not None:
             return standing
-    queue = _object(await api.queue(), "the queue")
-    standing = find_in_queue(queue, prompt_id)
+    standing = await _in_queue(api, find_in_queue, prompt_id)
     if standing.state is not State.UNKNOWN:
         return standing
     return await _in_history(api, prompt_id) or standing
@@ -64,7 +67,17 @@ async def _in_history(api: Api, prompt_id: str) -> Standing | None:
 
 async def prompts_of(api: Api) -> tuple[frozenset[str], frozenset[str]]:
     """The ids of everybody's prompts that run, and that wait. Raises `Unreachable` as above."""
-    queue = _object(await api.queue(), "the queue")
+    return await _in_queue(api, _ids)
+
+
+async def _in_queue(api: Api, find: Callable[..., T], *given: str) -> T:
+    answer = await api.queue()
+    queue = _object(answer, "the queue")
+    # Beside the loop: others' graphs stand in it, as large and as many as a server likes.
+    return await asyncio.to_thread(find, queue, *given) if answer.size > LARGE_BODY else find(queue, *given)
+
+
+def _ids(queue: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
     running, waiting = _items(queue.get("queue_running")), _items(queue.get("queue_pending"))
     return frozenset(str(item[1]) for item in running), frozenset(str(item[1]) for item in waiting)
 
@@ -89,11 +102,11 @@ def find_in_queue(queue: Mapping[str, Any], prompt_id: str) -> Standing:
 
 def is_deadly(graph: Any) -> bool:
     """Whether a graph has one of the faults that a server takes in and then dies of. It may also lie where no output
-    depends on it and do no harm, so this alone proves nothing."""
+    depends on it and do no harm, so this alone proves nothing. One that is too large for us is not looked at."""
     if not isinstance(graph, dict):
         return False
     try:
-        check_workflow(graph, max_nodes=len(graph), max_chain=max(MAX_CHAIN, len(graph)))
+        check_workflow(graph, max_chain=MAX_NODES)
     except InvalidWorkflow as error:
         kinds = {each["type"] for entry in error.node_errors.values() for each in entry["errors"]}
         return not kinds.isdisjoint(_DEADLY)
