@@ -16,9 +16,10 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.failure import FailureKind
-from comfyfleet.model.ids import JobId, PollId, WorkerId
+from comfyfleet.model.ids import JobId, PollId, WorkerId, WorkflowHash
 from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
+from comfyfleet.policy.learning import expected_s, of_run
 from comfyfleet.policy.rules import Rules
 from comfyfleet.sim.time import ManualClock, SeededChance
 from comfyfleet.stores.memory import MemoryStore
@@ -335,3 +336,16 @@ async def test_workers_part_though_one_of_them_is_changed_at_another_engine_mean
         assert not store.meddles, "they part for a class that nobody asked for before"
         assert await take(it.first, "lacks", "1") is None
         assert await take(it.first, "has", "2") == job_id
+
+
+async def test_what_is_known_of_a_workflow_ranks_its_jobs_also_when_it_is_long_since_it_was_read() -> None:
+    async with Engines() as it:
+        context = it.first._context
+        waits, other = WorkflowHash("waits"), WorkflowHash("other")
+        await context.learn(of_run(waits, "RTX", 7.0))
+        await it.clock.advance(11)
+        await context.lesson(other)
+        assert expected_s(context.known_lesson(waits), "RTX") == 7.0
+        # Meanwhile the other engine has learned as well, which is read with the next question.
+        await it.second._context.learn(of_run(waits, "RTX", 9.0))
+        assert expected_s(await context.lesson(waits), "RTX") == 8.0

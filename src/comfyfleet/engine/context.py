@@ -71,6 +71,7 @@ class Context:
         self.gate: Gate = OpenGate()
         """Set by whoever knows of tenants and their terms."""
         self._lessons: dict[WorkflowHash, Lesson] = {}
+        self._up_to_date: set[WorkflowHash] = set()
         self._learned_at = self.clock.monotonic()
 
     async def compare_clocks(self) -> None:
@@ -147,12 +148,11 @@ class Context:
 
     async def lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
         known = self._lessons.get(workflow_hash)
-        is_old = self.store.is_shared and self.clock.monotonic() >= self._learned_at + _LEARN_AGAIN_S
-        if is_old:
-            # Other engines learn too.
-            self._lessons.clear()
+        if self.store.is_shared and self.clock.monotonic() >= self._learned_at + _LEARN_AGAIN_S:
+            # Other engines learn too. What is known stays good enough to rank by until it is read again.
+            self._up_to_date.clear()
             self._learned_at = self.clock.monotonic()
-        if known is None or is_old:
+        if known is None or (self.store.is_shared and workflow_hash not in self._up_to_date):
             known = await self.store.get_lesson(workflow_hash)
             if known is not None:
                 self._remember(known)
@@ -171,8 +171,11 @@ class Context:
     def _remember(self, lesson: Lesson) -> None:
         self._lessons.pop(lesson.workflow_hash, None)
         self._lessons[lesson.workflow_hash] = lesson
+        self._up_to_date.add(lesson.workflow_hash)
         if len(self._lessons) > _MAX_LESSONS:
-            del self._lessons[next(iter(self._lessons))]
+            oldest = next(iter(self._lessons))
+            del self._lessons[oldest]
+            self._up_to_date.discard(oldest)
 
 
 def _whose(block: Block) -> dict[str, object]:
