@@ -256,8 +256,13 @@ class AssetsContract:
             assert await refusal(assets.complete(record.file_id)) is RefusalCode.WRONG_PHASE
             received = await assets.receive(record, pieces(b"good", b"good"))
             assert received.received_at is not None and received.sha256 == sha(b"goodgood")
-            again = assets.receive(record, pieces(b"good", b"good"))
-            assert await refusal(again) is RefusalCode.WRONG_PHASE
+            # Whether the same bytes are answered again or refused, nothing is ever written over.
+            other = assets.receive(record, pieces(b"good", b"evil"))
+            assert await refusal(other) in (RefusalCode.WRONG_PHASE, RefusalCode.INVALID_REQUEST)
+            try:
+                assert (await assets.receive(record, pieces(b"good", b"good"))).sha256 == received.sha256
+            except Refusal as refused:
+                assert refused.code is RefusalCode.WRONG_PHASE
             assert (await assets.complete(record.file_id)).is_complete
             assert await read(assets, received) == b"goodgood"
 

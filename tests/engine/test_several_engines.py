@@ -18,6 +18,7 @@ from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId, WorkflowHash
 from comfyfleet.model.job import JobResult, Submission
+from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.policy.learning import expected_s, of_run
 from comfyfleet.policy.rules import Rules
@@ -349,3 +350,57 @@ async def test_what_is_known_of_a_workflow_ranks_its_jobs_also_when_it_is_long_s
         # Meanwhile the other engine has learned as well, which is read with the next question.
         await it.second._context.learn(of_run(waits, "RTX", 9.0))
         assert expected_s(await context.lesson(waits), "RTX") == 8.0
+
+
+async def test_what_two_engines_put_at_once_leaves_no_class_without_the_worker_that_can_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The worker comes to this engine with a profile that it has not judged, and gets another one at once."""
+    async with Engines() as it:
+        await register(it.first, "gpu", "A", "B", "C")
+        of_a = (await it.first.submit(Submission(graph("A")))).job_id
+        await it.clock.advance(2)
+        fleet = it.second._context.fleet
+        await fleet.sync()
+        grow = fleet._grow
+        of_c = []
+
+        async def grow_after_the_other(*classes: RequirementClass) -> None:
+            monkeypatch.setattr(fleet, "_grow", grow)
+            of_c.append((await it.first.submit(Submission(graph("C")))).job_id)
+            await grow(*classes)
+
+        monkeypatch.setattr(fleet, "_grow", grow_after_the_other)
+        of_b = (await it.second.submit(Submission(graph("B")))).job_id
+        taken = {await take(it.first, "gpu", str(number)) for number in range(3)}
+        assert taken == {of_a, of_b, *of_c}
+
+
+async def test_a_profile_that_another_engine_took_for_unused_is_put_back() -> None:
+    async with Engines() as it:
+        await register(it.first, "gpu", "KSampler")
+        job_id = (await it.first.submit(Submission(graph()))).job_id
+        await it.clock.advance(2)
+        await it.second._context.fleet.sync()
+        await it.store.drop_profiles((await it.store.table()).profiles)
+        await it.clock.advance(2)
+        assert await take(it.first, "gpu", "0") == job_id
+
+
+async def test_a_worker_that_registers_while_it_gets_another_profile_keeps_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Engines() as it:
+        await register(it.first, "gpu", "KSampler", "Rare")
+        look, jobs = it.store.get_worker, []
+
+        async def submit_then_look(worker_id: WorkerId) -> WorkerRecord | None:
+            monkeypatch.setattr(it.store, "get_worker", look)
+            jobs.append((await it.second.submit(Submission(graph("Rare")))).job_id)
+            return await look(worker_id)
+
+        monkeypatch.setattr(it.store, "get_worker", submit_then_look)
+        await register(it.first, "gpu", "KSampler", "Rare")
+        worker = await it.store.get_worker(WorkerId("gpu"))
+        assert worker is not None and worker.profile in (await it.store.table()).profiles
+        assert [await take(it.first, "gpu", "0")] == jobs

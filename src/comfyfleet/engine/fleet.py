@@ -47,6 +47,8 @@ class Fleet:
         self.is_fresh_since = float("-inf")
         """When what others may change was last read from the store, by the clock that nobody sets."""
         self._fits: dict[ClassKey, set[ProfileKey]] = {}
+        self._judged: Set[ProfileKey] = frozenset()
+        """Profiles for which `_fits` holds the verdict on every class that is in it."""
         self._vocabulary = Vocabulary.of(())
         self._growths = 0
         self._selectivity: dict[ClassKey, int] = {}
@@ -83,22 +85,26 @@ class Fleet:
         for worker_id, worker in stored.items():
             known = self.workers.get(worker_id)
             if known is not None:
-                changed |= _differs(known, worker)
+                changed |= not known.matches_like(worker)
                 # The one thing that is newer here: it is not saved each time.
                 last_seen_at = max(known.last_seen_at, worker.last_seen_at)
                 worker = msgspec.structs.replace(worker, last_seen_at=last_seen_at)
             self.workers[worker_id] = worker
         table = await self._store.table()
-        if table.version == self._table_version and not changed:
+        # Dropped by an engine that had not yet heard who has it: nobody would find anything for them.
+        is_missing = not all(worker.profile in table.profiles for worker in self.workers.values())
+        if table.version == self._table_version and not changed and not is_missing:
             return False
         self._changed()
+        self._judged = self._judged & self._speakers().keys()
         strangers = [cls for key, cls in table.classes.items() if key not in self.classes]
-        if not all(self._vocabulary.covers(cls) for cls in strangers):
+        if is_missing or not all(self._vocabulary.covers(cls) for cls in strangers):
             await self._grow(*strangers)
             table = await self._store.table()
         self.classes.update(table.classes)
         for key, cls in table.classes.items():
             self._judge(key, cls, table.profiles)
+        self._judged = self._speakers().keys() & table.profiles
         self._table_version = table.version
         return True
 
@@ -255,7 +261,8 @@ class Fleet:
             return msgspec.structs.replace(
                 stored,
                 capabilities=capabilities,
-                profile=profile,
+                # Another engine may have parted it from its equals meanwhile.
+                profile=stored.profile if stored.capabilities == capabilities else profile,
                 slots=slots,
                 live=live if stored.is_offline else still_warm(stored.live, live),
                 connected_at=now if stored.is_offline else stored.connected_at,
@@ -301,7 +308,7 @@ class Fleet:
             # Removed at another engine: it stays so until it registers again.
             self._forget(worker_id)
             return None
-        if _differs(known, stored):
+        if not known.matches_like(stored):
             # The next look judges what it may take now.
             self._table_version = -1
         seen_at = max(stored.last_seen_at, self.workers.get(worker_id, known).last_seen_at)
@@ -398,7 +405,7 @@ class Fleet:
             # Removed at another engine: it stays so until it registers again.
             self._forget(worker_id)
             return
-        if _differs(known, noted):
+        if not known.matches_like(noted):
             # The next look judges what it may take now.
             self._table_version = -1
         if (known := self.workers.get(worker_id)) is not None and known.revision <= noted.revision:
@@ -438,7 +445,7 @@ class Fleet:
             fits = []
             for key, cls in table.classes.items():
                 known = self._fits.get(key)
-                if heir_of is not None and known is not None:
+                if known is not None and heir_of in self._judged:
                     may_take = heir_of in known
                 else:
                     may_take = is_feasible(cls, worker_id, capabilities)
@@ -447,6 +454,7 @@ class Fleet:
             if await self._store.put_profile(profile, fits, version=table.version):
                 for key in fits:
                     self._fits.setdefault(key, set()).add(profile)
+                self._judged = self._judged | {profile}
                 return profile
 
     async def _grow(self, *classes: RequirementClass) -> None:
@@ -488,13 +496,3 @@ class Fleet:
             del self.classes[gone]
             self._fits.pop(gone, None)
             self._selectivity.pop(gone, None)
-
-
-def _differs(known: WorkerRecord, stored: WorkerRecord) -> bool:
-    """In anything that decides who may take what."""
-    return (
-        known.capabilities != stored.capabilities
-        or known.profile != stored.profile
-        or (known.is_offline, known.is_paused, known.is_draining, known.quarantined_until)
-        != (stored.is_offline, stored.is_paused, stored.is_draining, stored.quarantined_until)
-    )

@@ -149,6 +149,15 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             or (self.quarantined_until is not None and now < self.quarantined_until)
         )
 
+    def matches_like(self, other: WorkerRecord) -> bool:
+        """Whether both are equal in everything that decides who may take what."""
+        return (
+            self.capabilities == other.capabilities
+            and self.profile == other.profile
+            and (self.is_offline, self.is_paused, self.is_draining, self.quarantined_until)
+            == (other.is_offline, other.is_paused, other.is_draining, other.quarantined_until)
+        )
+
     def is_other(self, instance: str) -> bool:
         """Whether this is another agent's, as far as both say who they are."""
         return bool(instance and self.instance) and instance != self.instance
