@@ -19,8 +19,8 @@ from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.node_signatures import NodeCatalog
-from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
@@ -130,6 +130,19 @@ async def test_a_hub_that_takes_no_signatures_is_told_of_the_widgets_alone(tmp_p
         (told,) = api.bodies
         assert told.definitions and not told.signatures
         assert "2" in await client.convert(saved_by_editor(64))
+
+
+async def test_of_more_nodes_than_a_hub_takes_in_it_is_told_the_widgets(tmp_path: Path) -> None:
+    """Workflows of the editor are converted with them."""
+    inputs = {f"value_{number}": ["FLOAT", {"min": 0.5, "max": 1.5}] for number in range(20)}
+    content = {"input": {"required": inputs}, "output": ["IMAGE"], "python_module": "custom_nodes.many"}
+    nodes = read_catalog({f"Class {number}": content for number in range(5_000)})
+    name = WorkerId("large")
+    service = Service("comfyui", node_classes=frozenset(nodes.definitions), signature=nodes.signature())
+    async with running_hub(folder=tmp_path) as rig, CountingApi(rig.url, rig.keys[Role.WORKER]) as api:
+        await api.register(RegisterWorker(name, Capabilities(services=(service,))))
+        await api.describe(name, nodes)
+        assert [bool(body.signatures) for body in api.bodies] == [True, False]
 
 
 @pytest.mark.parametrize("releases", [(OLD, MIDDLE, NEW), (NEW, MIDDLE, OLD)])

@@ -134,7 +134,13 @@ class HttpWorkerApi:
             return
         # A hub that does not say is an older one, which takes no signatures.
         signatures = {} if knows is None else nodes.signatures
-        await self._send("describe", wire.DescribeBody(worker_id, nodes.definitions, signatures))
+        try:
+            await self._send("describe", wire.DescribeBody(worker_id, nodes.definitions, signatures))
+        except Refusal as refusal:
+            if refusal.code is not RefusalCode.TOO_LARGE or not signatures:
+                raise
+            # The widgets are a third of it, and workflows of the editor need them; the rest is found out by trying.
+            await self._send("describe", wire.DescribeBody(worker_id, nodes.definitions))
 
     async def poll(self, call: Poll) -> LeasedJob | None:
         wait_s = min(call.wait_s, wire.MAX_WAIT_S)
