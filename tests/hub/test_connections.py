@@ -126,6 +126,17 @@ async def test_a_head_that_trickles_is_given_up_however_lively_it_is() -> None:
         await trickle_until_closed(reader, writer)
 
 
+async def test_a_blank_line_behind_an_answer_is_no_way_to_stay() -> None:
+    async with (
+        running_hub(limits=HASTY) as rig,
+        wire(rig, b"GET /health HTTP/1.1\r\nhost: h\r\n\r\n") as line,
+    ):
+        reader, writer = line
+        await reader.readuntil(b"}")
+        writer.write(b"\r\n")
+        assert b" 408 " in await rest(reader)
+
+
 async def test_a_head_has_a_bound() -> None:
     first = b"GET /health HTTP/1.1\r\nhost: h\r\n"
     async with running_hub() as rig:

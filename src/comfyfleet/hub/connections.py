@@ -123,6 +123,10 @@ class Connection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if self._arriving_since is None and (cycle is None or cycle.response_complete):
+            # Blank lines may stand before a request. They end the time to rest, though none has begun.
+            self._begin()
         self._received += len(data)
         super().data_received(data)
         # The parser would gather a head without end.
@@ -132,7 +136,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         if self._arriving_since is None:
-            self._arriving_since, self._received, self._is_in_head = self.loop.time(), 0, True
+            self._begin()
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
@@ -163,6 +167,9 @@ class Connection(HttpToolsProtocol):
             self._stuck_since = now
         elif now - self._stuck_since > limits.stalled_s:
             self.transport.abort()
+
+    def _begin(self) -> None:
+        self._arriving_since, self._received, self._is_in_head = self.loop.time(), 0, True
 
     @property
     def _address(self) -> str:

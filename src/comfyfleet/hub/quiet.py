@@ -6,17 +6,11 @@ sender that is gone while it is being answered. Everything else is logged as bef
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 from typing import Any
 
-from uvicorn.config import Config
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
-from uvicorn.server import ServerState
 from websockets.exceptions import InvalidState
-
-from comfyfleet.hub.json_bounds import PIECE_BYTES
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,29 +52,3 @@ def is_senders_fault(error: Exception) -> bool:
 def tell(error: Exception) -> None:
     # Not the error's own text: it may hold what was sent.
     _LOG.info("a connection was given up: its sender is gone or breaks the rules (%s)", type(error).__name__)
-
-
-class SocketConnection(WebSocketsSansIOProtocol):
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self.logger = QuietLogger(self.logger)  # type: ignore[assignment]
-
-    def send_receive_event_to_app(self) -> None:
-        if sum(map(len, self.frames)) > PIECE_BYTES:
-            # Left as bytes, which is all that is read of it: as a text it would take up to four times as much.
-            self.curr_msg_data_type = "bytes"
-        super().send_receive_event_to_app()
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            super().data_received(data)
-        except InvalidState as error:
-            # Behind a frame that ended the connection came another that would end it.
-            tell(error)
-            self.transport.close()

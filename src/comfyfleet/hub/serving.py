@@ -15,7 +15,7 @@ import uvicorn
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.connections import Connections
 from comfyfleet.hub.credentials import is_loopback
-from comfyfleet.hub.quiet import SocketConnection
+from comfyfleet.hub.socket_connection import SocketConnection
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 
 
