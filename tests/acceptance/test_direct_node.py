@@ -19,6 +19,8 @@ from tests.servers.redis_proxy import CuttingProxy
 from tests.servers.redis_server import RedisServer
 
 from comfyfleet import WorkflowPool
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.ids import JobId
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.access import worker_rules
 
@@ -104,12 +106,19 @@ async def test_it_works_beside_one_in_python_and_when_it_is_killed_another_does_
         in_node.send_signal(signal.SIGTERM)
         slow = await fleet.node("slow", WORK_MS=60_000)
         jobs = [await pool.enqueue(picture_workflow(f"dog {number}")) for number in range(4)]
-        job_id = (await fleet.said(slow, "run ")).split()[1].split("/")[0]
+        job_id = JobId((await fleet.said(slow, "run ")).split()[1].split("/")[0])
+        # A lease that nobody has acknowledged yet would only be given back.
+        while not _is_acknowledged(await pool._engine.store.load(job_id)):
+            await asyncio.sleep(0.02)
         slow.kill()
         records = [await pool.wait_for_record(job_id, timeout=60) for job_id in jobs]
         (taken_over,) = (record for record in records if record.id == job_id)
         ends = [attempt.outcome.value for attempt in taken_over.history if attempt.outcome]
         assert (taken_over.client_id, ends) == ("python", ["expired", "completed"])
+
+
+def _is_acknowledged(dispatch: Dispatch | None) -> bool:
+    return dispatch is not None and dispatch.lease is not None and dispatch.lease.is_acknowledged
 
 
 async def test_a_cancel_reaches_it_by_its_stream_long_before_its_next_heartbeat(fleet: Fleet) -> None:

@@ -82,6 +82,8 @@ async def test_nothing_hangs_runs_twice_or_is_left_behind(seed: int, version: st
             FailureKind.TRANSIENT,
             FailureKind.ACCEPT_TIMEOUT,
         }
-        assert kinds.count(None) >= JOBS // 5
+        # A busy machine may answer too late; of the others, enough must come through.
+        answered = JOBS - kinds.count(FailureKind.ACCEPT_TIMEOUT)
+        assert kinds.count(None) > answered / 3
         assert set(fake.stats.prompts_run.values()) == {1}
         assert not connector._runs
