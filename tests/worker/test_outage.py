@@ -64,9 +64,12 @@ async def test_all_slots_and_a_real_hub_that_is_started_anew_are_two_lines(
         await until(lambda: told(caplog))
         again = Serving(rig.hub, ServingSettings(port=int(url.rpartition(":")[2])))
         async with again:
-            await until(lambda: len(told(caplog)) == 2)
+            await until(lambda: "is answered again" in told(caplog)[-1])
             await agent.stop()
             await api.__aexit__(None, None, None)
-    away, back = told(caplog)
-    assert "gets no jobs for now" in away
-    assert "is answered again" in back
+    lines = told(caplog)
+    # A hub that stops may answer one call more after it has refused a poll: then that is told as well.
+    assert len(lines) in (2, 4)
+    for away, back in zip(lines[::2], lines[1::2], strict=True):
+        assert "gets no jobs for now" in away
+        assert "is answered again" in back
