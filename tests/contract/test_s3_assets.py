@@ -67,6 +67,9 @@ class _Bench:
 
 
 class TestS3Assets(AssetsContract):
+    answers_the_same_bytes_again = False
+    refuses_other_bytes_as = RefusalCode.WRONG_PHASE
+
     @pytest.fixture(params=["central", "apart"])
     def make_assets(self, server: S3Server, request: pytest.FixtureRequest) -> MakeAssets:
         @asynccontextmanager
