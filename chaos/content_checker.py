@@ -72,7 +72,9 @@ def compare(
         own = by_job.get(each.job)
         if own is None or each.made != own.made:
             foreign += 1
-            wrong.append(f"the {each.name} of {each.job} was not made from what its caller submitted")
+            wrong.append(
+                f"the {each.name} of {each.job} was not made from what its caller submitted: {each.made}"
+            )
     lost = by_job.keys() - {each.job for each in got}
     wrong += [f"nothing could be downloaded of {job}" for job in sorted(lost)]
     return Compared(

@@ -9,7 +9,6 @@ import msgspec
 
 from chaos import (
     content,
-    estate_loop,
     fuzz,
     hub_loop,
     kill_loop,
@@ -18,6 +17,7 @@ from chaos import (
     power,
     spending,
     streams,
+    tenant_loop,
     zombies,
 )
 from chaos.checker import Finding
@@ -35,7 +35,7 @@ PlaySize = (
     | large_files.Size
     | content.Size
     | streams.Size
-    | estate_loop.Size
+    | tenant_loop.Size
 )
 
 SEED = 20_000
@@ -72,7 +72,7 @@ PARTS: dict[str, PlaySize] = {
     "hub-redis": hub_loop.Size("redis", 1_500, 20),
     "content": content.Size(content.every_cell(50_000)),
     "streams": streams.Size(streams.every_cell(10_000)),
-    "estate": estate_loop.Size(3_000, kills=20, moves=40, deletions=6, tenants=24),
+    "tenants": tenant_loop.Size(3_000, kills=20, moves=40, deletions=6, tenants=24),
     "fuzz": fuzz.Size(100_000),
     "files": large_files.Size("folder", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
     "files-s3": large_files.Size("storage", brought=96 * large_files.MIB, left=1024 * large_files.MIB),
@@ -96,7 +96,7 @@ QUICK: dict[str, PlaySize] = {
     "streams": streams.Size(
         (streams.Cell("redis", 2, 2.0, 180), streams.Cell("postgres", 2, 2.0, 180)), agents=1
     ),
-    "estate": estate_loop.Size(100, kills=2, moves=3, deletions=1, tenants=6),
+    "tenants": tenant_loop.Size(100, kills=2, moves=3, deletions=1, tenants=6),
     "fuzz": fuzz.Size(5_000, max_waiting=300),
     "files": large_files.Size("folder", brought=64 * large_files.MIB, left=64 * large_files.MIB),
     # Of two parts: what is larger than one goes up in parts.
@@ -269,8 +269,8 @@ def play(part: str, size: PlaySize, seed: int, tell: Teller) -> Entry:
                 missed=found.open + found.without,
                 cells=tuple(map(str, watched_far.cells)),
             )
-        case estate_loop.Size():
-            settled = estate_loop.run(size, seed, tell)
+        case tenant_loop.Size():
+            settled = tenant_loop.run(size, seed, tell)
             whole = settled.compared
             return _entry(
                 part,

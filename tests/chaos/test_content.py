@@ -35,7 +35,8 @@ def test_a_lease_with_a_payload_that_nobody_submitted_is_mixed() -> None:
 def test_a_download_that_was_made_from_another_jobs_payload_is_found(name: str) -> None:
     found = compare(ASKED, LEASED, (*GOT, Got("j2", name, made_from(ANN))))
     assert found.foreign == 1
-    assert found.wrong == (f"the {name} of j2 was not made from what its caller submitted",)
+    words = f"the {name} of j2 was not made from what its caller submitted: {made_from(ANN)}"
+    assert found.wrong == (words,)
 
 
 def test_a_job_of_which_nothing_was_downloaded_is_lost() -> None:

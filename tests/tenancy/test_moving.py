@@ -13,12 +13,15 @@ from typing import Any, cast
 import msgspec
 import psycopg
 import pytest
+from tests.engine._rig import graph
+from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._databases import tenant_schema
+from tests.tenancy._estate import Fleet
 from tests.tenancy._mortal import Deadline, Killed, Mortal
 
 from comfyfleet.contract.teller import ACME, BORG, Teller
 from comfyfleet.model.dispatch import Phase
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.ledger import RunEntry
@@ -35,6 +38,7 @@ from comfyfleet.tenancy.database import PARTS, BookClosed, Row, TenantDatabase
 from comfyfleet.tenancy.databases import leaving, open_tenant_database
 from comfyfleet.tenancy.databases.sealed import sealed_database
 from comfyfleet.tenancy.databases.work import for_postgres
+from comfyfleet.tenancy.homes import Home
 from comfyfleet.tenancy.moving import Mover
 from comfyfleet.tenancy.pools import Pools
 from comfyfleet.tenancy.tenants import Tenants
@@ -407,3 +411,80 @@ async def test_every_table_of_a_schema_moves_with_every_column(request: pytest.F
         ):
             tables.setdefault(table, set()).add(column)
     assert {name: tables[name] for name in tables.keys() - NOT_A_TENANTS} == described()
+
+
+# a hub that has not heard of it yet
+
+
+@pytest.fixture
+async def hubs(tmp_path: Path) -> AsyncIterator[tuple[Fleet, Fleet]]:
+    """The tenant has moved with a job of its own, which runs. The first hub moved it; to the second it lives where it
+    did, until it asks the store."""
+    clock = ManualClock()
+    store = SharedStore(clock)
+    pools = {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("first", "second")}
+    async with Fleet(store, clock, pools) as here, Fleet(store, clock, pools, seed=1) as there:
+        await here.tenant(granted=100)
+        for hub in (here, there):
+            await hub.worker()
+        yield here, there
+
+
+async def move(here: Fleet, there: Fleet, *, is_tidied: bool) -> None:
+    old = await there.estate.tenants.newest(ACME)
+    mine = await claim(here.central.cabinet, here.clock, ACME)
+    assert mine is not None and old is not None
+    mover = Mover(here.estate.tenants, here.estate.pools, cast(ManualClock, here.clock).advance)
+    gone = await here.estate.tenants.change(ACME, lambda found: policy.moving(found, "second", 1.0))
+    moved = await mover.move(gone, mine)
+    if is_tidied:
+        await mover.tidy(moved, mine)
+    there.estate.tenants._remember(ACME, old)
+
+
+@pytest.mark.parametrize("is_tidied", [False, True])
+async def test_a_result_is_read_where_its_tenant_lives_now(
+    hubs: tuple[Fleet, Fleet], is_tidied: bool
+) -> None:
+    here, there = hubs
+    job_id = await here.submit()
+    leased = await here.take()
+    await move(here, there, is_tidied=is_tidied)
+    await here.complete(leased)
+    view = await there.engine.get(job_id)
+    assert view.dispatch.phase is Phase.COMPLETED
+    assert view.job.result is not None and view.job.result.files, "completed, and nothing to show"
+    assert view.job.payload.workflow == graph()
+
+
+async def test_a_result_is_not_left_where_its_tenant_lived(
+    hubs: tuple[Fleet, Fleet], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub that stood still between looking where its tenant lives and writing there."""
+    here, there = hubs
+    job_id = await here.submit()
+    leased = await there.take()
+    old = await there.estate.homes.of(ACME)
+    await move(here, there, is_tidied=True)
+
+    async def lived(_: TenantId) -> Home | None:
+        return old
+
+    with monkeypatch.context() as patched:
+        patched.setattr(there.estate.homes, "of", lived)
+        with pytest.raises(Fault, match="has just moved to pool 'second'"):
+            await there.complete(leased)
+    await there.complete(leased)
+    view = await here.engine.get(job_id)
+    assert view.job.result is not None and view.job.result.files
+
+
+async def test_a_job_is_not_taken_for_unknown_where_its_tenant_lived(hubs: tuple[Fleet, Fleet]) -> None:
+    here, there = hubs
+    job_id = await here.submit()
+    await move(here, there, is_tidied=True)
+    assert await there.poll() is None
+    assert (await here.engine.get(job_id)).dispatch.phase is Phase.QUEUED
+    await cast(ManualClock, here.clock).advance(5.0)
+    await there.complete(await there.take())
+    assert (await here.engine.get(job_id)).dispatch.phase is Phase.COMPLETED

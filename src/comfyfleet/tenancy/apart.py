@@ -250,6 +250,8 @@ class ApartStore:
 
     async def _drop(self, home: Home | None, dispatch: Dispatch) -> None:
         """What is over in the tenant's database, or was never there, does not run."""
+        if home is not None:
+            await self._check_lives_in(home)
         hold_id = hold_of(dispatch)
         phase = None if home is None else (await home.database.phases([hold_id])).get(hold_id)
         _LOG.error("job %s is not leased: its tenant's database says %s", hold_id, phase or "nothing of it")
@@ -323,11 +325,19 @@ class ApartStore:
             home = await self.homes.of(dispatch.tenant)
             if home is not None:
                 attempt_id, now = write.guard.ref.attempt_id, await self.central.now()
-                await home.database.stage(hold_of(dispatch), attempt_id, result, now)
+                if not await home.database.stage(hold_of(dispatch), attempt_id, result, now):
+                    await self._check_lives_in(home)
         written = await self.central.write(_without_private(write))
         if written is not None:
             await self._settle(written.dispatch)
         return written
+
+    async def _check_lives_in(self, home: Home) -> None:
+        """Of a round that is over, or never was, nothing counts. One that moved with its tenant goes on elsewhere."""
+        tenant_id = home.tenant.tenant_id
+        newest = await self.homes.tenants.newest(tenant_id)
+        if newest is not None and newest.pool != home.tenant.pool:
+            raise Fault(f"tenant {tenant_id!r} has just moved to pool {newest.pool!r}; report it once more")
 
     async def _settle(self, dispatch: Dispatch) -> None:
         """The end stands, whatever happens here."""

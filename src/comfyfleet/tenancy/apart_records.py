@@ -9,7 +9,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.ports import Store
-from comfyfleet.tenancy.homes import Home, Homes
+from comfyfleet.tenancy.homes import Homes
 from comfyfleet.tenancy.settling import Settler
 
 _MAX_REMEMBERED = 1_000
@@ -46,17 +46,27 @@ class ApartRecords:
         if home is None:
             return stub
         job = leased if leased is not None and leased.round == stub.round else await home.database.get(job_id)
-        # One from before the tenant was set up has all that there is of it in the central store.
-        return stub if job is None else await self._whole(stub, job, home)
+        return await self._whole(stub, job)
 
-    async def _whole(self, stub: Job, job: Job, home: Home) -> Job:
-        """Between K and T1 the result of a job that has completed is not in its record yet: nobody sees it so."""
-        if stub.phase is Phase.COMPLETED and job.round == stub.round and not job.phase.is_final:
-            dispatch = await self._central.load(stub.job_id)
-            if dispatch is not None and dispatch.is_unsettled:
-                await self._settler.settle(dispatch)
-            job = await home.database.get(stub.job_id) or job
-        return filled(stub, job)
+    async def _whole(self, stub: Job, job: Job | None) -> Job:
+        """Nobody sees a job that has completed without its result: between K and T1 it is not in its record yet, and
+        a tenant that moved a moment ago has it where this hub did not look."""
+        lacks_result = (
+            job is not None
+            and stub.phase is Phase.COMPLETED
+            and job.round == stub.round
+            and not job.phase.is_final
+        )
+        if job is None or lacks_result:
+            home = await self._homes.newest(stub.tenant)
+            if lacks_result:
+                dispatch = await self._central.load(stub.job_id)
+                if dispatch is not None and dispatch.is_unsettled:
+                    await self._settler.settle(dispatch)
+            if home is not None:
+                job = await home.database.get(stub.job_id) or job
+        # One from before the tenant was set up has all that there is of it in the central store.
+        return stub if job is None else filled(stub, job)
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
         home = await self._homes.of(tenant)
@@ -64,7 +74,7 @@ class ApartRecords:
         if home is None or job is None:
             return await self._central.records.by_reference(tenant, reference)
         stub = await self._central.records.get(job.job_id)
-        return job if stub is None else await self._whole(stub, job, home)
+        return job if stub is None else await self._whole(stub, job)
 
     async def listing(
         self,

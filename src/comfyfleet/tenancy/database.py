@@ -153,9 +153,9 @@ class TenantDatabase(Records, Protocol):
     async def put_payload(self, hold_id: HoldId, payload: Submission) -> bool:
         """What was to be found out while the job waited is known now. False: the round is not open."""
 
-    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> None:
+    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
         """Before K: what an attempt is about to report. It counts for nothing until the round ends with this attempt,
-        and goes with the end of the round."""
+        and goes with the end of the round. False: the round is not open here."""
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         """Before T1. None: it has ended, or was never there."""

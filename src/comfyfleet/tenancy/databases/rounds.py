@@ -83,7 +83,7 @@ _STAGE = """
 INSERT INTO @staged (job_id, round, attempt_id, result, at)
 SELECT job_id, round, :attempt_id, :result, :at FROM @rounds
 WHERE job_id = :job_id AND round = :round AND phase = 'open'
-ON CONFLICT (job_id, round, attempt_id) DO UPDATE SET result = excluded.result, at = excluded.at
+ON CONFLICT (job_id, round, attempt_id) DO UPDATE SET result = excluded.result, at = excluded.at RETURNING job_id
 """
 _STAGED = "SELECT result FROM @staged WHERE job_id = :job_id AND round = :round AND attempt_id = :attempt_id"
 _PHASES = "SELECT job_id, round, phase FROM @rounds WHERE (job_id, round) IN (VALUES {})"
@@ -241,10 +241,10 @@ def put_payload(hold_id: HoldId, payload: Submission) -> Work[bool]:
     return (yield from row(_PUT_PAYLOAD, **named, payload=pack(payload))) is not None
 
 
-def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Work[None]:
+def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Work[bool]:
     named = {"job_id": hold_id.job_id, "round": hold_id.round, "attempt_id": attempt_id}
     yield from _check_open(hold_id)
-    yield from rows(_STAGE, **named, result=pack(result), at=at)
+    return (yield from row(_STAGE, **named, result=pack(result), at=at)) is not None
 
 
 def _check_open(hold_id: HoldId) -> Work[None]:

@@ -53,13 +53,12 @@ class SealedDatabase(SealedRecords):
         changes = await self._sealer.changes(tenant, hold_id.job_id, {"payload": payload})
         return await self._database.put_payload(hold_id, changes["payload"])
 
-    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> None:
+    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
         tenant = await self._tenant_of(hold_id)
         if tenant is None:
-            # Of a round that never was nothing can count.
-            return
+            return False
         changes = await self._sealer.changes(tenant, hold_id.job_id, {"result": result})
-        await self._database.stage(hold_id, attempt_id, changes["result"], at)
+        return await self._database.stage(hold_id, attempt_id, changes["result"], at)
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         found = await self._database.open_round_of(hold_id, attempt_id)

@@ -76,8 +76,8 @@ class SqlTenantDatabase:
     async def put_payload(self, hold_id: HoldId, payload: Submission) -> bool:
         return await self._carrier.transact(lambda: rounds.put_payload(hold_id, payload))
 
-    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> None:
-        await self._carrier.transact(lambda: rounds.stage(hold_id, attempt_id, result, at))
+    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
+        return await self._carrier.transact(lambda: rounds.stage(hold_id, attempt_id, result, at))
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         return await self._carrier.snapshot(lambda: rounds.open_round_of(hold_id, attempt_id))

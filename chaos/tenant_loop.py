@@ -213,8 +213,11 @@ class _Play:
     async def _download(self, tenant: str, at: list[FleetClient], job: str, graph: dict[str, Any]) -> None:
         if not await self._has_ended(tenant, at, job):
             return
-        result = (await self._chance.choice(at).result(job)).result
-        made = "nothing" if result is None else str(result.outputs.get("1", {}).get("made", ["nothing"])[0])
+        answer = await self._chance.choice(at).result(job)
+        result = answer.result
+        made = f"nothing, it is {answer.status}"
+        if result is not None:
+            made = str(result.outputs.get("1", {}).get("made", [made])[0])
         if graph["1"]["inputs"]["leaves_file"]:
             client = self._chance.choice(at)
             content = [await client.fetch(file) for file in (() if result is None else result.files)]
