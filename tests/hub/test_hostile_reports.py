@@ -65,7 +65,8 @@ async def test_over_http(rig: HubRig, report: str) -> None:
     job_id = await rig.submit(role=Role.TENANT)
     job = await lease(rig)
     held = lease_body(job.ref)
-    news = {"kind": "output", "lease": held, "data": {"message": FAILURE["message"], "files": [FILE]}}
+    evil = {"message": f"{FAILURE['message']}\x1b[2J", "files": [FILE], "text": ["http://10.0.0.5:8188/"]}
+    news = {"kind": "output", "lease": held, "data": {**evil, "within": [evil], "url": "javascript:x"}}
     async with watching(rig, f"/api/jobs/{job_id}/progress", role=Role.TENANT) as stream:
         answer = await rig.post("/api/worker/progress", {"reports": [news]}, role=Role.WORKER)
         assert answer.status == 200, answer.content

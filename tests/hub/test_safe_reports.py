@@ -61,6 +61,8 @@ def test_many_is_told_from_few() -> None:
     assert not has_many([{"a": [1, (2, 3)]}, "text" * 1_000])
     assert has_many([[[[]] * 1_001]])
     assert has_many([{str(number): {} for number in range(1_001)}])
+    assert has_many(["long" * 300_000])
+    assert has_many([{"long" * 300_000: 1}])
 
 
 async def test_a_large_result_reaches_its_caller_safe() -> None:

@@ -148,6 +148,50 @@ def test_a_failure_and_news_are_made_safe() -> None:
     }
 
 
+def test_news_are_made_safe_at_every_depth() -> None:
+    evil: dict[str, Any] = {
+        "message": "at http://10.0.0.5:8188/prompt \x1b[2J",
+        "href": "javascript:alert(1)",
+        "picture": {"of": " Java\nScript:alert(1)"},
+        "filename": "../../x.png",
+        "subfolder": "../a",
+        "lines": ["one\ntwo", "gpj.\u202eexe", ["('127.0.0.1', 8188)"]],
+        "host gpu-a:8188\x07": 1,
+        "value": 3,
+    }
+    safe = {
+        "message": f"at {INSIDE} _[2J",
+        "href": None,
+        "picture": {"of": None},
+        "filename": "x.png",
+        "subfolder": "a",
+        "lines": ["one\ntwo", "gpj._exe", [INSIDE]],
+        f"host {INSIDE}_": 1,
+        "value": 3,
+    }
+    assert safe_news(evil) == safe
+    assert safe_news({"a": [{"b": evil}]}) == {"a": [{"b": safe}]}
+    assert safe_news(safe) == safe
+
+
+def test_news_are_bounded_at_every_depth() -> None:
+    long = "x" * 20_000
+    deep: Any = "http://10.0.0.5/"
+    for _ in range(100):
+        deep = [deep]
+    news = safe_news({"a": {"b": [long]}, long: 1, "deep": deep})
+    assert len(news["a"]["b"][0]) == 10_000
+    assert max(map(len, news)) < 1_001
+    assert "10.0.0.5" not in repr(news)
+
+
+def test_text_steers_no_terminal() -> None:
+    failure = Failure(FailureKind.TRANSIENT, "\x1b]0;owned\x07 bad\r\n\tagain", node_errors={"\x1b": "\x9b"})
+    safe = safe_failure(failure)
+    assert safe.message == "_]0;owned_ bad\r\n\tagain"
+    assert safe.node_errors == {"_": "_"}
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, TypeVar
 
 from comfyfleet.model.job import JobResult
@@ -14,6 +15,8 @@ from comfyfleet.policy.reports import safe_result
 
 _FEW = 1_000
 """Looking through so many values takes about a millisecond."""
+_TEXT = 10
+"""Characters that take about as long as a value."""
 
 T = TypeVar("T")
 
@@ -28,15 +31,20 @@ async def apart(work: Callable[[], T], *, is_large: bool) -> T:
 
 
 def has_many(values: Iterable[Any]) -> bool:
-    """Looked at no further than needed to say so."""
+    """Many values, or much text. Looked at no further than needed to say so."""
     left, within = _FEW, [iter(values)]
     while within:
         for value in within[-1]:
             left -= 1
+            if isinstance(value, str):
+                left -= len(value) // _TEXT
             if left < 0:
                 return True
-            if isinstance(value, dict | list | tuple):
-                within.append(iter(value.values() if isinstance(value, dict) else value))
+            if isinstance(value, dict):
+                within.append(chain.from_iterable(value.items()))
+                break
+            if isinstance(value, list | tuple):
+                within.append(iter(value))
                 break
         else:
             within.pop()

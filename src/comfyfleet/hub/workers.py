@@ -15,7 +15,7 @@ import msgspec
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.safe_reports import apart, made_safe
+from comfyfleet.hub.safe_reports import apart, has_many, made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release, Report
 from comfyfleet.model.dispatch import LeaseRef
@@ -263,7 +263,8 @@ class WorkerHandlers:
 
 async def _reports(call: Call[wire.HeartbeatBody] | Call[wire.ProgressBatch]) -> list[Report]:
     told = call.given.reports
-    return await apart(lambda: list(map(_safe_report, told)), is_large=call.is_large)
+    is_large = call.is_large or has_many(report.data for report in told)
+    return await apart(lambda: list(map(_safe_report, told)), is_large=is_large)
 
 
 def _safe_report(told: wire.ReportBody) -> Report:

@@ -25,8 +25,14 @@ _MAX_PATH = 4_096
 _MAX_URL = 16_384
 _MAX_NEWS = 10_000
 """Characters; no text of a run that goes on needs more."""
+_MAX_KEY = 1_000
 _UNNAMED = "file"
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_STEERING = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+"""The same without tabs and line breaks."""
+_BLANKS = re.compile(r"[\x00-\x20]")
+"""Browsers pass over these in the scheme of an address."""
+_SCRIPTS = ("javascript:", "vbscript:", "data:text/html")
 _URL_KEYS = frozenset({"url", "href", "src", "link"})
 _INSIDE_NAMES = (".local", ".internal", ".lan", ".home", ".localdomain", ".localhost")
 _URL = re.compile(r"\b(?:https?|wss?)://[^\s\"'<>)\]]*[^\s\"'<>)\].,:;]")
@@ -68,14 +74,27 @@ def safe_failure(failure: Failure) -> Failure:
 
 
 def safe_news(data: dict[str, Any]) -> dict[str, Any]:
-    """What a worker told of a run that goes on."""
-    return {name: _safe_news(name, value) for name, value in data.items()}
+    """What a worker told of a run that goes on, at every depth."""
+    return {_safe_key(name): _safe_news(name, value, 1) for name, value in data.items()}
 
 
-def _safe_news(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return safe_text(value[:_MAX_NEWS])
-    return _safe(name, value, 0)
+def _safe_key(name: str) -> str:
+    return safe_text(name[:_MAX_KEY])[:_MAX_KEY]
+
+
+def _safe_news(name: str, value: Any, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        return None
+    if isinstance(value, dict):
+        return {_safe_key(key): _safe_news(key, each, depth + 1) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_safe_news(name, each, depth + 1) for each in value]
+    if not isinstance(value, str):
+        return value
+    safe = _safe_member(name, value)
+    if safe is None or _is_script(safe):
+        return None
+    return safe_text(safe[:_MAX_NEWS])
 
 
 # names
@@ -113,6 +132,11 @@ def safe_url(url: str) -> str | None:
     return url
 
 
+def _is_script(text: str) -> bool:
+    """Whether a browser that took it for an address would run it."""
+    return _BLANKS.sub("", text[:64]).casefold().startswith(_SCRIPTS)
+
+
 def is_inside(host: str) -> bool:
     """Whether it can only be reached from within a network."""
     try:
@@ -127,7 +151,8 @@ def is_inside(host: str) -> bool:
 
 
 def safe_text(text: str) -> str:
-    """Without addresses of servers inside. Line breaks stay: it may be a traceback."""
+    """Without addresses of servers inside and without control characters. Line breaks stay: it may be a traceback."""
+    text = _STEERING.sub("_", text)
     text = _URL.sub(_without_inside_url, text)
     text = _HOST.sub(lambda found: _without_inside(found[0].rpartition(":")[0], found[0]), text)
     text = _PAIR.sub(lambda found: _without_inside(found[1], found[0]), text)
@@ -160,21 +185,22 @@ def _safe(name: str, value: Any, depth: int) -> Any:
         return _safe_object(value, depth + 1)
     if isinstance(value, list | tuple):
         return [_safe(name, each, depth + 1) for each in value]
-    if isinstance(value, str):
-        if name == "filename":
-            return safe_name(value)
-        if name == "subfolder":
-            return safe_folder(value)
-        if name in _URL_KEYS:
-            return safe_url(value)
-    return value
+    return _safe_member(name, value) if isinstance(value, str) else value
+
+
+def _safe_member(name: str, text: str) -> str | None:
+    if name == "filename":
+        return safe_name(text)
+    if name == "subfolder":
+        return safe_folder(text)
+    return safe_url(text) if name in _URL_KEYS else text
 
 
 def _safe_texts(value: Any, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         return None
     if isinstance(value, dict):
-        return {name: _safe_texts(each, depth + 1) for name, each in value.items()}
+        return {safe_text(name): _safe_texts(each, depth + 1) for name, each in value.items()}
     if isinstance(value, list | tuple):
         return [_safe_texts(each, depth + 1) for each in value]
     return safe_text(value) if isinstance(value, str) else value
