@@ -35,8 +35,40 @@ def make_database(path: Path) -> None:
     except OSError:
         # Told by SQLite in its own words, with what to do.
         return
+    _tighten_database(path)
+
+
+def _tighten_database(path: Path) -> None:
     for each in (path, *(path.with_name(path.name + ending) for ending in _BESIDE)):
         _tighten_one(each)
+
+
+def tighten_databases(folder: Path, application_id: int) -> None:
+    """Those with this mark in their head, with what lies beside them, in a folder that may hold anything else too: that
+    stays as it is."""
+    if os.name != "posix":
+        return
+    try:
+        found = [path for path in folder.iterdir() if _is_open_database(path, application_id)]
+    except OSError as error:
+        _LOG.warning("what is in %s could not be looked at: %s", folder, error)
+        return
+    for path in found:
+        _tighten_database(path)
+
+
+def _is_open_database(path: Path, application_id: int) -> bool:
+    """Ours, and readable by others. One that is in use here is not, and so is never opened past SQLite, which would
+    take its locks away."""
+    try:
+        about = path.lstat()
+        if not stat.S_ISREG(about.st_mode) or not about.st_mode & _OTHERS or about.st_uid != os.geteuid():
+            return False
+        with path.open("rb") as file:
+            head = file.read(100)
+    except OSError:
+        return False
+    return head.startswith(b"SQLite format 3\0") and head[68:72] == application_id.to_bytes(4, "big")
 
 
 def tighten(path: Path) -> None:
@@ -53,6 +85,10 @@ def tighten(path: Path) -> None:
         except OSError as error:
             _LOG.warning("%s could be read by others: %s", path, error)
     _tighten_one(path)
+
+
+def is_open_to_others(path: Path) -> bool:
+    return os.name == "posix" and path.is_file() and bool(path.stat().st_mode & _OTHERS)
 
 
 def _open(path: Path, flags: int) -> int:

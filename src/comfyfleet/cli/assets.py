@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from urllib.parse import unquote, urlsplit
 
-from comfyfleet import private
 from comfyfleet.assets.keeping import CabinetOf
 from comfyfleet.assets.local import LocalAssets
 from comfyfleet.assets.presigning import Bucket, Credentials
@@ -32,8 +30,6 @@ async def open_assets(
     tenant_bytes = resolved.limits().max_tenant_file_bytes
     if resolved.values.assets is None:
         folder = resolved.data / "files"
-        # Of an older version; what is new is its owner's alone.
-        await asyncio.to_thread(private.tighten, folder)
         yield LocalAssets(
             folder, cabinet, clock, keep_s=keep_s, cabinet_of=cabinet_of, tenant_bytes=tenant_bytes
         )

@@ -5,6 +5,7 @@ Who lives in it (agents, a demo) and when it ends is for the commands.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -24,7 +25,7 @@ import msgspec
 from comfyfleet.cli.assets import open_assets
 from comfyfleet.cli.encrypting import attended, keyring_of, sealed_by, sealing_by
 from comfyfleet.cli.endings import CommandFailed
-from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, write_hub
+from comfyfleet.cli.local import LocalHub, make_data_folder, read_hub, tighten_data_folder, write_hub
 from comfyfleet.cli.pools import pool_urls
 from comfyfleet.cli.printing import echo
 from comfyfleet.cli.proxies import proxies_of
@@ -67,8 +68,6 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
     try:
         import uvloop
     except ModuleNotFoundError:
-        import asyncio
-
         return asyncio.run(work)
     ran: T = uvloop.run(work)
     return ran
@@ -82,6 +81,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     serving_settings = _serving_settings(resolved)
     make_data_folder(resolved.data)
     known = read_hub(resolved.data)
+    await asyncio.to_thread(tighten_data_folder, resolved.data)
     clock = SystemClock()
     plain = open_store(settings.store or embedded_store(resolved.data), clock)
     keyring = keyring_of(resolved, plain.cabinet, clock)

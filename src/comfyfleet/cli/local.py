@@ -5,6 +5,7 @@ A file that others can read is refused: whoever can read it may have read the ke
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import tempfile
@@ -13,7 +14,10 @@ from typing import TypeVar
 
 import msgspec
 
+from comfyfleet import private
 from comfyfleet.cli.endings import CommandFailed, ExitCode
+
+_LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -38,6 +42,26 @@ class WorkerKeys(msgspec.Struct, frozen=True):
 def keep_private() -> None:
     """For programs that only write what is their owner's: whatever they make, others cannot read."""
     os.umask(0o077)
+
+
+def tighten_data_folder(folder: Path) -> None:
+    """All that is ours in it, of this version or an older one. The folder may be the user's own, and hold more than
+    that: neither it nor the rest is changed. `hub.json` is not: one that others could read is refused, as its key opens
+    everything."""
+    from comfyfleet.stores.sqlite.upkeep import tighten_databases
+
+    if not folder.is_dir():
+        return
+    tighten_databases(folder)
+    for name in ("files", "journal"):
+        private.tighten(folder / name)
+    keys = folder / WORKER_FILE
+    if private.is_open_to_others(keys):
+        private.tighten(keys)
+        _LOG.warning(
+            "%s holds keys of workers and could be read by others until now: revoke them if they may be known",
+            keys,
+        )
 
 
 def make_data_folder(folder: Path) -> None:

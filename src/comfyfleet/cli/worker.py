@@ -77,7 +77,7 @@ def command(
         return
     import asyncio
 
-    from comfyfleet.cli.local import keep_private, read_hub
+    from comfyfleet.cli.local import keep_private, read_hub, tighten_data_folder
     from comfyfleet.cli.logs import set_up
     from comfyfleet.cli.servers import declared_in, named, tidied, with_services
     from comfyfleet.cli.settings import read_settings
@@ -95,6 +95,7 @@ def command(
         _refuse_found(resolved)
     keep_private()
     set_up(chosen.log_level, chosen.log_format)
+    tighten_data_folder(resolved.data)
     servers = named(chosen.servers, chosen.name, chosen.slots, alone=not (chosen.fake or simulated))
     servers = with_services(tidied(servers, resolved), resolved)
     declared = declared_in(resolved, fake_beside_real=fake_beside_real)

@@ -15,7 +15,13 @@ from comfyfleet import private
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.sqlite import codec
-from comfyfleet.stores.sqlite.migrating import connect, connect_to_read, migrations, refuse_strangers
+from comfyfleet.stores.sqlite.migrating import (
+    APPLICATION_ID,
+    connect,
+    connect_to_read,
+    migrations,
+    refuse_strangers,
+)
 from comfyfleet.stores.sqlite.owner import Ownership
 
 _MAX_PROBLEMS = 100
@@ -106,7 +112,8 @@ def read_documents(path: str | Path, drawer: str) -> list[bytes]:
 
 
 def backup(path: str | Path, target: str | Path) -> None:
-    """A copy of one moment, complete or not there at all. Safe while the owner runs."""
+    """A copy of one moment, complete or not there at all. Safe while the owner runs. Older copies beside it become
+    their owner's alone too."""
     path, target = Path(path), Path(target)
     if target.exists():
         raise Fault(f"{target} exists already; a backup never overwrites, name another file")
@@ -125,6 +132,13 @@ def backup(path: str | Path, target: str | Path) -> None:
     except (sqlite3.Error, OSError) as error:
         partial.unlink(missing_ok=True)
         raise Fault(f"{path} could not be copied to {target}: {error}. Nothing was left behind") from error
+    for folder in {path.absolute().parent, target.absolute().parent}:
+        tighten_databases(folder)
+
+
+def tighten_databases(folder: Path) -> None:
+    """Stores, tenant databases and backups that lie in a folder."""
+    private.tighten_databases(folder, APPLICATION_ID)
 
 
 def _problems(database: sqlite3.Connection, path: Path) -> Iterator[str]:
