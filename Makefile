@@ -11,10 +11,10 @@ JOBS ?= 2
 # More for pytest, such as OPTIONS=--no-new-skips, or for bench, such as OPTIONS=--all-peers.
 OPTIONS ?=
 
-.PHONY: install demo test check format bench chaos clean requirements help
+.PHONY: install demo test test-all check format bench chaos clean requirements help
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "ComfyFleet needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
@@ -29,8 +29,18 @@ install: $(STAMP) ## into .venv, once; the others do it by themselves
 demo: $(STAMP) ## a hub with fake servers at work, then yours until Ctrl-C (ONCE=1 ends by itself)
 	@$(BIN)/comfyfleet demo $(if $(ONCE),--once)
 
-test: $(STAMP) ## everything that must hold
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(OPTIONS)
+# The programs under test start hundreds of times: their modules are compiled once, not each time.
+unexport PYTHONDONTWRITEBYTECODE
+
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+# Every seed is fixed, the order of Python's sets too: one commit gives one result.
+test: $(STAMP) ## everything that must hold, but for the slowest; about five minutes
+	@PYTHONHASHSEED=0 $(PYTEST) -m "not slow" $(OPTIONS)
+
+# Only what `test` leaves out. Where OPTIONS names tests of which none is slow or random, there is none to run (5).
+test-all: test ## the same, then the slowest, and the random ones with new and more examples
+	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full $(OPTIONS) || [ $$? -eq 5 ]
 
 check: $(STAMP) ## format, lint, strict types, layers
 	$(BIN)/ruff format --check .

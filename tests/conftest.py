@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,15 +14,12 @@ from tests import _skips
 from tests._home import offences, own_home
 from tests.keep_out.sitecustomize import OFFENCES
 
-# How long an example takes says nothing on a shared machine. Where a verdict is wanted rather than a find, the same
-# examples are played each time.
-settings.register_profile(
-    "shared",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    derandomize=bool(os.environ.get("CI")),
-)
-settings.load_profile("shared")
+# How long an example takes says nothing on a shared machine. `make test` gives a verdict: it plays the same examples
+# each time, and fewer of them. `make test-all` looks for what nobody has seen: `--hypothesis-profile=full`.
+_SHARED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("fixed", _SHARED, derandomize=True, max_examples=50)
+settings.register_profile("full", _SHARED, derandomize=False, max_examples=100, print_blob=True)
+settings.load_profile("fixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +51,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     _HOME.close()
+
+
+@pytest.fixture(autouse=True)
+def _chance(request: pytest.FixtureRequest) -> None:
+    """What the product draws, such as the jitter of a wait, a test draws the same each time."""
+    random.seed(request.node.nodeid)
 
 
 @pytest.fixture(autouse=True)

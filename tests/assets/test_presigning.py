@@ -11,6 +11,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials as BotoCredentials
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 
 from comfyfleet.assets.presigning import Bucket, Credentials, presigned
 
@@ -21,7 +22,7 @@ PARTS = st.text(
 VALUES = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=20)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     method=st.sampled_from(["GET", "PUT", "HEAD", "DELETE"]),
     key=st.lists(PARTS, min_size=1, max_size=4).map("/".join),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
 from comfyfleet.contract.bench import MakeStore
@@ -47,7 +48,7 @@ class TestRedisStore(StoreContract, MovingContract):
         return make
 
     @settings(
-        max_examples=25,
+        max_examples=examples(25),
         suppress_health_check=[
             HealthCheck.function_scoped_fixture,
             HealthCheck.differing_executors,

@@ -10,6 +10,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 from tests.engine._rig import Rig, graph
 
 from comfyfleet.model.block import Pair
@@ -203,7 +204,9 @@ def run(play: list[tuple[Any, ...]]) -> None:
         loop.close()
 
 
-@settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(250), suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(st.lists(steps, min_size=20, max_size=60))
 def test_whatever_happens_what_was_promised_holds_after_every_step(play: list[tuple[Any, ...]]) -> None:
     run(play)

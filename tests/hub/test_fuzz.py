@@ -12,6 +12,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 from tests.hub._hub import HubRig, graph, hub_in_process
 
 from comfyfleet.hub.limits import Limits
@@ -89,7 +90,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HubRig]
 
 
 @settings(
-    max_examples=1_000, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(1_000),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(requests())
 async def test_no_request_is_the_hubs_own_failure(rig: HubRig, request_: tuple[Route, str, bytes]) -> None:

@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 from tests.hub._hub import HubRig, graph, hub_in_process, running_hub
 from tests.hub._watching import complete, lease, register, report
 from tests.worker._scripted import until
@@ -441,7 +442,10 @@ async def line() -> AsyncIterator[Line]:
         yield line
 
 
-@settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(500),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     st.sampled_from(sorted(KINDS)),
     st.dictionaries(st.sampled_from(FIELDS), words, max_size=5),

@@ -7,6 +7,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 
 from comfyfleet.model.ids import JobId
 from comfyfleet.policy.matching import RankKey, WaitingJob, assign, rank_key
@@ -75,7 +76,7 @@ def best_by_brute_force(jobs: list[WaitingJob]) -> tuple[int, list[int]]:
     return max(map(len, runnable)), max(runnable)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(rounds())
 def test_a_round_is_a_maximum_matching_with_the_best_possible_priorities(jobs: list[WaitingJob]) -> None:
     by_id = {job.job_id: job for job in jobs}
@@ -87,7 +88,7 @@ def test_a_round_is_a_maximum_matching_with_the_best_possible_priorities(jobs: l
     assert sorted((by_id[job_id].priority for job_id in assigned.values()), reverse=True) == priorities
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(rounds())
 def test_no_job_is_left_out_for_a_later_one_on_a_slot_it_could_have_had(jobs: list[WaitingJob]) -> None:
     by_id = {job.job_id: job for job in jobs}
@@ -98,7 +99,7 @@ def test_no_job_is_left_out_for_a_later_one_on_a_slot_it_could_have_had(jobs: li
                 assert by_id[assigned[slot]].order < job.order
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(rounds())
 def test_the_order_in_which_jobs_are_given_does_not_matter(jobs: list[WaitingJob]) -> None:
     assert assign(jobs) == assign(jobs[::-1])

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 from tests.policy._fleets import DECIDED_BY, alike, capabilities, classes, worker_ids
 
 from comfyfleet.model.ids import TenantId, WorkerId
@@ -18,7 +19,7 @@ NORTH, SOUTH = WorkerId("north"), WorkerId("south")
 
 
 @pytest.mark.parametrize("need", sorted(DECIDED_BY))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), first_id=worker_ids, second_id=worker_ids)
 def test_workers_with_one_key_agree_on_every_class_of_the_vocabulary(
     need: str, data: st.DataObject, first_id: WorkerId, second_id: WorkerId
@@ -32,7 +33,7 @@ def test_workers_with_one_key_agree_on_every_class_of_the_vocabulary(
 
 
 @pytest.mark.parametrize("need", sorted(DECIDED_BY))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), first_id=worker_ids, second_id=worker_ids)
 def test_a_key_made_with_another_vocabulary_never_grants_a_class(
     need: str, data: st.DataObject, first_id: WorkerId, second_id: WorkerId

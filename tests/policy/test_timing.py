@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 
 from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Standing
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, WorkerId, WorkflowHash
@@ -54,7 +55,7 @@ def dispatches(draw: st.DrawFn) -> Dispatch:
     return job(**fields, standing=standing, not_before=not_before)
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(dispatches())
 def test_after_a_review_the_next_moment_is_in_the_future_or_the_job_or_its_lease_has_ended(
     dispatch: Dispatch,
@@ -82,7 +83,7 @@ def test_after_a_review_the_next_moment_is_in_the_future_or_the_job_or_its_lease
         assert end <= NOW
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(dispatches())
 def test_nothing_is_due_before_the_time_it_names(dispatch: Dispatch) -> None:
     fresh = msgspec.structs.replace(dispatch, wake_at=wake_at(dispatch, NOW - 2000, RULES))

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 from tests.policy._workflows import Graph, changed, graphs, literals, renumbered, text_to_image
 
 from comfyfleet.model.canonical import NotCanonicalError, canonical_json
@@ -34,7 +35,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 VECTORS: dict[str, Any] = json.loads((DOCS / "workflow-hash-vectors.json").read_text("utf-8"))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(graphs(), st.data())
 def test_ids_and_orders_do_not_change_the_hash(graph: Graph, data: st.DataObject) -> None:
     expected = hash_workflow(graph)
@@ -268,7 +269,7 @@ def reference_hash(graph: Graph) -> str:
     return sha256(b"comfyfleet-workflow/1\n" + b"".join(sorted(colour.values()))).hexdigest()
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(graphs(max_size=14))
 def test_the_hash_is_what_its_specification_says(graph: Graph) -> None:
     assert hash_workflow(graph) == reference_hash(graph)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 
 from comfyfleet.model.dispatch import LaneKey
 from comfyfleet.model.ids import ClassKey, ProfileKey, TenantId, WorkflowHash
@@ -61,7 +62,7 @@ class Plain:
         return sorted(mine, key=lambda job: (-job[0].priority, job[2], job[1]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(fits_table, steps)
 def test_the_index_always_chooses_what_looking_at_every_job_would(
     fits: list[set[ClassKey]], play: list[tuple[object, ...]]

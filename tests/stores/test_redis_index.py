@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests._examples import examples
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
 from comfyfleet.contract.bench import FAST, FOR_BOTH, FOR_FAST, SLOW, A, Bench, MakeStore, completion
@@ -193,7 +194,7 @@ async def play(url: str, fits: list[set[int]], day: list[tuple[object, ...]]) ->
 
 
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
@@ -438,7 +439,7 @@ async def play_together(url: str, day: list[list[tuple[Any, ...]]]) -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,

@@ -23,6 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests._examples import examples
 from tests.tenancy._databases import tenant_schema
 
 from comfyfleet.contract.teller import Teller
@@ -271,10 +272,11 @@ def days_of(url: str) -> Iterator[type[Day]]:
 
 # Thirty days of single commits: on a busy machine they take their time.
 @pytest.mark.timeout(240)
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_every_invariant_holds_after_every_step_of_any_day(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     url = f"sqlite:///{tmp_path / 'pool.db'}" if kind == "sqlite" else tenant_schema(request.config)
     with days_of(url) as day:
-        run_state_machine_as_test(day, settings=settings(max_examples=30, stateful_step_count=25))
+        run_state_machine_as_test(day, settings=settings(max_examples=examples(30), stateful_step_count=25))

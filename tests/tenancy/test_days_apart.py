@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from tests._examples import examples
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 from tests.tenancy._breaking import Kind
@@ -263,12 +264,13 @@ def days(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
             days.runner.close()
 
 
+@pytest.mark.hypothesis
 def test_every_invariant_holds_after_every_step_of_any_day(days: Days) -> None:
     day = type("ThisDay", (Day,), {"days": days})
     run_state_machine_as_test(
         day,
         settings=settings(
-            max_examples=days.count,
+            max_examples=examples(days.count),
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

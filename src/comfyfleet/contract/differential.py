@@ -320,7 +320,8 @@ class DifferentialContract:
     longest_day = 100
 
     @settings(
-        max_examples=60,
+        # A day is long: of each hundred examples that the profile asks for, sixty.
+        max_examples=max(1, settings().max_examples * 60 // 100),
         deadline=None,
         suppress_health_check=[
             # Every example makes its own stores, and every store's test class plays the days of this one.
