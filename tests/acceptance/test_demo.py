@@ -142,10 +142,10 @@ def test_an_interrupted_demo_leaves_the_terminal_sane() -> None:
     )
     os.close(theirs)
     try:
-        shown = _read_pty(ours, until=b"running", within_s=15)
+        shown = _read_pty(ours, until=b"running", within_s=60)
         assert b"\x1b[?25l" in shown, "live bars hide the cursor"
         process.send_signal(signal.SIGINT)
-        rest = _read_pty(ours, until=None, within_s=15)
+        rest = _read_pty(ours, until=None, within_s=60)
         assert process.wait(15) == 130
     finally:
         process.kill()

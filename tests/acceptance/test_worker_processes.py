@@ -55,7 +55,7 @@ class Fleet:
         return str(answer.body["id"])
 
     async def running(self, number: int = 1) -> None:
-        await until(lambda: len(self.fake.stats.prompt_log) == number, within_s=20)
+        await until(lambda: len(self.fake.stats.prompt_log) == number)
 
     @property
     def outcomes(self) -> list[str | None]:
@@ -188,7 +188,7 @@ async def test_a_run_outlives_its_hub_and_is_reported_to_the_next_under_its_leas
             await said(stack.enter_context(worker), ": online")
             client = await stack.enter_async_context(FleetClient(here.url, here.key))
             job = await client.submit(slow(steps=30, step_seconds=0.05))
-            await until(lambda: fake.stats.prompt_log, within_s=20)
+            await until(lambda: fake.stats.prompt_log)
             await kill(first)
         with started(*hub, "--port", here.url.rpartition(":")[2], env=env):
             assert (await client.wait(job.id, timeout=60)).status == "completed"

@@ -66,7 +66,7 @@ async def _fails(*_: object, **__: object) -> None:
 
 
 async def _ending(engine: Engine, job_id: JobId) -> list[Fact]:
-    async with asyncio.timeout(5), aclosing(engine.watch(job_id)) as watched:
+    async with asyncio.timeout(60), aclosing(engine.watch(job_id)) as watched:
         return [event async for event in watched if isinstance(event, Fact)]
 
 

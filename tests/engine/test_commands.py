@@ -65,7 +65,7 @@ async def test_a_cancel_asked_of_one_engine_reaches_the_worker_of_the_other_at_o
         listening = asyncio.create_task(second.commands(B, 10))
         await asyncio.sleep(0)
         await first.cancel(job_id)
-        told = await asyncio.wait_for(listening, 5)
+        told = await asyncio.wait_for(listening, 60)
         assert Command("cancel", job_id, leased.ref.number) in told
 
 
@@ -77,12 +77,12 @@ async def test_a_drain_a_pause_and_its_end_are_heard_at_the_other_engine(store_u
         parked = asyncio.create_task(second.poll(Poll(B, PollId("q"), 10)))
         await asyncio.sleep(0)
         await first.pause_worker(B, False)
-        leased = await asyncio.wait_for(parked, 5)
+        leased = await asyncio.wait_for(parked, 60)
         assert leased is not None
         listening = asyncio.create_task(second.commands(B, 10))
         await asyncio.sleep(0)
         await first.drain_worker(B)
-        told = await asyncio.wait_for(listening, 5)
+        told = await asyncio.wait_for(listening, 60)
         assert Command("drain") in told
 
 

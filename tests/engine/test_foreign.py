@@ -55,7 +55,7 @@ async def engine_on(url: str, **rules: Any) -> AsyncIterator[Engine]:
         yield engine
 
 
-async def until(condition: Callable[[], Awaitable[Any]], within_s: float = 5.0) -> Any:
+async def until(condition: Callable[[], Awaitable[Any]], within_s: float = 60.0) -> Any:
     async with asyncio.timeout(within_s):
         while not (found := await condition()):
             await asyncio.sleep(0.01)

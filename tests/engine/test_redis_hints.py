@@ -24,7 +24,7 @@ from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Peek
 from comfyfleet.stores.redis.store import RedisStore
 
-WITHIN_S = 5.0
+WITHIN_S = 60.0
 
 
 @pytest.fixture(scope="module")

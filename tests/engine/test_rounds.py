@@ -297,7 +297,7 @@ async def test_a_block_the_engine_has_not_heard_of_costs_a_second_look_and_not_a
         await rig.store.put_block(Block(WorkerId("a"), workflow_hash, BlockReason.OPERATOR, 1, 1e12))
         await rig.store.put_block(Block(WorkerId("b"), workflow_hash, BlockReason.OPERATOR, 1, 1e12))
         parked = [rig.park("a"), rig.park("b")]
-        await asyncio.wait_for(rig.clock.advance(5), 5)
+        await asyncio.wait_for(rig.clock.advance(5), 60)
         assert not any(each.done() for each in parked)
         await rig.worker("c")
         last: LeasedJob = await rig.take("c")

@@ -53,7 +53,7 @@ async def connected(rig: HubRig, role: Role = Role.WORKER) -> AsyncIterator[aioh
 
 async def ask(socket: aiohttp.ClientWebSocketResponse, frame: Any) -> dict[str, Any]:
     await (socket.send_bytes(frame) if isinstance(frame, bytes) else socket.send_json(frame))
-    answer: dict[str, Any] = await socket.receive_json(timeout=5)
+    answer: dict[str, Any] = await socket.receive_json(timeout=60)
     return answer
 
 
@@ -90,7 +90,7 @@ async def test_a_run_outlives_its_connection_and_is_reported_under_its_lease(rig
             await until(lambda: rig.hub.sockets == 1)
             await cut_off(rig)
         release.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await rig.get(f"/api/jobs/{job_id}/result")).status == 202:
                 await asyncio.sleep(0.01)
     history = (await rig.get(f"/api/jobs/{job_id}")).body["history"]

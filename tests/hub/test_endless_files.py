@@ -34,7 +34,7 @@ async def test_a_file_that_never_ends_stays_on_its_server(tmp_path: Path, is_end
         await agent.first_verdict()
         fake.faults.endless_paths = ["/view"] if is_endless else []
         async with FleetClient(rig.url, rig.keys[Role.TENANT]) as client:
-            job = await client.wait((await client.submit(picture())).id, timeout=20)
+            job = await client.wait((await client.submit(picture())).id, timeout=60)
         assert job.status == "completed" and job.result is not None
         (file,) = job.result.files
         assert (file.file_id is None) is is_endless

@@ -370,7 +370,7 @@ async def test_a_job_waits_for_another_of_its_tenant_and_for_nobody_elses(rig: H
     refused = await rig.post("/api/jobs", submission(after=[first]), role=Role.ADMIN)
     assert refused.code == "invalid_request" and refused.body["field"] == "after"
     await rig.post(f"/api/jobs/{first}/cancel", role=Role.TENANT)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while (answer := await rig.get(f"/api/jobs/{second}/result")).status == 202:
             await asyncio.sleep(0.01)
     assert answer.body["error"]["kind"] == "dependency_failed"

@@ -41,7 +41,7 @@ async def test_eight_jobs_complete_and_the_dead_server_says_why_it_is_offline() 
         async def is_offline() -> bool:
             return bool((await found()).get("dead", {}).get("status") == "offline")
 
-        await eventually(is_offline, within_s=15.0)
+        await eventually(is_offline)
         assert "its execution thread is dead; restart it" in (await found())["dead"]["offline_reason"]
         told = (await rig.get(f"/api/jobs/{jobs[-1].id}/explain")).body["summary"]
         assert "its execution thread is dead; restart it" in told
@@ -50,7 +50,7 @@ async def test_eight_jobs_complete_and_the_dead_server_says_why_it_is_offline() 
         await stack.enter_async_context(
             Agent(api, WorkerId("alive"), [ComfyUI(alive.url, SETTINGS)], QUICK_AGENT)
         )
-        results = await asyncio.gather(*(client.wait(job.id, timeout=20) for job in jobs))
+        results = await asyncio.gather(*(client.wait(job.id, timeout=60) for job in jobs))
         assert [result.status for result in results] == ["completed"] * 8
         assert dead.stats.prompts_accepted == 2, "somebody else's, and the one job that found it out"
         for job in jobs:

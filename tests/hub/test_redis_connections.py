@@ -23,7 +23,7 @@ async def test_watchers_cost_no_connection_to_redis() -> None:
             hub = await stack.enter_async_context(running_hub(store_url=server.url))
             store = hub.engine.store
             assert isinstance(store, RedisStore) and store._listener is not None
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await store._listener.is_listening.wait()
             redis = await stack.enter_async_context(Redis.from_url(server.url))
             jobs = [await hub.submit() for _ in range(_JOBS)]

@@ -372,7 +372,7 @@ async def test_a_frame_that_is_too_large_ends_the_connection_and_nothing_else() 
     async with running_hub(limits=Limits(max_frame_bytes=10_000)) as rig:
         async with connected(rig) as line:
             await line.socket.send_str('{"type": "ping", "x": "' + "x" * 20_000 + '"}')
-            message = await line.socket.receive(timeout=5)
+            message = await line.socket.receive(timeout=60)
             assert (message.type, line.socket.close_code) == (aiohttp.WSMsgType.CLOSE, 1009)
         assert (await rig.get("/health")).status == 200
 
@@ -394,7 +394,7 @@ async def test_whoever_sends_and_never_reads_is_not_read_from_for_ever(rig: HubR
 
         sending = asyncio.create_task(send())
         (session,) = rig.hub._sockets._sessions
-        await until(lambda: len(session._line._answers) > 256, within_s=20)
+        await until(lambda: len(session._line._answers) > 256)
         sent = len(session._line._answers)
         await asyncio.wait({sending}, timeout=0.5)
         assert len(session._line._answers) == sent < 300 and not sending.done()
@@ -408,13 +408,13 @@ async def test_whoever_sends_and_never_reads_is_not_read_from_for_ever(rig: HubR
 
 async def test_a_hub_that_ends_closes_its_sockets() -> None:
     async with hub_in_process() as rig:
-        serving = Serving(rig.hub, ServingSettings(port=0, graceful_s=30))
+        serving = Serving(rig.hub, ServingSettings(port=0, graceful_s=600))
         async with serving:
             rig.url = serving.url
             async with connected(rig, Role.WORKER) as line:
                 await line.say("request_job", worker_id="gpu-a", capabilities=CAPABILITIES, wait_s=30)
                 await until(lambda: rig.engine._rounds.idle_slots == 1)
-                async with asyncio.timeout(3):
+                async with asyncio.timeout(60):
                     closing = asyncio.create_task(serving.close())
                     message = await line.socket.receive()
                     assert (message.type, message.data) == (aiohttp.WSMsgType.CLOSE, 1012)

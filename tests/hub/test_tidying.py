@@ -82,7 +82,7 @@ async def test_what_an_attempt_brought_and_left_goes_once_the_hub_has_it_and_not
         answer, prompt_id = await stage.run(brings(await uploaded(stage.rig, PNG)))
         assert answer["status"] == "completed", answer
         assert stage.fake.stats.uploads == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while stage.left() != others:
                 await asyncio.sleep(0.01)
         assert not (stage.base / "output/comfyfleet" / prompt_id).exists()

@@ -109,7 +109,7 @@ async def test_a_trace_is_taken_from_the_client_and_from_a_message_of_the_socket
                 await socket.send_json(
                     {"type": "submit_job", "payload": {"workflow": graph}, "traceparent": trace}
                 )
-                while (said := await socket.receive_json(timeout=5))["type"] != "job_submitted":
+                while (said := await socket.receive_json(timeout=60))["type"] != "job_submitted":
                     pass
                 made.append(said["job_id"])
         traces = [(await client.get(job_id)).trace_id for job_id in made]

@@ -47,7 +47,7 @@ async def hubs(server: str) -> AsyncIterator[Hubs]:
         for rig in (hubs.a, hubs.b):
             assert isinstance(rig.engine.store, RedisStore)
             assert rig.engine.store._listener is not None
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await rig.engine.store._listener.is_listening.wait()
         yield hubs
 
@@ -86,24 +86,22 @@ async def test_a_job_submitted_at_one_hub_runs_at_the_other_and_is_watched_at_th
         assert [each.id for each in stream.facts] == [1, 2, 3]
 
 
-async def test_facts_and_progress_of_another_hub_come_at_once(hubs: Hubs) -> None:
+async def test_facts_and_progress_of_another_hub_come_at_once(
+    hubs: Hubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Kept at the store once: whoever looks there finds the first, so what comes after it was told.
+    monkeypatch.setattr("comfyfleet.engine.relaying._KEEP_EVERY_S", 3600.0)
     await register(hubs.b)
     job_id = await hubs.a.submit()
     async with watching(hubs.a, progress(job_id)) as stream:
         await stream.until("progress")
         job = await lease(hubs.b)
         await stream.until("leased")
-        loop = asyncio.get_running_loop()
-        waits = []
         for number in range(20):
-            began = loop.time()
             await report(hubs.b, job, value=number, max=20)
-            while (await stream.until("progress")).data["value"] != number:
-                pass
-            waits.append(loop.time() - began)
-        # By looking once a second alone, not one in two would come so soon.
-        assert sorted(waits)[10] < 0.25
-        began = loop.time()
+            async with asyncio.timeout(60):
+                while (await stream.until("progress")).data["value"] != number:
+                    pass
         await complete(hubs.b, job)
         await stream.rest()
 
@@ -177,7 +175,7 @@ async def test_whoever_comes_late_sees_the_newest_progress_at_any_hub(hubs: Hubs
     await report(hubs.b, job, value=3, max=4)
     store = hubs.b.engine.store
     assert isinstance(store, RedisStore)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not await store.diagnose("EXISTS", f"{store.prefix}job:{job_id}:progress"):
             await asyncio.sleep(0.005)
     ttl = await store.diagnose("TTL", f"{store.prefix}job:{job_id}:progress")
@@ -225,7 +223,7 @@ async def test_the_fleets_stream_tells_of_the_other_hubs_workers_and_jobs(hubs: 
 
 async def _until_heard(hubs: Hubs, stream: Any) -> None:
     relaying = hubs.b.engine._relaying
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while relaying._everything_until < 0:
             await asyncio.sleep(0.005)
 
@@ -267,7 +265,7 @@ async def test_a_webhook_is_told_once_whichever_hub_knows_what(server: str) -> N
             jobs.append(await a.submit(webhook={"url": receiver.url, "events": ["queued", "completed"]}))
             await complete(b, await lease(b, poll_id=jobs[-1]))
         await receiver.until(20)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while set(await a.cabinet.drawers()) & {"webhook_notes", "deliveries_due"}:
                 await asyncio.sleep(0.01)
         told = [(each.said["data"]["id"], each.said["type"]) for each in receiver.came]

@@ -60,7 +60,7 @@ class NameServer(asyncio.DatagramProtocol):
         labels = b"".join(bytes([len(label)]) + label.encode() for label in host.split("."))
         transport.sendto(struct.pack("!HHHHHH", 7, 0x0100, 1, 0, 0, 0) + labels + b"\0\0\1\0\1")
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 data = await answer
         finally:
             transport.close()

@@ -24,7 +24,7 @@ def pool_threads() -> int:
     return sum(thread.name == "comfyfleet pool" for thread in threading.enumerate())
 
 
-def wait_until(condition: Callable[[], bool], within_s: float = 10) -> None:
+def wait_until(condition: Callable[[], bool], within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline

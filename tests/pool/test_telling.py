@@ -62,7 +62,7 @@ async def test_watching_a_job_ends_with_the_pool() -> None:
     watching = asyncio.create_task(watch())
     await seen.wait()
     await pool.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await watching
     assert names == ["job:queued"]
 

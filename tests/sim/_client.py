@@ -13,7 +13,7 @@ from tests.sim._compare import read_binary
 
 from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings, Faults
 
-DEADLINE_S = 5.0
+DEADLINE_S = 60.0
 SAME_FAST = FakeSettings(time_scale=0.01)
 
 Graph = dict[str, dict[str, Any]]

@@ -141,7 +141,7 @@ class Replay:
         server: FakeComfyUI,
         clock: HandClock,
         session: aiohttp.ClientSession,
-        patience_s: float = 5.0,
+        patience_s: float = 60.0,
     ) -> None:
         self.name = name
         self.events = read_trace(name)

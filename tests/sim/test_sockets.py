@@ -87,7 +87,7 @@ async def test_a_ping_is_answered() -> None:
         async with client.session.ws_connect(url, autoping=False) as socket:
             await socket.receive_json()
             await socket.ping(b"there?")
-            answer = await socket.receive(timeout=5)
+            answer = await socket.receive(timeout=60)
             assert (answer.type, answer.data) == (aiohttp.WSMsgType.PONG, b"there?")
 
 

@@ -47,7 +47,7 @@ async def fill_table(store: Store) -> None:
         assert await store.put_class(cls, fits, version=(await store.table()).version)
 
 
-async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not await condition():
             await asyncio.sleep(0.02)

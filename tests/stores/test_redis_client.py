@@ -246,7 +246,7 @@ async def test_another_process_that_takes_a_job_in_wakes_those_who_listen(
     bench = Bench(lambda clock: RedisStore(f"{server.url}?prefix={prefix}"))
     await bench.open()
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await woken.wait()  # at the start of the subscription: something may have come before it
             look = Peek(bench.offer().profile, WorkerId("a"), 1, 1, 0.0)
             assert await listening.peek(look) == []
@@ -290,6 +290,6 @@ async def test_the_store_speaks_tls_and_trusts_only_whom_it_is_told_to(
         store.listen(woken.set)
         await store.open()
         assert await store.workers() == []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await woken.wait()
         await store.close()

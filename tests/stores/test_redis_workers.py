@@ -367,7 +367,7 @@ async def test_an_engines_user_opens_works_and_listens_and_leaves_other_fleets_a
     assert await bench.lease_next() is not None
     assert await bench.store.cabinet.put("keys", "k", b"1", version=0)
     assert await bench.store.cabinet.drawers() == ["keys"]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await woken.wait()
     for command in (
         ("GET", "{other}:meta"),

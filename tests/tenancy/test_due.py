@@ -132,7 +132,7 @@ async def test_a_lease_that_waits_for_its_tenants_database_holds_up_nobody_elses
     await clock_of(fleet).advance(6)
     await clock_of(fleet).settle()
     others = await fleet.submit(BORG)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         done, waiting = await asyncio.wait(parked, return_when=asyncio.FIRST_COMPLETED)
         (leased,) = [task.result() for task in done]
         assert leased is not None and leased.ref.job_id == others

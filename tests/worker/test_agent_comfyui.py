@@ -59,7 +59,7 @@ async def test_a_restart_between_two_checks_is_noticed_with_what_it_brought() ->
         fake.faults.added_models = {"checkpoints": {"new.safetensors": 2.0}}
         assert "new.safetensors" not in models_of(api)
         await fake.restart()
-        await until(lambda: "new.safetensors" in models_of(api), within_s=2.0)
+        await until(lambda: "new.safetensors" in models_of(api))
         api.give(job())
         await until(lambda: api.named("complete"))
 
@@ -67,10 +67,10 @@ async def test_a_restart_between_two_checks_is_noticed_with_what_it_brought() ->
 async def test_a_server_that_dies_between_two_checks_is_offline_at_once_and_back_with_its_return() -> None:
     async with FakeComfyUI() as fake, agent_on(fake) as (api, agent, _):
         await fake.crash()
-        await until(lambda: api.named("unregister") == ["offline"], within_s=2.0)
+        await until(lambda: api.named("unregister") == ["offline"])
         assert agent.state.status is AgentStatus.OFFLINE
         await fake.restart()
-        await until(lambda: len(api.named("register")) == 2, within_s=2.0)
+        await until(lambda: len(api.named("register")) == 2)
         await until(lambda: agent.state.status is AgentStatus.ONLINE)
 
 

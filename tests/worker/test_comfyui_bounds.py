@@ -301,7 +301,7 @@ async def test_an_agent_says_why_such_a_server_is_offline() -> None:
             await until(lambda: api.parked == 1)
             fake.faults.endless_paths = ["/queue"]
             api.give(msgspec.structs.replace(leased_job("1"), workflow=picture()))
-            await until(lambda: agent.state.status is AgentStatus.OFFLINE, within_s=8.0)
+            await until(lambda: agent.state.status is AgentStatus.OFFLINE)
             assert "GET /queue with more than 1048576 bytes" in agent.state.reason
             await until(lambda: bool(api.named("unregister")))
             assert api.named("unregister") == ["it answers GET /queue with more than 1048576 bytes"]

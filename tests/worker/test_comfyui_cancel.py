@@ -50,7 +50,7 @@ async def test_a_waiting_attempt_is_removed_and_the_running_one_goes_on(version:
         waiting = Attempt(connector, leased(picture()))
         await waiting.heard(NewsKind.ACCEPTED)
         await connector.cancel_job(waiting.job)
-        failure = await waiting.failure(within_s=1.0)
+        failure = await waiting.failure()
         assert failure.kind is FailureKind.INTERRUPTED
         assert "cancelled" in failure.message
         assert (await running.result()).files
@@ -143,7 +143,7 @@ async def test_a_submit_that_gets_through_while_a_cancel_looks_is_stopped_as_wel
 
         api.__dict__.update(submit=held_submit, history=history_of_a_moment_ago)
         attempt = Attempt(connector, leased(slow(steps=400)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await is_looked_up.wait()
         await connector.cancel_job(attempt.job)
         assert await queue_of(fake, connector) == []

@@ -178,11 +178,11 @@ async def test_a_server_that_comes_back_without_our_prompt_has_crashed() -> None
 
 
 async def test_a_server_that_is_back_at_once_is_asked_and_has_crashed() -> None:
-    async with server_and_connector(tuned(poll_s=5.0)) as (fake, connector):
+    async with server_and_connector(tuned(poll_s=600.0)) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=100)))
         await attempt.heard(NewsKind.STARTED)
         fake.faults.restart = True
-        assert (await attempt.failure(within_s=2.0)).kind is FailureKind.CRASHED
+        assert (await attempt.failure()).kind is FailureKind.CRASHED
 
 
 async def test_an_output_that_stops_the_server_is_a_crash() -> None:
