@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated, make_folder, run
+from comfyfleet.cli.endings import ExitCode, Terminated, make_folder, run
 from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
@@ -63,12 +63,12 @@ def command(out: Path | None, once: bool, plain: bool, port: int | None, time_sc
 
     from rich.console import Console
 
+    from comfyfleet.cli.extras import require
+
+    require("hub", "fake")
     from comfyfleet.cli.demo_report import Report
     from comfyfleet.cli.demo_show import count_jobs, make_show
-    from comfyfleet.cli.house import needs_hub
-    from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
 
-    needs_hub()
     if out is not None:
         make_folder(out)
     console = Console(highlight=False)
@@ -79,8 +79,6 @@ def command(out: Path | None, once: bool, plain: bool, port: int | None, time_sc
             settings = _settings(data, _PORT if port is None else port, port is None, time_scale)
             show = make_show(console, plain, began_at)
             run(_play(show, report, settings, time_scale, console, out, once=once))
-    except PillowMissing as error:
-        raise CommandFailed(str(error)) from error
     except (KeyboardInterrupt, Terminated):
         if not report.is_told:
             echo(f"interrupted, {len(report.pictures)} of {count_jobs()} done", err=True)

@@ -242,14 +242,3 @@ def as_called() -> str:
     """The command as the user has to type it: by its path, where it is in an environment that is not active."""
     called = sys.argv[0]
     return called if os.sep in called and shutil.which("comfyfleet") is None else "comfyfleet"
-
-
-def needs_hub() -> None:
-    """Says what to install where the hub's own packages are not."""
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise CommandFailed(
-            f"a hub needs {error.name}, which is not installed: install comfyfleet[hub]"
-        ) from error

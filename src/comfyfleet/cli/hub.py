@@ -38,12 +38,14 @@ def command(config: str | None, **flags: Any) -> None:
 
     Several hubs may share a Redis or PostgreSQL store.
     """
-    from comfyfleet.cli.house import needs_hub, run_loop
+    from comfyfleet.cli.extras import require
     from comfyfleet.cli.local import keep_private
     from comfyfleet.cli.logs import set_up
     from comfyfleet.cli.settings import read_settings
 
-    needs_hub()
+    require("hub")
+    from comfyfleet.cli.house import run_loop
+
     resolved = read_settings(flags, config=config)
     keep_private()
     set_up(resolved.values.log_level, resolved.values.log_format)

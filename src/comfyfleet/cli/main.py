@@ -149,6 +149,7 @@ def _tell_json(code: int, message: str, error: Exception | None = None) -> None:
 
 def _explained(error: Exception) -> tuple[ExitCode, str]:
     """The code and the line for an error. One that nobody foresaw says so, and how to see more of it."""
+    from comfyfleet.cli.extras import missing_package
     from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal
     from comfyfleet.model.failure import FailureKind
     from comfyfleet.pool.records import JobFailed
@@ -165,6 +166,8 @@ def _explained(error: Exception) -> tuple[ExitCode, str]:
             return ExitCode.UNREACHABLE, str(error)
         case ComfyFleetError():
             return ExitCode.FAILED, str(error)
+        case ModuleNotFoundError() if (told := missing_package(error)) is not None:
+            return ExitCode.FAILED, told
         case OSError():
             return ExitCode.FAILED, f"the system refused: {error}"
         case _:

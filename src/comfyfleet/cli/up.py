@@ -57,14 +57,16 @@ def command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     --server and --fake, ComfyUI servers on ports 8188 to 8199 of this machine are found, now and when they appear. The
     first signal lets what runs end, a second one gives it back at once.
     """
-    from comfyfleet.cli.house import needs_hub, run_loop
+    from comfyfleet.cli.extras import require
     from comfyfleet.cli.local import keep_private
     from comfyfleet.cli.logs import set_up
     from comfyfleet.cli.settings import read_settings
 
-    needs_hub()
     # What others mean by REDIS_URL is no reason to keep the jobs there.
     resolved = read_settings(flags, config=config, old_store=False)
+    require("hub", *(("fake",) if resolved.values.fake else ()))
+    from comfyfleet.cli.house import run_loop
+
     keep_private()
     set_up(resolved.values.log_level, resolved.values.log_format)
     ended(run_loop(_live(resolved, fake_beside_real)))
