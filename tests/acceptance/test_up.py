@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import resource
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from tests.acceptance._process import (
     CLI,
+    eventually,
     fake_servers,
     picture_workflow,
     read_until,
@@ -30,6 +32,7 @@ from tests.acceptance._process import (
 )
 
 from comfyfleet.cli.servers import found_here
+from comfyfleet.client.sync import SyncFleetClient
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 
 Process = subprocess.Popen[str]
@@ -295,6 +298,25 @@ async def _monitor(url: str) -> dict[str, object]:
         await socket.send_json({"type": "subscribe_monitor"})
         said: dict[str, object] = await socket.receive_json()
         return said
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="another process's limits are Linux's")
+def test_sigterm_with_a_full_disk_ends_in_its_grace_with_a_line_for_what_is_lost(place: Place) -> None:
+    workflow = picture_workflow(steps=10_000)
+    with ExitStack() as stack:
+        hub = place.start(stack, "up", "--fake", "1", "--port", "0", "--grace", "0.1")
+        online(hub)
+        known = json.loads((place.folder / "hub.json").read_text())
+        with SyncFleetClient(known["url"], known["key"]) as client:
+            jobs = [client.submit(workflow) for _ in range(6)]
+            assert eventually(lambda: client.get(jobs[0].id).status == "leased")
+        # From now on no file of that process may have more than one byte.
+        resource.prlimit(hub.pid, resource.RLIMIT_FSIZE, (1, 1))
+        code, output, errors = stop(hub, signal.SIGTERM)
+    assert code == 0, errors
+    assert "Traceback" not in output + errors
+    lost = [line for line in errors.splitlines() if "could not be reported" in line]
+    assert len(lost) == 1 and "the store could not write" in lost[0], errors
 
 
 def test_a_port_that_is_taken_is_told_and_ends_with_4(place: Place) -> None:

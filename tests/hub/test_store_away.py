@@ -5,16 +5,22 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from pathlib import Path
 
 import pytest
 from tests.hub._hub import hub_in_process, submission
-from tests.worker._scripted import until
+from tests.worker._scripted import quick, until
 
 from comfyfleet import tracing
+from comfyfleet.hub.serving import Serving, ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.rules import Rules
 from comfyfleet.tracing import in_background, log_failure
+from comfyfleet.worker.agent import Agent
+from comfyfleet.worker.connectors.simulated import SimulatedConnector, hangs
+from comfyfleet.worker.journal import Journal
 
 LOG = logging.getLogger("somebody")
 
@@ -87,3 +93,41 @@ async def test_a_store_that_goes_away_leaves_no_traceback_and_names_no_unrelated
     for record in of_engine():
         assert "the store is away" in record.getMessage()
         assert "request_id" not in vars(record)["about"], record.getMessage()
+
+
+async def test_a_hub_whose_store_refuses_everything_closes_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engine, hub, deliveries, audit log, the agent of a server and its journal, while all of them are busy."""
+
+    async def full(*_: object, **__: object) -> None:
+        raise Fault("the store could not write: the disk is full")
+
+    rules = Rules(round_s=0.02, sweep_s=0.02)
+    connector = SimulatedConnector(behaviour=hangs())
+    journal = Journal(tmp_path / "journal", WorkerId("gpu"))
+    async with hub_in_process(rules=rules, store_url=f"sqlite:///{tmp_path}/fleet.db") as rig:
+        serving = Serving(rig.hub, ServingSettings(port=0))
+        async with serving:
+            agent = Agent(rig.engine, WorkerId("gpu"), [connector], quick(stop_grace_s=0.1), journal=journal)
+            await agent.start()
+            for _ in range(6):
+                assert (await rig.post("/api/jobs", submission())).status == 201
+            await until(lambda: connector.runs)
+            store = rig.engine.store
+            for part in (store, store.records, store.cabinet):
+                for name in dir(type(part)):
+                    is_call = inspect.iscoroutinefunction(getattr(type(part), name, None))
+                    if is_call and not name.startswith("_") and name not in ("open", "close"):
+                        monkeypatch.setattr(part, name, full)
+            assert (await rig.post("/api/jobs", submission())).status in (503, 507)
+            await agent.stop()
+    monkeypatch.undo()
+    assert [each for each in caplog.records if each.exc_info or each.levelno >= logging.ERROR] == []
+    assert [each for each in caplog.records if "could not be reported" in each.getMessage()]
+    # Its file is free again, and the next start knows what ran.
+    assert [begun.service for begun in journal.open()] == ["comfyui"]
+    journal.close()
+    async with hub_in_process(store_url=f"sqlite:///{tmp_path}/fleet.db") as rig:
+        stats = await rig.engine.stats()
+        assert (stats.waiting, stats.leased) == (5, 1)

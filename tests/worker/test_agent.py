@@ -252,6 +252,26 @@ async def test_a_drain_gives_back_what_does_not_end_in_its_grace() -> None:
         assert connector.runs[0].state == "cancelled"
 
 
+@pytest.mark.parametrize("call", ["complete", "release"])
+async def test_a_drain_does_not_wait_beyond_its_grace_for_a_report_that_nobody_takes(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a store whose disk is full. The lease would live for a minute, and be repeated for as long."""
+    api = ScriptedApi()
+    api.faults[call].extend([Fault("the disk is full")] * 100_000)
+    connector = SimulatedConnector(behaviour=takes(0.0) if call == "complete" else hangs())
+    slow = quick(drain_grace_s=0.05, stop_grace_s=0.05, backoff_base_s=20.0, backoff_cap_s=20.0)
+    async with running(api, connector, settings=slow) as agent:
+        api.give(leased_job())
+        await until(lambda: api.named("complete") or (call == "release" and connector.runs))
+        await agent.drain()
+        if call == "complete":
+            assert len(api.named(call)) >= 2, "it tries once more when it leaves"
+    told = [each.getMessage() for each in caplog.records if each.levelname in ("WARNING", "ERROR")]
+    assert len(told) == 1, told
+    assert "could not be reported" in told[0] and told[0].endswith(": the disk is full")
+
+
 async def test_a_drain_can_be_commanded() -> None:
     api, connector = ScriptedApi(), SimulatedConnector()
     async with running(api, connector) as agent:

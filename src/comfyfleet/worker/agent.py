@@ -161,12 +161,12 @@ class Agent:
         await self._drained.wait()
 
     async def _drain(self) -> None:
-        try:
-            async with asyncio.timeout(self._settings.drain_grace_s):
-                await self._slots.quiet.wait()
-        except TimeoutError:
+        settings = self._settings
+        if not await self._is_quiet_within(settings.drain_grace_s):
             self._stop_runs()
-            await self._slots.quiet.wait()
+            # As long as it takes to stop a run and to tell of it. What is not over then is torn off by `stop`.
+            longest_s = settings.cancel_timeout_s + settings.cancel_settle_s + settings.stop_grace_s
+            await self._is_quiet_within(longest_s)
         await self._registration.end("drain")
         self._drained.set()
 
@@ -181,9 +181,7 @@ class Agent:
         self._leave("stop")
         if is_started:
             self._stop_runs()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.stop_grace_s):
-                    await self._slots.quiet.wait()
+            await self._is_quiet_within(self._settings.stop_grace_s)
         while self._tasks:
             for task in self._tasks:
                 task.cancel()
@@ -199,6 +197,12 @@ class Agent:
         self._drained.set()
         self._tell(AgentStatus.STOPPED, "stop")
         self._first_verdict.set()
+
+    async def _is_quiet_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._slots.quiet.wait()
+        return self._slots.quiet.is_set()
 
     def _leave(self, reason: str) -> None:
         self._is_draining = self._registration.is_closed = True
@@ -244,8 +248,8 @@ class Agent:
         finally:
             self._heart.remove(run)
             del self._runs[job.ref]
-        # Not of a run that was torn off: the next start looks what became of it.
-        if self._journal is not None:
+        # Not of a run that was torn off, or not reported: the next start looks what became of it.
+        if self._journal is not None and run.is_known_over:
             self._journal.end(job.ref)
         if failure is None or self._is_draining:
             return

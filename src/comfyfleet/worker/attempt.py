@@ -7,6 +7,7 @@ The connector knows how a job runs, the hub what follows from an end; what lies 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
@@ -83,9 +84,11 @@ class AttemptRun:
     __slots__ = (
         "_api",
         "_connector",
+        "_hurry",
         "_interrupter",
         "_is_occupied",
         "_is_torn_off",
+        "_last_try_at",
         "_left",
         "_news",
         "_outbox",
@@ -94,6 +97,7 @@ class AttemptRun:
         "_started_at",
         "_stop_reason",
         "confirmed_at",
+        "is_known_over",
         "job",
         "ref",
         "ttl_s",
@@ -126,6 +130,11 @@ class AttemptRun:
         self._is_torn_off = False
         self._is_occupied = False
         """The service did not come to the job: that is nobody's failure."""
+        self._last_try_at: float | None = None
+        """Set when the agent leaves."""
+        self._hurry: asyncio.Event | None = None
+        self.is_known_over = True
+        """False: the agent left before its end could be reported; the next start may still do so."""
 
     async def run(self) -> Failure | None:
         """Ends when nothing is left to do for the lease. Answers the failure there was, reported or given back."""
@@ -157,7 +166,12 @@ class AttemptRun:
                 await asyncio.wait({self._interrupter})
 
     def stop(self, reason: StopReason) -> None:
-        """Stops the run. Once its end is being reported it is too late: whichever commits first wins."""
+        """Stops the run. Once its end is being reported it is too late: whichever commits first wins. With a drain the
+        agent leaves: a report that is not answered is not repeated for long."""
+        if reason is StopReason.DRAIN and self._last_try_at is None:
+            self._last_try_at = asyncio.get_running_loop().time() + self._settings.stop_grace_s
+            if self._hurry is not None:
+                self._hurry.set()
         if self._stop_reason is None:
             self._stop_reason = reason
             if self._runner is not None:
@@ -296,14 +310,14 @@ class AttemptRun:
                     return file
                 is_over = isinstance(error, Refusal) and error.code in _LEASE_IS_OVER
                 is_lost = self._stop_reason is not None and self._stop_reason.release is None
-                if is_over or is_lost or patience.is_over():
+                if is_over or is_lost or self._is_late() or patience.is_over():
                     raise ServiceFailed(
                         Failure(
                             FailureKind.TRANSIENT,
                             f"The output {file.filename} could not be uploaded: {error}",
                         )
                     ) from error
-            await patience.pause()
+            await self._pause(patience.next_s())
 
     async def _complete(self, result: JobResult, seconds: float) -> Failure | None:
         await self._flush()
@@ -349,11 +363,36 @@ class AttemptRun:
                 if backoff is None:
                     backoff = Backoff(self._settings)
                 pause_s = backoff.next_s()
-                is_lost = self._stop_reason is StopReason.LOST
-                if is_lost or asyncio.get_running_loop().time() + pause_s >= self.confirmed_at + self.ttl_s:
-                    _log.warning("the end of %s could not be reported: %r", self.ref.attempt_id, error)
+                is_lost, is_late = self._stop_reason is StopReason.LOST, self._is_late()
+                if (
+                    is_lost
+                    or is_late
+                    or asyncio.get_running_loop().time() + pause_s >= self.confirmed_at + self.ttl_s
+                ):
+                    _log.warning(
+                        "the end of %s could not be reported; its lease runs out, and the job is given to another "
+                        "worker: %s",
+                        self.ref.attempt_id,
+                        error,
+                    )
+                    self.is_known_over = not is_late
                     return None
-            await asyncio.sleep(pause_s)
+            await self._pause(pause_s)
+
+    def _is_late(self) -> bool:
+        """Whether the agent should have left by now."""
+        return self._last_try_at is not None and asyncio.get_running_loop().time() >= self._last_try_at
+
+    async def _pause(self, pause_s: float) -> None:
+        """Cut short when the agent leaves: then there is one more try."""
+        if self._last_try_at is not None:
+            await asyncio.sleep(min(pause_s, self._last_try_at - asyncio.get_running_loop().time()))
+            return
+        if self._hurry is None:
+            self._hurry = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._hurry.wait()
 
 
 def _mismatch(job: LeasedJob) -> Failure | None:

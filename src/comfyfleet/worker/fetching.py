@@ -46,8 +46,8 @@ class Patience:
             self._failed_at = asyncio.get_running_loop().time()
         return self._tries >= _TRIES and self._confirmed_at() > self._failed_at
 
-    async def pause(self) -> None:
-        await asyncio.sleep(self._backoff.next_s())
+    def next_s(self) -> float:
+        return self._backoff.next_s()
 
 
 async def with_inputs(
@@ -137,7 +137,7 @@ async def _fetch(api: InputSource, job: LeasedJob, file: InputFile, path: Path, 
                     f"what the hub has is not what was uploaded: {differs}. Upload it and submit again",
                 )
             is_altered = True
-        await patience.pause()
+        await asyncio.sleep(patience.next_s())
 
 
 def _difference(file: InputFile, path: Path) -> str | None:
