@@ -11,7 +11,7 @@ import struct
 import subprocess
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -149,15 +149,29 @@ def test_top_waits_for_a_hub_that_goes_away(tmp_path: Path) -> None:
         view.__exit__(None, None, None)
 
 
-def test_a_job_keeps_its_whole_id_in_a_narrow_window(
+def shown(arguments: Sequence[str], env: Mapping[str, str], columns: int) -> list[str]:
+    with terminal(*arguments, env=env, columns=columns) as screen:
+        assert screen.code() == 0, screen.seen
+        return screen.seen.replace("\r", "").splitlines()
+
+
+def test_lists_fit_the_window_and_the_end_of_an_id_that_they_show_is_enough(
     run: Run, env: Mapping[str, str], tmp_path: Path
 ) -> None:
     path = tmp_path / "workflow.json"
     path.write_text(json.dumps(graph()))
-    job_id = run("submit", path).output.strip()
-    with terminal("jobs", env=env, columns=50) as screen:
-        assert screen.code() == 0
-        assert job_id in screen.seen
+    job_id = run("submit", path, "--watch").errors and run("jobs", "--json").json["jobs"][0]["id"]
+    assert job_id in "\n".join(shown(["jobs"], env, 140))
+    for columns in (80, 60):
+        lines = shown(["jobs"], env, columns)
+        assert max(map(len, lines)) <= columns
+        heading, row = lines[:2]
+        assert heading.split() == ["job", "status", "prio", "worker", "age", "error"]
+        short = row.split()[0]
+        assert job_id.endswith(short) and len(short) >= 8
+        assert run("job", "show", short).output.startswith(f"{job_id}  completed")
+        for arguments in (["workers"], ["key", "list"], ["config", "show"], ["audit", "list"]):
+            assert max(map(len, shown(arguments, env, columns))) <= columns
 
 
 @pytest.mark.parametrize(("key", "code"), [(b"n\n", 1), (b"y\n", 0)])

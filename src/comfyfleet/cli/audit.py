@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
@@ -19,7 +20,7 @@ Kind = Literal["operations", "jobs"]
 _PAGE = 1000
 
 
-@click.group("audit")
+@group("audit")
 def command() -> None:
     """Look at the audit log, and check that nobody changed it."""
 

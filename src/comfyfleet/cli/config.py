@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import as_json, settings
 from comfyfleet.cli.printing import echo
 
 
-@click.group("config")
+@group("config")
 def command() -> None:
     """Look at the settings: flags, environment, comfyfleet.toml."""
 

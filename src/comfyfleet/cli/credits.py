@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
@@ -20,7 +21,7 @@ def _said(context: click.Context, parameter: click.Parameter, value: str | None)
     return value
 
 
-@click.group("credits")
+@group("credits")
 def command() -> None:
     """Give credits to tenants, put books right, read them."""
 

@@ -8,11 +8,13 @@ from typing import Any
 import click
 
 from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.helping import group
+from comfyfleet.cli.job_ids import whole_id
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
 
-@click.group("dead")
+@group("dead")
 def command() -> None:
     """The dead letter: jobs that failed for good."""
 
@@ -47,7 +49,8 @@ def retry(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     from comfyfleet.wire.answers import SubmittedBody
 
     async def each(client: FleetClient) -> list[SubmittedBody]:
-        return [await client.retry_dead(job_id) for job_id in job_ids]
+        whole = [await whole_id(client, job_id) for job_id in job_ids]
+        return [await client.retry_dead(job_id) for job_id in whole]
 
     found = ask(flags, each)
     if as_json:

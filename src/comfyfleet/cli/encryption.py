@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, run
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import as_json, settings
 from comfyfleet.cli.printing import echo
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-@click.group("encryption")
+@group("encryption")
 def command() -> None:
     """Keys with which jobs are sealed at rest."""
 

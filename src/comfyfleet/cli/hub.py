@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from comfyfleet.cli import helping
 from comfyfleet.cli.options import settings
 from comfyfleet.cli.up import ended
 
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from comfyfleet.cli.settings import Resolved
 
 
-@click.command("hub")
+@helping.command("hub")
 @settings(
     "store",
     "assets",

@@ -9,11 +9,13 @@ import click
 
 from comfyfleet.cli import values
 from comfyfleet.cli.endings import make_folder
+from comfyfleet.cli.helping import group
+from comfyfleet.cli.job_ids import ask_about, whole_id
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
 
-@click.group("job")
+@group("job")
 def command() -> None:
     """Look at a job, or tell it what to do."""
 
@@ -26,17 +28,17 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
     """The state of a job, its attempts and its outputs."""
     import time
 
-    from comfyfleet.cli.reach import ago, ask, plain, print_json, print_table
+    from comfyfleet.cli.reach import ago, plain, print_json, print_table
     from comfyfleet.client.fleet import FleetClient
     from comfyfleet.wire.answers import JobDetails, ResultBody
     from comfyfleet.wire.bodies import IDEMPOTENCY_PREFIX
 
-    async def look(client: FleetClient) -> tuple[JobDetails, ResultBody]:
+    async def look(client: FleetClient, job_id: str) -> tuple[JobDetails, ResultBody]:
         job = await client.get(job_id)
         is_readable = job.unreadable is None
         return job, await client.result(job_id) if is_readable else ResultBody(job.id, job.status)
 
-    job, ended = ask(flags, look)
+    job, ended = ask_about(flags, job_id, look)
     if as_json:
         print_json({**plain(job), "result": plain(ended.result)})
         return
@@ -76,9 +78,9 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
 def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
     """What a job was held for and what it cost, round by round."""
     from comfyfleet.cli.prices import price_text
-    from comfyfleet.cli.reach import ask, print_json, print_table
+    from comfyfleet.cli.reach import print_json, print_table
 
-    found = ask(flags, lambda client: client.receipt(job_id))
+    found = ask_about(flags, job_id, lambda client, whole: client.receipt(whole))
     if as_json:
         print_json(found)
         return
@@ -112,12 +114,11 @@ def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
 @settings(*TO_REACH)
 def watch(job_id: str, out: Path | None, as_json: bool, **flags: Any) -> None:
     """Follow a job to its end: 0 if it completed, 1 if not."""
-    from comfyfleet.cli.reach import ask
     from comfyfleet.cli.watching import watch_jobs
 
     if out is not None:
         make_folder(out)
-    ask(flags, lambda client: watch_jobs(client, [job_id], out, as_json))
+    ask_about(flags, job_id, lambda client, whole: watch_jobs(client, [whole], out, as_json))
 
 
 @command.command("cancel")
@@ -131,7 +132,9 @@ def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     from comfyfleet.wire.answers import CancelBody
 
     async def each(client: FleetClient) -> list[CancelBody]:
-        return [await client.cancel(job_id) for job_id in job_ids]
+        # All are known before the first is cancelled.
+        whole = [await whole_id(client, job_id) for job_id in job_ids]
+        return [await client.cancel(job_id) for job_id in whole]
 
     found = ask(flags, each)
     if as_json:
@@ -150,9 +153,9 @@ def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
 @settings(*TO_REACH)
 def retry(job_id: str, as_json: bool, **flags: Any) -> None:
     """Run a failed or cancelled job again."""
-    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.cli.reach import print_json
 
-    answer = ask(flags, lambda client: client.retry(job_id))
+    answer = ask_about(flags, job_id, lambda client, whole: client.retry(whole))
     if as_json:
         print_json(answer)
     else:
@@ -165,10 +168,10 @@ def retry(job_id: str, as_json: bool, **flags: Any) -> None:
 @settings(*TO_REACH)
 def explain(job_id: str, as_json: bool, **flags: Any) -> None:
     """Why a job is not running, or what became of it."""
-    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.cli.reach import print_json
     from comfyfleet.model.dispatch import Phase
 
-    answer = ask(flags, lambda client: client.explain(job_id))
+    answer = ask_about(flags, job_id, lambda client, whole: client.explain(whole))
     if as_json:
         print_json(answer)
         return
@@ -188,9 +191,9 @@ def _changing(name: str, text: str, method: str) -> None:
     @as_json
     @settings(*TO_REACH)
     def change(job_id: str, as_json: bool, **flags: Any) -> None:
-        from comfyfleet.cli.reach import ask, print_json
+        from comfyfleet.cli.reach import print_json
 
-        job = ask(flags, lambda client: getattr(client, method)(job_id))
+        job = ask_about(flags, job_id, lambda client, whole: getattr(client, method)(whole))
         if as_json:
             print_json(job)
         else:
@@ -208,9 +211,9 @@ _changing("resume", "Let a paused job run again.", "resume")
 @settings(*TO_REACH)
 def priority(job_id: str, priority: int, as_json: bool, **flags: Any) -> None:
     """Change the priority of a waiting job."""
-    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.cli.reach import print_json
 
-    job = ask(flags, lambda client: client.set_priority(job_id, priority))
+    job = ask_about(flags, job_id, lambda client, whole: client.set_priority(whole, priority))
     if as_json:
         print_json(job)
     else:

@@ -5,25 +5,57 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.types import StringParamType
 
+from comfyfleet.cli import helping
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from click.shell_completion import CompletionItem
+
     from comfyfleet.client.fleet import FleetClient
     from comfyfleet.wire.answers import JobBody
+
+
+class Status(StringParamType):
+    """A status in any of the words that the hub understands."""
+
+    name = "status"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from comfyfleet.model.errors import Refusal
+        from comfyfleet.wire.spelling import spell, understood
+
+        try:
+            return spell(understood(value))
+        except Refusal as error:
+            self.fail(error.message, param, ctx)
+
+    def shell_complete(
+        self,
+        ctx: click.Context,  # noqa: ARG002
+        param: click.Parameter,  # noqa: ARG002
+        incomplete: str,
+    ) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        from comfyfleet.wire.spelling import KNOWN_STATUSES
+
+        return [CompletionItem(each) for each in KNOWN_STATUSES if each.startswith(incomplete)]
+
 
 _SHOWN = 60
 """Characters of an error in a list."""
 
 
-@click.command("jobs")
+@helping.command("jobs")
 @click.option(
     "--status",
-    type=click.Choice(["queued", "leased", "completed", "failed", "cancelled"]),
-    help="Only those in this phase.",
+    type=Status(),
+    help="Only those: queued, leased (or running), completed, failed, cancelled.",
 )
 @click.option(
     "--since",
@@ -99,6 +131,7 @@ async def _list(
 def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
     import time
 
+    from comfyfleet.cli.job_ids import short_ids
     from comfyfleet.cli.reach import ago, print_table
 
     now = time.time()
@@ -113,7 +146,8 @@ def print_jobs(jobs: Sequence[JobBody], empty: str) -> None:
         ]
         for job in jobs
     ]
-    print_table(["job", "status", "priority", "worker", "submitted", "last error"], rows, empty=empty)
+    short = short_ids(job.id for job in jobs)
+    print_table(["job", "status", "prio", "worker", "age", "error"], rows, empty=empty, short=short)
 
 
 def _beginning(message: str) -> str:

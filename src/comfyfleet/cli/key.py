@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
 
-@click.group("key")
+@group("key")
 def command() -> None:
     """Make, list, renew and revoke keys."""
 

@@ -14,42 +14,26 @@ import click
 
 from comfyfleet import __version__
 from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated
+from comfyfleet.cli.helping import Group
 from comfyfleet.cli.printing import LineFormatter, echo
 
+_SECTIONS = {
+    "Run a fleet": ("up", "hub", "worker", "demo"),
+    "Jobs": ("submit", "jobs", "job", "queue", "dead"),
+    "Look after a fleet": ("top", "workers", "blocks", "store", "encryption", "reconcile", "audit"),
+    "Keys and tenants": ("key", "tenant", "credits", "usage", "webhook"),
+    "Tools": ("run", "hash", "convert", "config", "completion", "fake-comfyui"),
+}
 _COMMANDS = {
-    "audit": "comfyfleet.cli.audit",
-    "blocks": "comfyfleet.cli.blocks",
-    "completion": "comfyfleet.cli.completion",
-    "config": "comfyfleet.cli.config",
-    "convert": "comfyfleet.cli.convert",
-    "credits": "comfyfleet.cli.credits",
-    "dead": "comfyfleet.cli.dead",
-    "demo": "comfyfleet.cli.demo",
-    "encryption": "comfyfleet.cli.encryption",
-    "fake-comfyui": "comfyfleet.cli.fake_comfyui",
-    "hash": "comfyfleet.cli.hash",
-    "hub": "comfyfleet.cli.hub",
-    "job": "comfyfleet.cli.job",
-    "jobs": "comfyfleet.cli.jobs",
-    "key": "comfyfleet.cli.key",
-    "queue": "comfyfleet.cli.queue",
-    "reconcile": "comfyfleet.cli.reconcile",
-    "run": "comfyfleet.cli.run",
-    "store": "comfyfleet.cli.store",
-    "submit": "comfyfleet.cli.submit",
-    "tenant": "comfyfleet.cli.tenant",
-    "top": "comfyfleet.cli.top",
-    "up": "comfyfleet.cli.up",
-    "usage": "comfyfleet.cli.usage",
-    "webhook": "comfyfleet.cli.webhook",
-    "worker": "comfyfleet.cli.worker",
-    "workers": "comfyfleet.cli.workers",
+    name: f"comfyfleet.cli.{name.replace('-', '_')}" for names in _SECTIONS.values() for name in names
 }
 """Where each command is: a module with a click command named `command`."""
 
 
-class _Group(click.Group):
+class _Group(Group):
     """A group that imports only the command that is called."""
+
+    sections = _SECTIONS
 
     def list_commands(self, context: click.Context) -> list[str]:  # noqa: ARG002
         return sorted(_COMMANDS)

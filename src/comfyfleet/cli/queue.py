@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import click
-
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
 
-@click.group("queue")
+@group("queue")
 def command() -> None:
     """Look at the queue, pause it, resume it."""
 

@@ -5,7 +5,6 @@ The key in the data folder is the owner's and goes to that hub alone, wherever e
 
 from __future__ import annotations
 
-import functools
 import ssl
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -15,8 +14,9 @@ import msgspec
 
 from comfyfleet.cli.endings import run
 from comfyfleet.cli.local import HUB_FILE, read_hub
-from comfyfleet.cli.printing import echo, escaped
+from comfyfleet.cli.printing import echo
 from comfyfleet.cli.settings import Resolved, read_settings
+from comfyfleet.cli.tables import print_table as print_table
 from comfyfleet.client.fleet import DEFAULT_URL, FleetClient
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.answers import WorkerBody
@@ -132,38 +132,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     return msgspec.to_builtins(value)
-
-
-@functools.cache
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
-
-def print_table(headings: list[str], rows: list[list[str]], *, empty: str) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    if not rows:
-        echo(empty)
-        return
-    if not _console().is_terminal:
-        # For pipes: nothing is cut off or wrapped.
-        widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-        for row in [headings, *rows]:
-            cells = [escaped(cell, is_line=True) for cell in row]
-            echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
-        return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, heading in enumerate(headings):
-        # What a row is called is there to be copied: in a narrow terminal the others give way.
-        width = None if number else max(len(row[0]) for row in rows)
-        table.add_column(heading, min_width=width, no_wrap=not number)
-    for row in rows:
-        # As text: what others named must not be read as styles.
-        table.add_row(*(Text(escaped(cell, is_line=True)) for cell in row))
-    _console().print(table)
 
 
 def print_pairs(pairs: list[tuple[str, object]]) -> None:

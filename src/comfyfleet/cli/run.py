@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from comfyfleet.cli import helping
 from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder, run
 from comfyfleet.cli.options import Address, as_json
 
@@ -24,7 +25,7 @@ _LEAVE_S = 1.0
 """Whatever has not ended by itself then is left so soon."""
 
 
-@click.command("run")
+@helping.command("run")
 @click.argument("workflow", type=click.File("rb"))
 @click.option(
     "-s",

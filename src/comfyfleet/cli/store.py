@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode, run
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _ELSEWHERE = (
 )
 
 
-@click.group("store")
+@group("store")
 def command() -> None:
     """Check, shrink, copy or move a store.
 

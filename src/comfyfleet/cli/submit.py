@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import click
 
+from comfyfleet.cli import helping
 from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from comfyfleet.client.fleet import FleetClient
 
 
-@click.command("submit")
+@helping.command("submit")
 @click.argument("workflows", type=click.File("rb"), nargs=-1, required=True, metavar="WORKFLOW...")
 @click.option(
     "--set",

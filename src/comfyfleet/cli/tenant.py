@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 from comfyfleet.cli.terms import CLEARED, given, term_options
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.3
 
 
-@click.group("tenant")
+@group("tenant")
 def command() -> None:
     """Set up tenants, each in a database pool, with a price and bounds of its own."""
 

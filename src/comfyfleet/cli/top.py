@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from comfyfleet.wire.answers import JobBody, StatsBody, WorkerBody
 
 
+_WIDE = 80
+"""Columns from which ids of jobs are shown whole."""
 _FRAME = 8
 """Rows that are not a worker or a job: three lines of figures, two headings, what lies between, and the last."""
 
@@ -78,7 +80,12 @@ async def _show(client: FleetClient, interval: float, once: bool) -> None:
     found, trouble = await _look(client), ""
     with _keys() as is_over, Live(console=console, auto_refresh=False, screen=True) as live:
         while not is_over.is_set():
-            live.update(_drawn(client.url, *found, rows=console.size.height, trouble=trouble), refresh=True)
+            live.update(
+                _drawn(
+                    client.url, *found, rows=console.size.height, columns=console.size.width, trouble=trouble
+                ),
+                refresh=True,
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval):
                     await is_over.wait()
@@ -130,6 +137,7 @@ def _drawn(
     jobs: list[JobBody],
     *,
     rows: int | None = None,
+    columns: int | None = None,
     trouble: str = "",
 ) -> RenderableType:
     """In at most so many rows: what does not fit is counted."""
@@ -139,6 +147,7 @@ def _drawn(
     from rich.table import Table
     from rich.text import Text
 
+    from comfyfleet.cli.job_ids import short_ids
     from comfyfleet.cli.reach import ago, rate
 
     now = time.time()
@@ -150,7 +159,7 @@ def _drawn(
         "paused": "yellow",
     }
     fleet = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("worker", "status", "runs", "completed", "failed", "per hour", "seen"):
+    for heading in ("worker", "status", "runs", "done", "failed", "per h", "seen"):
         fleet.add_column(heading, no_wrap=True)
     room = len(workers) + len(jobs) if rows is None else max(2, rows - _FRAME)
     shown_jobs = jobs[: max(room // 2, room - len(workers))]
@@ -166,12 +175,16 @@ def _drawn(
             f"{ago(worker.last_seen_at, now)} ago",
         )
     running = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for heading in ("running job", "worker", "priority", "since"):
+    for heading in ("running job", "worker", "prio", "since"):
         running.add_column(heading, no_wrap=True)
+    short = short_ids(job.id for job in jobs) if columns is not None and columns < _WIDE else {}
     for job in shown_jobs:
         since = ago(job.started_at or job.submitted_at, now)
         running.add_row(
-            Text(escaped(job.id)), Text(escaped(job.worker_id or "–", is_line=True)), str(job.priority), since
+            Text(escaped(short.get(job.id, job.id))),
+            Text(escaped(job.worker_id or "–", is_line=True)),
+            str(job.priority),
+            since,
         )
     waiting = (
         f"{stats.waiting} waiting, {stats.delayed} delayed, {stats.paused} paused, {stats.leased} running"

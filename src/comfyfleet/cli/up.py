@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
+from comfyfleet.cli import helping
 from comfyfleet.cli.endings import Terminated
 from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
 from comfyfleet.cli.printing import echo
@@ -24,7 +23,7 @@ _LOOK_S = 10.0
 """Between two looks for servers on this machine, where none was named."""
 
 
-@click.command("up")
+@helping.command("up")
 @settings(
     "servers",
     "fake",

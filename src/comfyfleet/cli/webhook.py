@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from comfyfleet.cli.helping import group
+from comfyfleet.cli.job_ids import whole_id
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
@@ -18,7 +20,7 @@ _every_tenant = click.option(
 )
 
 
-@click.group("webhook")
+@group("webhook")
 def command() -> None:
     """Deliver facts of jobs to a URL, and see what was delivered."""
 
@@ -144,7 +146,8 @@ def deliveries(job_id: str | None, status: str | None, limit: int, as_json: bool
 
     async def some(client: FleetClient) -> list[DeliveryView]:
         found: list[DeliveryView] = []
-        page = await client.deliveries(job_id, status=status, limit=limit)
+        whole = None if job_id is None else await whole_id(client, job_id)
+        page = await client.deliveries(whole, status=status, limit=limit)
         while True:
             found += [each for each in page.deliveries if status in (None, each.status)]
             if page.cursor is None or len(found) >= limit:

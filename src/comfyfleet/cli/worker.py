@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from comfyfleet.cli import workers
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
 from comfyfleet.cli.printing import echo
 from comfyfleet.cli.up import ended
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from comfyfleet.pool.options import Server
 
 
-@click.group("worker", invoke_without_command=True)
+@group("worker", invoke_without_command=True)
 @settings(
     "hub",
     "store",

@@ -7,11 +7,12 @@ from typing import Any
 import click
 
 from comfyfleet.cli import values
+from comfyfleet.cli.helping import group
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
 
-@click.group("workers", invoke_without_command=True)
+@group("workers", invoke_without_command=True)
 @as_json
 @settings(*TO_REACH)
 @click.pass_context
@@ -57,7 +58,7 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
         ]
         for worker in workers
     ]
-    headings = ["worker", "status", "runs", "completed", "failed", "per hour", "seen"]
+    headings = ["worker", "status", "runs", "done", "failed", "per h", "seen"]
     if any(worker.offline_reason for worker in workers):
         headings.append("why")
         rows = [[*row, worker.offline_reason] for row, worker in zip(rows, workers, strict=True)]

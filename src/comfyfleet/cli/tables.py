@@ -1,0 +1,97 @@
+"""Tables for a terminal of any width, and for pipes.
+
+In a terminal a table fits: first the ids in its first column are shortened, then its last column wraps, and where that
+does not suffice each row stands by itself, a line for each cell. In a pipe nothing is shortened, wrapped or cut off.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+
+from comfyfleet.cli.printing import echo, escaped
+
+_GAP = 2
+_LAST = 12
+"""Columns that the last cell needs to be readable when it wraps."""
+
+
+def print_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    empty: str,
+    short: Mapping[str, str] | None = None,
+) -> None:
+    """`short`: what may stand for a first cell where there is no room for all of it."""
+    if not rows:
+        echo(empty)
+        return
+    for line in lines_of(headings, rows, _width(), short or {}):
+        echo(line)
+
+
+def _width() -> int | None:
+    """None: as wide as it is. Whoever says COLUMNS means it, in a pipe too."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isdigit() and int(said):
+        return int(said)
+    if not sys.stdout.isatty():
+        return None
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def lines_of(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, short: Mapping[str, str]
+) -> Iterator[str]:
+    cells = [[escaped(cell, is_line=True) for cell in row] for row in rows]
+    if width is not None and _sum(_widths([headings, *cells])) > width:
+        cells = [[short.get(first, first), *others] for first, *others in cells]
+        widths = _widths([headings, *cells])
+        rest = width - _sum(widths[:-1]) - _GAP
+        if rest < min(widths[-1], max(_LAST, len(headings[-1]))):
+            yield from _blocks(headings, cells, width)
+            return
+        widths[-1] = min(widths[-1], rest)
+    else:
+        widths = _widths([headings, *cells])
+    for row in [headings, *cells]:
+        yield from _row(row, widths)
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _sum(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)
+
+
+def _row(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    *others, last = row
+    begin = "".join(cell.ljust(width + _GAP) for cell, width in zip(others, widths, strict=False))
+    for line in _wrapped(last, widths[-1]):
+        yield (begin + line).rstrip()
+        begin = " " * len(begin)
+
+
+def _blocks(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    names = max(len(heading) for heading in headings[1:]) + _GAP
+    for number, (first, *others) in enumerate(rows):
+        if number:
+            yield ""
+        yield first
+        for heading, cell in zip(headings[1:], others, strict=True):
+            begin = f"  {heading.ljust(names)}"
+            for line in _wrapped(cell, max(_LAST, width - len(begin))) if cell else ():
+                yield begin + line
+                begin = " " * len(begin)
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, max(1, width), break_on_hyphens=False) or [""] if len(text) > width else [text]
