@@ -6,8 +6,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_STAMP := .venv-bench/.installed
 PEERS_STAMP := .venv-peers/.installed
-# Tests run in two processes: they wait for sockets and timers more than they compute.
-JOBS ?= 2
+# Tests run in more processes than there are cores: they wait for sockets and timers as much as they compute.
+JOBS ?= 4
 # More for pytest, such as OPTIONS=--no-new-skips, or for bench, such as OPTIONS=--all-peers.
 OPTIONS ?=
 

@@ -57,7 +57,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def run(project: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:schemathesis", *options]
     return subprocess.run(command, cwd=project, capture_output=True, text=True, check=False, timeout=200)
 
 

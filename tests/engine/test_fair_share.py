@@ -75,6 +75,7 @@ async def bursts_beside(others: int) -> list[float]:
     return fleet.done_after[ANN]
 
 
+@pytest.mark.slow
 async def test_a_quiet_tenant_beside_fifty_thousand_jobs_has_its_own_done_in_at_most_twice_the_time() -> None:
     alone, beside = await bursts_beside(0), await bursts_beside(50_000)
     assert len(alone) == len(beside) == 20

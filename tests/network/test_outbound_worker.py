@@ -124,6 +124,7 @@ def test_it_is_cancelled_and_drained_from_the_hub(site: Site) -> None:
         assert (worker.returncode, errors) == (0, ""), output
 
 
+@pytest.mark.slow
 def test_a_cable_pulled_for_longer_than_a_lease_and_put_back_leaves_one_completion(site: Site) -> None:
     with ExitStack() as stack:
         site.worker(stack, "near", "--simulated", "0.1", is_far=False)

@@ -191,7 +191,7 @@ async def test_rows_that_were_swapped_do_not_open_and_the_others_do(tmp_path: Pa
             await engine.retry(one)
         await engine.register(RegisterWorker(GPU, offers("KSampler"), 9))
         # It is next in line. Nobody gets it: it ends, and says of what.
-        leased = [await engine.poll(Poll(GPU, PollId(str(number)))) for number in range(5)]
+        leased = [await engine.poll(Poll(GPU, PollId(str(number)), 0)) for number in range(5)]
         assert {each.job_id for each in leased if each is not None}.isdisjoint({one})
         view = await engine.get(one)
         assert view.dispatch.phase is Phase.FAILED and view.job.failure is not None
