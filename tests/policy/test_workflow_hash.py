@@ -29,7 +29,7 @@ from comfyfleet.model.workflow import (
     hash_workflow,
     parse_workflow,
 )
-from comfyfleet.model.workflow_hash import MAX_PASSES
+from comfyfleet.model.workflow_hash import EDITOR_INPUTS, EDITOR_INPUTS_OF, MAX_PASSES
 
 DOCS = Path(__file__).parents[2] / "docs"
 VECTORS: dict[str, Any] = json.loads((DOCS / "workflow-hash-vectors.json").read_text("utf-8"))
@@ -95,6 +95,33 @@ def test_titles_change_neither_hash() -> None:
 )
 def test_another_model_wire_or_input_changes_the_hash(node: str, name: str, value: Any) -> None:
     assert hash_workflow(changed(text_to_image(), node, name, value)) != hash_workflow(text_to_image())
+
+
+@pytest.mark.parametrize(
+    ("class_type", "name"),
+    [
+        ("SaveAudio", "audioUI"),
+        ("LoadImage", "upload"),
+        ("Preview3D", "image"),
+        ("PreviewAny", "previewMode"),
+    ],
+)
+def test_an_input_that_only_the_editor_has_counts_as_a_wire_alone(class_type: str, name: str) -> None:
+    def graph(**more: Any) -> Graph:
+        return {
+            "1": {"class_type": "LoadThing", "inputs": {}},
+            "2": {"class_type": class_type, "inputs": {"source": ["1", 0], **more}},
+        }
+
+    assert hash_workflow(graph(**{name: "x.safetensors"})) == hash_workflow(graph())
+    assert exact_hash(graph(**{name: ""})) != exact_hash(graph())
+    assert hash_workflow(graph(**{name: ["1", 0]})) != hash_workflow(graph())
+    assert hash_workflow(graph(beside="")) != hash_workflow(graph())
+
+
+def test_the_name_of_a_preview_is_an_ordinary_input_of_other_classes() -> None:
+    other = changed(text_to_image(), "9", "image", "")
+    assert hash_workflow(other) != hash_workflow(text_to_image())
 
 
 def test_another_class_changes_the_hash() -> None:
@@ -236,7 +263,7 @@ def reference_hash(graph: Graph) -> str:
             if is_wire and isinstance(value[1], int):
                 described[name] = value[1]
                 wires[node_id].append((name, value[0]))
-            else:
+            elif name not in EDITOR_INPUTS and name not in EDITOR_INPUTS_OF.get(content["class_type"], ()):
                 described[name] = reference_resources(name, value) or None
         colour[node_id] = canonical_json([content["class_type"], described])
 
@@ -313,5 +340,6 @@ def test_the_page_shows_the_hashes_and_lists_of_the_code() -> None:
     shown = dict(re.findall(r"^\| `([\w-]+)` \| `([0-9a-f]{64})` \|", page, re.MULTILINE))
     assert shown == {vector["name"]: vector["workflow_hash"] for vector in VECTORS["workflows"]}
     words = set(re.findall(r"`([^`]+)`", page))
-    assert words >= {*MODEL_EXTENSIONS, *RESOURCE_INPUTS, *PROSE_INPUTS}
+    assert words >= {*MODEL_EXTENSIONS, *RESOURCE_INPUTS, *PROSE_INPUTS, *EDITOR_INPUTS, *EDITOR_INPUTS_OF}
+    assert words >= {name for names in EDITOR_INPUTS_OF.values() for name in names}
     assert f"{MAX_PASSES} passes" in page

@@ -282,6 +282,10 @@ def _resolve_output(
     place: _Place, node: EditorNode, slot: int, kind: str, bounds: _Bounds
 ) -> _Output | _Value | None:
     bounds.hop(node)
+    if node.type == "PrimitiveNode":
+        # Switched off or not: the editor writes its value into the inputs first.
+        values = node.values
+        return _Value(values[0]) if isinstance(values, list) and values else None
     if node.mode == MUTED:
         return None
     if node.is_off:
@@ -299,9 +303,6 @@ def _resolve_output(
             if link is None or source is None
             else _resolve_output(inner, source, link.slot, kind, bounds)
         )
-    if node.type == "PrimitiveNode":
-        values = node.values
-        return _Value(values[0]) if isinstance(values, list) and values else None
     if node.type == "GetNode":
         setter = _setter(place, node)
         return None if setter is None else _through(*setter, kind, bounds)

@@ -15,8 +15,8 @@ from comfyfleet.model.workflow_hash import MODEL_EXTENSIONS, RESOURCE_INPUTS
 
 MAX_DEPTH = 8
 """Choices within choices of a dynamic combo."""
-MAX_TEXT = 200
-"""A longer default is not worth its place."""
+MAX_TEXT = 64 * 1024
+"""A longer default is no text that a person wrote."""
 
 # As in the editor's own table of widgets (`ComfyWidgets`); every other type is a socket and nothing else.
 _WIDGET_TYPES = frozenset(
@@ -164,7 +164,9 @@ def is_plain(value: Any) -> bool:
 def _trait(name: str, kind: str, options: Mapping[str, Any]) -> Trait:
     if kind == "CURVE":
         return "curve"
+    told = options.get("control_after_generate")
     if kind == "COMBO":
-        return "control_and_filter" if options.get("control_after_generate") else ""
-    is_controlled = options.get("control_after_generate") or (kind == "INT" and name in _SEEDS)
+        return "control_and_filter" if told else ""
+    # A seed has one unless its node says that it has none.
+    is_controlled = kind == "INT" and name in _SEEDS if told is None else told
     return "control" if is_controlled else ""

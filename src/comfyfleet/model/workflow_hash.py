@@ -89,6 +89,19 @@ PROSE_INPUTS = frozenset(
 )
 """Inputs whose text never names a resource: a prompt may end with the name of a file. Numbers are ignored here too."""
 
+EDITOR_INPUTS = frozenset({"audioUI", "choose file to upload", "upload"})
+"""Inputs of the editor's own (players, buttons), which its exports have and servers do not read. They count as wires
+alone, so that an exported workflow and the same one converted here have one hash."""
+
+EDITOR_INPUTS_OF = {
+    "Preview3D": frozenset({"image"}),
+    "Preview3DAnimation": frozenset({"image"}),
+    "PreviewAny": frozenset({"preview", "previewMode", "preview_markdown", "preview_mode", "preview_text"}),
+    "SaveGLB": frozenset({"image"}),
+}
+"""The same, of these classes alone."""
+
+_NONE: frozenset[str] = frozenset()
 _NUMBERING = "_0123456789"
 _encode = msgspec.json.Encoder(order="sorted").encode
 
@@ -164,7 +177,10 @@ def label(node: Node) -> bytes:
     """A node without its neighbours, as canonical JSON. A plain encoder will do: there are no fractions in it."""
     described: dict[str, Any] = {}
     links = node.links
+    left_out = EDITOR_INPUTS_OF.get(node.class_type, _NONE)
     for name, value in node.inputs.items():
+        if (name in EDITOR_INPUTS or name in left_out) and name not in links:
+            continue
         kind = type(value)
         described[name] = None
         if kind is str:
