@@ -10,7 +10,7 @@ from tests.policy._editor import DEFINITIONS, OBJECT_INFO, Editor
 from comfyfleet.model.conversion import convert_workflow, is_editor_workflow, node_classes_of
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.node_definitions import read_definitions
-from comfyfleet.model.workflow import InvalidWorkflow, hash_workflow, parse_workflow
+from comfyfleet.model.workflow import InvalidWorkflow, parse_workflow
 
 
 def convert(editor: Editor, **more: Any) -> dict[str, dict[str, Any]]:
@@ -161,25 +161,6 @@ def test_a_value_that_was_made_an_input_is_taken_from_its_wire() -> None:
     assert "number of steps" not in found
 
 
-def test_a_long_default_is_kept_as_a_short_one_is() -> None:
-    """A server requires the input: left out, the prompt is refused."""
-    words = "You are an assistant who describes pictures. " * 100
-    content = {"input": {"required": {"system_prompt": ["STRING", {"default": words}], "seed": ["INT", {}]}}}
-    editor = Editor()
-    editor.node("Chat", [])
-    graph = convert_workflow(editor.saved(), read_definitions({"Chat": content}))
-    assert graph["1"]["inputs"] == {"system_prompt": words, "seed": 0}
-
-
-def test_a_seed_whose_node_wants_no_control_beside_it_takes_one_value() -> None:
-    """`control_after_generate: false` on a seed: the editor saves nothing behind it."""
-    inputs = {"seed": ["INT", {"control_after_generate": False}], "mode": ["STRING", {"default": "auto"}]}
-    editor = Editor()
-    editor.node("Api", [7, "fixed"])
-    graph = convert_workflow(editor.saved(), read_definitions({"Api": {"input": {"required": inputs}}}))
-    assert graph["1"]["inputs"] == {"seed": 7, "mode": "fixed"}
-
-
 # what is only in the editor
 
 
@@ -269,15 +250,6 @@ def test_a_muted_node_and_the_wires_from_it_are_left_out() -> None:
     graph = with_lora(2)
     assert "6" not in graph
     assert "clip" not in graph["2"]["inputs"] and "model" not in graph["3"]["inputs"]
-
-
-@pytest.mark.parametrize("mode", [2, 4])
-def test_a_primitive_gives_its_value_muted_or_bypassed(mode: int) -> None:
-    """The editor writes it into the inputs it feeds before it looks what is switched off."""
-    editor, places = text_to_image()
-    primitive = editor.node("PrimitiveNode", [99, "fixed"], mode=mode)
-    editor.wire(primitive, 0, places["sampler"], "seed", "INT", widget="seed")
-    assert convert(editor)["3"]["inputs"]["seed"] == 99
 
 
 def test_what_is_switched_off_needs_no_server() -> None:
@@ -375,45 +347,6 @@ def test_a_subgraph_that_contains_itself_is_refused() -> None:
     editor.node("loop")
     with pytest.raises(InvalidWorkflow, match="contains itself"):
         convert(editor, definitions={"subgraphs": [inner.as_subgraph("loop", [], [])]})
-
-
-# one workflow, exported and converted
-
-
-def test_a_workflow_has_one_hash_exported_by_the_editor_and_converted_here() -> None:
-    """Exports have inputs that only the editor has: players, previews, buttons."""
-    definitions = read_definitions(
-        {
-            "LoadAudio": {"input": {"required": {"audio": [["a.mp3"], {"audio_upload": True}]}}},
-            "SaveAudioMP3": {
-                "input": {
-                    "required": {"audio": ["AUDIO"], "filename_prefix": ["STRING", {}], "quality": [["V0"]]}
-                }
-            },
-            "Preview3D": {"input": {"required": {"model_file": ["STRING", {"default": ""}]}}},
-            "PreviewAny": {"input": {"required": {"source": ["*", {}]}}},
-        }
-    )
-    editor = Editor()
-    loader = editor.node("LoadAudio", ["a.mp3", None, ""])
-    saver = editor.node("SaveAudioMP3", ["audio/x", "V0", ""])
-    editor.node("Preview3D", ["mesh.glb", ""])
-    shown = editor.node("PreviewAny", ["words", "words", None])
-    editor.wire(loader, 0, saver, "audio", "AUDIO")
-    editor.wire(loader, 0, shown, "source", "*")
-    exported = {
-        "1": {"class_type": "LoadAudio", "inputs": {"audio": "a.mp3", "audioUI": "", "upload": "audio"}},
-        "2": {
-            "class_type": "SaveAudioMP3",
-            "inputs": {"filename_prefix": "audio/x", "quality": "V0", "audioUI": "", "audio": ["1", 0]},
-        },
-        "3": {"class_type": "Preview3D", "inputs": {"model_file": "mesh.glb", "image": ""}},
-        "4": {
-            "class_type": "PreviewAny",
-            "inputs": {"preview_markdown": "words", "preview_text": "words", "previewMode": None, "source": ["1", 0]},
-        },
-    }  # fmt: skip
-    assert hash_workflow(convert_workflow(editor.saved(), definitions)) == hash_workflow(exported)
 
 
 # no

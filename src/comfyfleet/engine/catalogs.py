@@ -23,6 +23,7 @@ from comfyfleet.model.node_signatures import NodeCatalog, NodeSignature
 from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.variants import WorkflowVariant, graph_for, with_nodes
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.workflow import GraphNeeds, read_needs
 from comfyfleet.policy.acceptance import Differences, Graph, first_objection
 from comfyfleet.ports import Cabinet
 
@@ -57,6 +58,8 @@ class NodeCatalogs:
         self._own: tuple[bytes, NodeDefinitions] = (b"", {})
         """What was read last of a worker without signature, packed and unpacked: of a batch every workflow needs it."""
         self._differences: tuple[frozenset[str], Differences] = (frozenset(), Differences({}))
+        self._not_outputs: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        """For the catalogs of these signatures: the classes that none of them calls an output node."""
 
     # what workers tell
 
@@ -166,15 +169,45 @@ class NodeCatalogs:
             found = found.difference(variant.signatures) | refused.intersection(variant.signatures)
         return found
 
+    async def needs_of(self, graph: Mapping[str, Any], needs: GraphNeeds) -> GraphNeeds:
+        """What is left of the needs of a graph, where it is known which of its nodes a server would run."""
+        not_outputs = await self._known_not_outputs()
+        if needs.last_classes.isdisjoint(not_outputs):
+            # Every node leads to an output node, or to one of which that is not known.
+            return needs
+        if len(graph) > _MANY_NODES:
+            return await asyncio.to_thread(read_needs, graph, not_outputs)
+        return read_needs(graph, not_outputs)
+
+    async def _known_not_outputs(self) -> frozenset[str]:
+        known = await self._live_catalogs(self._not_outputs[0])
+        # With nobody there, what was known last is still the best that is known.
+        if known:
+            kinds = [
+                (name, each.is_output)
+                for catalog in known.values()
+                for name, each in catalog.signatures.items()
+            ]
+            outputs = {name for name, is_output in kinds if is_output}
+            self._not_outputs = frozenset(known), frozenset(name for name, _ in kinds) - outputs
+        return self._not_outputs[1]
+
+    async def _live_catalogs(self, before: frozenset[str]) -> dict[str, NodeCatalog] | None:
+        """The catalogs of live workers by their signatures. None: they are the same as `before`."""
+        live = self._context.fleet.signatures()
+        if before == live and all(each in self._at_hand for each in live):
+            return None
+        found = {each: catalog for each in sorted(live) if (catalog := await self.get(each)) is not None}
+        return None if before == found.keys() else found
+
     async def _refusing(self, graph: Graph) -> frozenset[str]:
         live = self._context.fleet.signatures()
         if len(live) < 2:
             return frozenset()
-        if self._differences[0] != live or any(each not in self._at_hand for each in live):
-            catalogs = {each: found for each in sorted(live) if (found := await self.get(each)) is not None}
-            if self._differences[0] != catalogs.keys():
-                known = {each: catalog.signatures for each, catalog in catalogs.items()}
-                self._differences = frozenset(catalogs), Differences(known)
+        catalogs = await self._live_catalogs(self._differences[0])
+        if catalogs is not None:
+            known = {each: catalog.signatures for each, catalog in catalogs.items()}
+            self._differences = frozenset(catalogs), Differences(known)
         differences = self._differences[1]
         inputs = sum(len(node.get("inputs") or ()) for node in graph.values())
         if len(graph) > _MANY_NODES or inputs > _MANY_INPUTS:

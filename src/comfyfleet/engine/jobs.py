@@ -127,7 +127,8 @@ class JobDesk:
         ceiling = None if tenant is None else tenant.caps.max_priority
         lesson = await self._context.lesson(workflow_hash)
         refusing = await self._catalogs.refusing(submission.workflow, submission.variants)
-        needed = class_of(placed, read_needs(submission.workflow), lesson)
+        needs = await self._catalogs.needs_of(submission.workflow, read_needs(submission.workflow))
+        needed = class_of(placed, needs, lesson)
         cls = where_accepted(self._context, needed, refusing)
         place = first_place(self._context, cls, lesson, await self._context.store.now())
         # One that was let go before has what it waited for, though that may be gone by now.

@@ -101,7 +101,8 @@ class SubmitDesk:
         size = await apart(submission.payload_bytes)
         self._room.take(size)
         refusing = await self._catalogs.refusing(reading.graph, submission.variants)
-        cls = where_accepted(context, class_of(placed, reading.needs, lesson), refusing)
+        needs = await self._catalogs.needs_of(reading.graph, reading.needs)
+        cls = where_accepted(context, class_of(placed, needs, lesson), refusing)
         unworkable = await self._unworkable(cls, submission)
         place = first_place(context, cls, lesson, max(now, submission.not_before or now))
         ceiling = None if tenant is None else tenant.caps.max_priority
@@ -142,7 +143,8 @@ class SubmitDesk:
         tenant = await context.gate.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
         refusing = await self._catalogs.refusing(payload.workflow, payload.variants)
-        cls = where_accepted(context, class_of(payload, read_needs(payload.workflow), lesson), refusing)
+        needs = await self._catalogs.needs_of(payload.workflow, read_needs(payload.workflow))
+        cls = where_accepted(context, class_of(payload, needs, lesson), refusing)
         place = first_place(context, cls, lesson, await context.store.now())
         placed = msgspec.structs.replace(
             dispatch,

@@ -6,7 +6,7 @@ what a workflow needs is decided by policy, and chance comes from the caller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import msgspec
@@ -89,18 +89,36 @@ class GraphNeeds(msgspec.Struct, frozen=True):
     """Files with a model extension. Names without one ('taesd', 'None', a hub's repository) are not files."""
     input_files: frozenset[str]
     """What loading nodes read: not a need of the worker, but somebody has to upload it."""
+    last_classes: frozenset[str] = frozenset()
+    """The classes of nodes that feed no other."""
 
 
-def read_needs(workflow: Workflow | Mapping[str, Any]) -> GraphNeeds:
-    """The classes, model files and input files that a graph names."""
-    nodes = _parsed(workflow).nodes.values()
+def read_needs(workflow: Workflow | Mapping[str, Any], not_outputs: Container[str] = ()) -> GraphNeeds:
+    """The classes, model files and input files that a graph names.
+
+    `not_outputs`: classes that are no output nodes. A server runs what an output node depends on, so files that only
+    other nodes name are no needs. It refuses a class that it does not have wherever that stands.
+    """
+    workflow = _parsed(workflow)
+    nodes = workflow.nodes
+    feeding = {link.node for node in nodes.values() for link in node.links.values()}
+    running = {node_id for node_id, node in nodes.items() if node.class_type not in not_outputs}
+    for node_id in reversed(workflow.order):
+        if node_id in running:
+            running.update(link.node for link in nodes[node_id].links.values())
     models: set[str] = set()
     files: set[str] = set()
-    for node in nodes:
-        its_models, its_files = files_of(node)
+    # Without an output node nothing would run, and the server will say so.
+    for node_id in running or nodes:
+        its_models, its_files = files_of(nodes[node_id])
         models |= its_models
         files |= its_files
-    return GraphNeeds(frozenset(node.class_type for node in nodes), frozenset(models), frozenset(files))
+    return GraphNeeds(
+        frozenset(node.class_type for node in nodes.values()),
+        frozenset(models),
+        frozenset(files),
+        frozenset(node.class_type for node_id, node in nodes.items() if node_id not in feeding),
+    )
 
 
 def files_of(node: Node) -> tuple[set[str], set[str]]:
