@@ -228,7 +228,15 @@ def test_keys_are_made_listed_rotated_and_revoked(run: Run, hub: Address) -> Non
     assert run("jobs", "--key", rotated).code == 3
     listing = run("key", "list").output
     assert "revoked" in listing and "theirs" in listing and made["key"] not in listing
-    assert run("key", "invite", "--uses", "2").output.startswith("cfe_")
+    token = run("key", "invite", "--uses", "2", "--prefix", "gpu-").output.strip()
+    assert token.startswith("cfe_")
+    listed = run("key", "invites")
+    assert "gpu-*" in listed.output and token not in listed.output
+    (invited,) = run("key", "invites", "--json").json
+    assert (invited["uses_left"], invited["is_good"]) == (2, True)
+    assert run("key", "uninvite", invited["id"]).output == f"{invited['id']} revoked\n"
+    assert run("key", "uninvite", invited["id"]).code == 3
+    assert run("key", "invites").output == "there are no enrolment tokens\n"
     assert run("key", "create", "tenant").code == 3
     assert hub.keys[Role.ADMIN] not in listing
 
@@ -246,6 +254,11 @@ def test_webhooks_are_added_listed_and_removed(run: Run) -> None:
     assert "billing" in run("webhook", "list").output
     assert run("webhook", "secret").output.startswith("whsec_")
     assert run("webhook", "secret", "--every-tenant", "--json").json["tenant"] is None
+    changed = run("webhook", "set", webhook_id, "--url", "https://example.com/new", "--event", "late")
+    assert changed.output == f"{webhook_id} hears of late at https://example.com/new\n"
+    assert run("webhook", "set", webhook_id, "--name", "x", "--json").json["events"] == ["late"]
+    assert run("webhook", "set", webhook_id).code == 2
+    assert run("webhook", "test", "nobody").code == 3
     assert run("webhook", "remove", webhook_id).output == f"{webhook_id} removed\n"
     assert run("webhook", "remove", webhook_id).code == 3
     assert run("webhook", "list").output == "there are no standing webhooks\n"

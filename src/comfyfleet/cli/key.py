@@ -155,3 +155,63 @@ def invite(uses: int, hours: float, prefix: str, replace: bool, as_json: bool, *
         print_json(made)
     else:
         echo(made.token)
+
+
+@command.command("invites")
+@as_json
+@settings(*TO_REACH)
+def invites(as_json: bool, **flags: Any) -> None:
+    """Every enrolment token, without its secret."""
+    import time
+
+    from comfyfleet.cli.reach import ago, ask, print_json, print_table
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.wire.keys import EnrolmentView
+
+    async def every(client: FleetClient) -> list[EnrolmentView]:
+        page = await client.invites()
+        found = list(page.enrolments)
+        while page.cursor is not None:
+            page = await client.invites(page.cursor)
+            found += page.enrolments
+        return found
+
+    found = ask(flags, every)
+    if as_json:
+        print_json(found)
+        return
+    now = time.time()
+
+    def state(token: EnrolmentView) -> str:
+        if token.is_good:
+            return "good"
+        return "expired" if token.uses_left else "used up"
+
+    rows = [
+        [
+            token.id,
+            state(token),
+            str(token.uses_left),
+            f"{token.worker_prefix}*",
+            "yes" if token.replace else "no",
+            f"{ago(token.created_at, now)} ago",
+        ]
+        for token in found
+    ]
+    heads = ["token", "state", "uses left", "for workers", "replaces keys", "made"]
+    print_table(heads, rows, empty="there are no enrolment tokens")
+
+
+@command.command("uninvite")
+@click.argument("token_id")
+@as_json
+@settings(*TO_REACH)
+def uninvite(token_id: str, as_json: bool, **flags: Any) -> None:
+    """End an enrolment token at once; keys that it gave stay."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    ask(flags, lambda client: client.uninvite(token_id))
+    if as_json:
+        print_json({"revoked": token_id})
+    else:
+        echo(f"{token_id} revoked")

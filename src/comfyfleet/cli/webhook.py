@@ -43,12 +43,8 @@ def add(
 ) -> None:
     """Deliver facts of every job that is submitted from now on to URL."""
     from comfyfleet.cli.reach import ask, print_json
-    from comfyfleet.model.fact import FactKind
 
-    unknown = [event for event in events if event not in {kind.value for kind in FactKind}]
-    if unknown:
-        known = ", ".join(kind.value for kind in FactKind)
-        raise click.BadParameter(f"{unknown[0]!r} is not one of {known}", param_hint="--event")
+    _check_events(events)
     made = ask(
         flags,
         lambda client: client.create_webhook(
@@ -64,6 +60,62 @@ def add(
             f"Deliveries are signed: `comfyfleet webhook secret{whose}` makes a secret to verify them with",
             err=True,
         )
+
+
+def _check_events(events: tuple[str, ...]) -> None:
+    from comfyfleet.model.fact import FactKind
+
+    unknown = [event for event in events if event not in {kind.value for kind in FactKind}]
+    if unknown:
+        known = ", ".join(kind.value for kind in FactKind)
+        raise click.BadParameter(f"{unknown[0]!r} is not one of {known}", param_hint="--event")
+
+
+@command.command("set")
+@click.argument("webhook_id")
+@click.option("--url", metavar="URL", help="Where facts go from now on.")
+@click.option(
+    "--event", "events", multiple=True, metavar="NAME", help="In place of those before. Repeatable."
+)
+@click.option("--name", "label", metavar="TEXT", help="What it is for.")
+@as_json
+@settings(*TO_REACH)
+def set_(
+    webhook_id: str, url: str | None, events: tuple[str, ...], label: str | None, as_json: bool, **flags: Any
+) -> None:
+    """Change a webhook; what is not given stays as it is."""
+    from comfyfleet.cli.reach import ask, print_json
+
+    if url is None and not events and label is None:
+        raise click.UsageError("say what to change: --url, --event or --name")
+    _check_events(events)
+    changed = ask(
+        flags,
+        lambda client: client.change_webhook(webhook_id, url=url, events=events or None, name=label),
+    )
+    if as_json:
+        print_json(changed)
+    else:
+        echo(f"{changed.id} hears of {', '.join(changed.events)} at {changed.url}")
+
+
+@command.command("test")
+@click.argument("webhook_id")
+@as_json
+@settings(*TO_REACH)
+def test(webhook_id: str, as_json: bool, **flags: Any) -> None:
+    """Send a test delivery now, and say what the receiver answered; ends with 1 if it did not take it."""
+    from comfyfleet.cli.endings import CommandFailed
+    from comfyfleet.cli.reach import ask, print_json
+
+    tested = ask(flags, lambda client: client.test_webhook(webhook_id))
+    if as_json:
+        print_json(tested)
+    elif tested.is_delivered:
+        echo(f"{tested.url} answered {tested.status} after {tested.seconds:.1f} s")
+    if not tested.is_delivered:
+        why = tested.error or f"it answered {tested.status}, which is not 2xx"
+        raise CommandFailed(f"{tested.url} did not take the test delivery: {why}")
 
 
 @command.command("list")

@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 import msgspec
 
 from comfyfleet.client import downloading
+from comfyfleet.client.keys import KeyCalls
 from comfyfleet.client.link import Link, Tries, filled
 from comfyfleet.client.options import (
     FINAL,
@@ -31,15 +32,11 @@ from comfyfleet.client.options import (
 from comfyfleet.client.sse import EventParser
 from comfyfleet.client.tenants import TenantCalls
 from comfyfleet.client.uploading import FileLike, upload
-from comfyfleet.model.access import Role
+from comfyfleet.client.webhooks import WebhookCalls
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.fact import FactKind
 from comfyfleet.model.job import OutputFile
 from comfyfleet.wire import answers, bodies
-from comfyfleet.wire import keys as key_bodies
-from comfyfleet.wire import webhooks as webhook_bodies
-from comfyfleet.wire import worker as worker_bodies
 from comfyfleet.wire.files import FileView
 from comfyfleet.wire.problems import refusal_in
 
@@ -55,7 +52,7 @@ _NOTHING_LEFT = 204
 T = TypeVar("T")
 
 
-class FleetClient(TenantCalls):
+class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
     """An async context manager; closing twice is harmless.
 
     A hub that is away or says "not now" is tried again for `patience_s`, where that cannot do anything twice: every
@@ -356,100 +353,7 @@ class FleetClient(TenantCalls):
     async def lift_block(self, worker_id: str, target: str) -> None:
         await self._link.ask("lift_block", type(None), worker_id=worker_id, target=target)
 
-    # keys
-
-    async def create_key(
-        self,
-        role: Role | str,
-        *,
-        name: str = "",
-        tenant: str | None = None,
-        worker_id: str | None = None,
-        expires_in_s: float | None = None,
-    ) -> key_bodies.KeyMade:
-        """The only time that the key is told."""
-        body = key_bodies.KeyBody(Role(role), name, tenant, worker_id, expires_in_s)
-        return await self._link.ask("create_key", key_bodies.KeyMade, body=body)
-
-    async def keys(self, cursor: str | None = None, limit: int = 100) -> key_bodies.KeyList:
-        return await self._link.ask("list_keys", key_bodies.KeyList, query={"cursor": cursor, "limit": limit})
-
-    async def audit(
-        self,
-        kind: Literal["operations", "jobs"] = "operations",
-        *,
-        since: float | None = None,
-        cursor: str | None = None,
-        limit: int = 100,
-    ) -> key_bodies.AuditPage:
-        query = {"kind": kind, "since": since, "cursor": cursor, "limit": limit}
-        return await self._link.ask("list_audit", key_bodies.AuditPage, query=query)
-
-    async def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> key_bodies.KeyMade:
-        body = key_bodies.RotateBody(overlap_s)
-        return await self._link.ask("rotate_key", key_bodies.KeyMade, body=body, key_id=key_id)
-
-    async def revoke_key(self, key_id: str) -> key_bodies.KeyView:
-        return await self._link.ask("revoke_key", key_bodies.KeyView, key_id=key_id)
-
-    async def invite(
-        self,
-        *,
-        uses: int = 1,
-        expires_in_s: float = 3600.0,
-        worker_prefix: str = "",
-        replace: bool = False,
-    ) -> key_bodies.EnrolmentMade:
-        """A token with which so many workers fetch keys of their own. `replace`: also those that have one, which then
-        ends."""
-        body = key_bodies.EnrolmentBody(uses, expires_in_s, worker_prefix, replace)
-        return await self._link.ask("create_enrolment", key_bodies.EnrolmentMade, body=body)
-
-    async def enrol(self, token: str, worker_id: str) -> key_bodies.KeyMade:
-        """One use of the token for a key that is good for this worker alone."""
-        body = worker_bodies.EnrolBody(token, worker_id)
-        return await self._link.ask("worker_enrol", key_bodies.KeyMade, body=body)
-
-    # webhooks
-
-    async def create_webhook(
-        self, url: str, *, events: Sequence[str] | None = None, name: str = "", every_tenant: bool = False
-    ) -> webhook_bodies.WebhookView:
-        """Facts of every job that is submitted from now on are delivered there."""
-        wanted = None if events is None else tuple(FactKind(event) for event in events)
-        body = webhook_bodies.StandingBody(url, wanted, name, every_tenant)
-        return await self._link.ask("create_webhook", webhook_bodies.WebhookView, body=body)
-
-    async def webhooks(self, cursor: str | None = None, limit: int = 100) -> webhook_bodies.WebhookList:
-        query = {"cursor": cursor, "limit": limit}
-        return await self._link.ask("list_webhooks", webhook_bodies.WebhookList, query=query)
-
-    async def delete_webhook(self, webhook_id: str) -> None:
-        await self._link.ask("delete_webhook", type(None), webhook_id=webhook_id)
-
-    async def rotate_webhook_secret(
-        self, overlap_s: float = 86400.0, *, every_tenant: bool = False
-    ) -> webhook_bodies.SecretMade:
-        """The only time that the secret is told. For so long the one before it signs too."""
-        body = webhook_bodies.SecretBody(overlap_s, every_tenant)
-        return await self._link.ask("rotate_webhook_secret", webhook_bodies.SecretMade, body=body)
-
-    async def deliveries(
-        self,
-        job_id: str | None = None,
-        *,
-        status: str | None = None,
-        cursor: str | None = None,
-        limit: int = 100,
-    ) -> webhook_bodies.DeliveryList:
-        """Those of one job, or one page of all that there are."""
-        if job_id is not None:
-            return await self._link.ask("job_deliveries", webhook_bodies.DeliveryList, job_id=job_id)
-        query = {"status": status, "cursor": cursor, "limit": limit}
-        return await self._link.ask("list_deliveries", webhook_bodies.DeliveryList, query=query)
-
-    async def resend_delivery(self, delivery_id: str) -> webhook_bodies.DeliveryView:
-        return await self._link.ask("resend_delivery", webhook_bodies.DeliveryView, delivery_id=delivery_id)
+    # the hub
 
     async def health(self) -> answers.HealthBody:
         return await self._link.ask("health", answers.HealthBody)

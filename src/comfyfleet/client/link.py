@@ -35,6 +35,7 @@ _SAME_TWICE = frozenset(
         "pause_job",
         "resume_job",
         "change_job",
+        "change_webhook",
         "pause_queue",
         "resume_queue",
         "drain_worker",

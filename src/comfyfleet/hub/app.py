@@ -132,7 +132,7 @@ class Hub:
         handlers: dict[str, Handler] = {
             **JobHandlers(engine, assets, inputs).bound(),
             **FileHandlers(engine, assets).bound(),
-            **WebhookHandlers(engine, webhooks, book, guard, self._delivering.wake).bound(),
+            **WebhookHandlers(engine, webhooks, book, guard, sender, self._delivering.wake).bound(),
             **self._streams.bound(),
             **FleetHandlers(engine, stats).bound(),
             **workers.bound(),

@@ -25,6 +25,7 @@ class KeyHandlers:
             "create_key": self.create,
             "revoke_key": self.revoke,
             "rotate_key": self.rotate,
+            "list_enrolments": self.list_enrolments,
             "create_enrolment": self.invite,
             "worker_enrol": self.enrol,
             "revoke_enrolment": self.uninvite,
@@ -64,6 +65,12 @@ class KeyHandlers:
         key, secret = await self._keys.rotate(key_id, overlap_s)
         self._credentials.forget(key.key_id)
         return Reply(200, wire.made(key, secret))
+
+    async def list_enrolments(self, call: Call[bodies.PageQuery]) -> Reply:
+        found, now = await self._keys.invites(call.given.cursor or "", call.given.limit), self._keys.now()
+        cursor = found[-1].token_id if len(found) == call.given.limit else None
+        views = tuple(wire.enrolment_view(each, now) for each in found)
+        return Reply(200, wire.EnrolmentList(views, cursor))
 
     async def invite(self, call: Call[wire.EnrolmentBody]) -> Reply:
         body = call.given

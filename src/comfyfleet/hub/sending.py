@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 
 import msgspec
 
@@ -15,7 +16,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.safe_reports import made_safe
 from comfyfleet.model.errors import ComfyFleetError, Fault
 from comfyfleet.model.job import Job
-from comfyfleet.model.webhook import Delivery, DeliveryStatus
+from comfyfleet.model.webhook import Delivery, DeliveryStatus, StandingWebhook
 from comfyfleet.outbound.guard import Fetched, Forbidden, Guard
 from comfyfleet.policy.delivering import Attempted, after_attempt, given_up
 from comfyfleet.ports import Chance
@@ -23,7 +24,7 @@ from comfyfleet.tenancy.deliveries import Deliveries, host_of
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.tracing import log_failure
 from comfyfleet.wire.signing import ID_HEADER, SIGNATURE_HEADER, TIME_HEADER, new_secret, signatures
-from comfyfleet.wire.webhooks import event
+from comfyfleet.wire.webhooks import WebhookTested, event, shown, test_event
 
 _LOG = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ class Sender:
             return given_up(delivery, "the job is not kept any more", self._engine.now())
         keys = await self._webhooks.signing(delivery.owner, make_secret())
         try:
-            attempted = await self._post(delivery, event(facts[0], await _made_safe(job)), keys)
+            body = event(facts[0], await _made_safe(job))
+            attempted = await self._post(delivery.url, delivery.delivery_id, body, keys)
         except Exception:
             # It may well be the same the next time: counted, it has an end like any other.
             log_failure(_LOG, "delivery %s could not be made", delivery.delivery_id)
@@ -99,17 +101,35 @@ class Sender:
             rules=self._engine.rules,
         )
 
-    async def _post(self, delivery: Delivery, body: bytes, keys: tuple[str, ...]) -> Attempted:
+    async def try_out(self, webhook: StandingWebhook) -> WebhookTested:
+        """A test delivery, once."""
+        delivery_id = f"test_{secrets.token_hex(12)}"
+        keys = await self._webhooks.signing(webhook.owner, make_secret())
+        body = test_event(webhook.webhook_id, self._engine.now())
+        began = time.monotonic()
+        attempted = await self._post(webhook.url, delivery_id, body, keys)
+        status = attempted.status
+        return WebhookTested(
+            delivery_id,
+            webhook.webhook_id,
+            shown(webhook.url),
+            status is not None and 200 <= status < 300,
+            round(time.monotonic() - began, 3),
+            status,
+            attempted.error,
+        )
+
+    async def _post(self, url: str, delivery_id: str, body: bytes, keys: tuple[str, ...]) -> Attempted:
         timestamp = int(self._engine.now())
         headers = {
             "content-type": "application/json",
             "user-agent": "comfyfleet",
-            ID_HEADER: delivery.delivery_id,
+            ID_HEADER: delivery_id,
             TIME_HEADER: str(timestamp),
-            SIGNATURE_HEADER: signatures(keys, delivery.delivery_id, timestamp, body),
+            SIGNATURE_HEADER: signatures(keys, delivery_id, timestamp, body),
         }
         try:
-            answer = await self._guard.post(delivery.url, body, headers)
+            answer = await self._guard.post(url, body, headers)
         except Forbidden as forbidden:
             return Attempted(error=forbidden.message)
         except Fault as fault:

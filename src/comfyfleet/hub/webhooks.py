@@ -6,14 +6,17 @@ An owner sees its own alone; what stands for every tenant is the operators'. How
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+
+from msgspec import UNSET
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
-from comfyfleet.hub.sending import make_secret
+from comfyfleet.hub.sending import Sender, make_secret
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.webhook import ENDINGS, Delivery
+from comfyfleet.model.webhook import ENDINGS, Delivery, StandingWebhook
 from comfyfleet.outbound.guard import Guard
 from comfyfleet.policy.delivering import asked_again
 from comfyfleet.tenancy.deliveries import Deliveries, named
@@ -34,18 +37,22 @@ class WebhookHandlers:
         webhooks: Webhooks,
         book: Deliveries,
         guard: Guard,
+        sender: Sender,
         wake: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._webhooks = webhooks
         self._book = book
         self._guard = guard
+        self._sender = sender
         self._wake = wake
 
     def bound(self) -> dict[str, Handler]:
         return {
             "list_webhooks": self.list_webhooks,
             "create_webhook": self.create,
+            "change_webhook": self.change,
+            "test_webhook": self.test,
             "delete_webhook": self.delete,
             "rotate_webhook_secret": self.rotate,
             "list_deliveries": self.list_deliveries,
@@ -74,14 +81,33 @@ class WebhookHandlers:
         )
         return Reply(201, wire.view(made), made=made.webhook_id)
 
+    async def change(self, call: Call[wire.WebhookChange]) -> Reply:
+        webhook, body = await self._mine(call), call.given
+        fields: dict[str, object] = {}
+        if body.url is not UNSET:
+            self._guard.check(body.url)
+            fields["url"] = body.url
+        if body.events is not UNSET:
+            fields["events"] = tuple(dict.fromkeys(body.events or ENDINGS))
+        if body.name is not UNSET:
+            fields["name"] = body.name
+        changed = await self._webhooks.change(webhook.webhook_id, fields)
+        if changed is None:
+            raise _no_webhook(webhook.webhook_id)
+        return Reply(200, wire.view(changed))
+
+    async def test(self, call: Call[None]) -> Reply:
+        return Reply(200, await self._sender.try_out(await self._mine(call)))
+
     async def delete(self, call: Call[None]) -> Reply:
+        await self._webhooks.remove(await self._mine(call))
+        return Reply(204)
+
+    async def _mine(self, call: Call[Any]) -> StandingWebhook:
         webhook = await self._webhooks.get(call.parameters["webhook_id"])
         if webhook is None or not _sees(call.caller, webhook.owner):
-            raise Refusal(
-                RefusalCode.NOT_FOUND, f"there is no webhook {call.parameters['webhook_id']!r} (any more)"
-            )
-        await self._webhooks.remove(webhook)
-        return Reply(204)
+            raise _no_webhook(call.parameters["webhook_id"])
+        return webhook
 
     async def rotate(self, call: Call[wire.SecretBody]) -> Reply:
         owner = _owner(call.caller, call.given.every_tenant)
@@ -139,6 +165,10 @@ class WebhookHandlers:
             raise missing
         self._wake()
         return Reply(200, wire.delivery_view(changed))
+
+
+def _no_webhook(webhook_id: str) -> Refusal:
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no webhook {webhook_id!r} (any more)")
 
 
 def _owner(caller: Caller, every_tenant: bool) -> TenantId | None:

@@ -148,6 +148,13 @@ class Keys:
         await self._cabinet.put(_ENROLMENTS, token_id, msgspec.json.encode(enrolment), version=0)
         return enrolment, f"{ENROLMENT_PREFIX}{token_id}_{secret}"
 
+    async def invites(self, after: str = "", limit: int = 100) -> list[Enrolment]:
+        page = await self._cabinet.listing(_ENROLMENTS, after, limit)
+        return [msgspec.json.decode(document.body, type=Enrolment) for document in page]
+
+    def now(self) -> float:
+        return self._clock.now()
+
     async def uninvite(self, token_id: str) -> None:
         if not await self._cabinet.remove(_ENROLMENTS, token_id):
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no enrolment token {token_id!r} (any more)")

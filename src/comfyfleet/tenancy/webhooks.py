@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Mapping
 
 import msgspec
 
@@ -64,6 +65,20 @@ class Webhooks:
             return None
         document = await self._cabinet.get(_WEBHOOKS, webhook_id)
         return None if document is None else msgspec.json.decode(document.body, type=StandingWebhook)
+
+    async def change(self, webhook_id: str, fields: Mapping[str, object]) -> StandingWebhook | None:
+        """None: there is no such webhook (any more)."""
+        for _ in range(_TRIES):
+            document = await self._cabinet.get(_WEBHOOKS, webhook_id)
+            if document is None:
+                return None
+            kept = msgspec.json.decode(document.body, type=StandingWebhook)
+            changed = msgspec.structs.replace(kept, **fields)
+            body = msgspec.json.encode(changed)
+            if await self._cabinet.put(_WEBHOOKS, webhook_id, body, version=document.version):
+                self._known.pop(changed.owner, None)
+                return changed
+        raise Fault("the webhook is being changed by others all the time; try again")
 
     async def remove(self, webhook: StandingWebhook) -> None:
         await self._cabinet.remove(_WEBHOOKS, webhook.webhook_id)

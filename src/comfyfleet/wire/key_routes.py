@@ -35,6 +35,14 @@ KEYS = of_noun(
         body=keys.RotateBody,
         is_body_optional=True,
     ),
+    get_route(
+        "list_enrolments",
+        "/api/enrolments",
+        "Every enrolment token, without its secret",
+        OPERATORS,
+        keys.EnrolmentList,
+        query=bodies.PageQuery,
+    ),
     Route(
         "create_enrolment",
         "POST",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from comfyfleet.model.access import ApiKey, AuditEntry, Role
+from comfyfleet.model.access import ApiKey, AuditEntry, Enrolment, Role
 from comfyfleet.wire.bodies import Name, Seconds, Time
 
 
@@ -60,6 +60,22 @@ class EnrolmentMade(msgspec.Struct, frozen=True):
     id: str = ""
 
 
+class EnrolmentView(msgspec.Struct, frozen=True):
+    id: str
+    created_at: float
+    expires_at: float
+    uses_left: int
+    is_good: bool
+    """Neither used up nor expired."""
+    worker_prefix: str = ""
+    replace: bool = False
+
+
+class EnrolmentList(msgspec.Struct, frozen=True):
+    enrolments: tuple[EnrolmentView, ...]
+    cursor: str | None = None
+
+
 class AuditQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """`operations`: what was done to keys, queue and workers. `jobs`: what callers did to jobs."""
 
@@ -94,6 +110,18 @@ class AuditPage(msgspec.Struct, frozen=True):
 def entry_view(entry: AuditEntry, entry_id: str, number: int, previous: str, hash_: str) -> AuditView:
     return AuditView(
         **msgspec.structs.asdict(entry), id=entry_id, number=number, previous=previous, hash=hash_
+    )
+
+
+def enrolment_view(token: Enrolment, now: float) -> EnrolmentView:
+    return EnrolmentView(
+        token.token_id,
+        token.created_at,
+        token.expires_at,
+        token.uses_left,
+        token.uses_left > 0 and now < token.expires_at,
+        token.worker_prefix,
+        token.replaces,
     )
 
 

@@ -25,6 +25,22 @@ WEBHOOKS = of_noun(
         answers={201: webhooks.WebhookView},
     ),
     Route(
+        "change_webhook",
+        "PATCH",
+        "/api/webhooks/{webhook_id}",
+        "Change its URL, events or name; what is pending goes where it was to go",
+        CALLERS,
+        body=webhooks.WebhookChange,
+        answers={200: webhooks.WebhookView},
+    ),
+    post_route(
+        "test_webhook",
+        "/api/webhooks/{webhook_id}/test",
+        "Send a test delivery, signed, and say what the receiver answered; nothing is kept or tried again",
+        CALLERS,
+        webhooks.WebhookTested,
+    ),
+    Route(
         "delete_webhook",
         "DELETE",
         "/api/webhooks/{webhook_id}",

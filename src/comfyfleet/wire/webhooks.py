@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.failure import Failure
@@ -30,6 +30,15 @@ class StandingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     name: Annotated[str, Meta(max_length=256)] = ""
     every_tenant: bool = False
     """It hears of everybody's jobs, and is signed with the hub's own secret: for operators."""
+
+
+class WebhookChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is left out stays as it is."""
+
+    url: Url | UnsetType = UNSET
+    events: Events | UnsetType | None = UNSET
+    """Null: the last ones of each job."""
+    name: Annotated[str, Meta(max_length=256)] | UnsetType = UNSET
 
 
 class SecretBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -59,6 +68,20 @@ class WebhookView(msgspec.Struct, frozen=True):
 class WebhookList(msgspec.Struct, frozen=True):
     webhooks: tuple[WebhookView, ...]
     cursor: str | None = None
+
+
+class WebhookTested(msgspec.Struct, frozen=True):
+    """What came of a test delivery. What the receiver said beside its status is not told."""
+
+    id: str
+    """Of the delivery: its header `webhook-id`."""
+    webhook_id: str
+    url: str
+    is_delivered: bool
+    seconds: float
+    status: int | None = None
+    """Of the receiver's answer; null: there was none."""
+    error: str | None = None
 
 
 class SecretMade(msgspec.Struct, frozen=True):
@@ -119,6 +142,16 @@ class EventBody(msgspec.Struct, frozen=True):
     data: EventData
 
 
+def test_event(webhook_id: str, at: float) -> bytes:
+    """What a receiver is sent to try it out."""
+    data = {"webhook_id": webhook_id, "message": "a test delivery: there is nothing to do"}
+    return msgspec.json.encode({"type": "webhook.test", "timestamp": _timestamp(at), "data": data})
+
+
+def _timestamp(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
 def event_name(kind: FactKind) -> str:
     return f"job.{kind.value}"
 
@@ -143,8 +176,7 @@ def event(fact: Fact, job: Job) -> bytes:
         job.result if is_last_word else None,
         job.failure if is_last_word else None,
     )
-    timestamp = datetime.fromtimestamp(fact.at, UTC).isoformat(timespec="milliseconds")
-    body = EventBody(event_name(fact.kind), timestamp.replace("+00:00", "Z"), data)
+    body = EventBody(event_name(fact.kind), _timestamp(fact.at), data)
     content = msgspec.json.encode(body)
     if len(content) > MAX_EVENT_BYTES and data.result is not None:
         cut = msgspec.structs.replace(data, result=None, is_cut=True)
