@@ -343,3 +343,31 @@ def test_the_limits_of_connections_hold_what_the_limits_of_places_promise() -> N
     usual = Limits()
     assert usual.max_connections >= max(usual.max_streams, usual.max_sockets, usual.max_parked)
     assert usual.max_connections_per_address >= usual.max_held_per_address >= usual.max_held_per_key
+
+
+async def test_requests_behind_one_another_are_read_a_few_at_a_time_and_all_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ahead: list[int] = []
+    read = Connection.on_headers_complete
+
+    def note(self: Connection) -> None:
+        read(self)
+        ahead.append(len(self.pipeline))
+
+    monkeypatch.setattr(Connection, "on_headers_complete", note)
+    body = b'{"payload": {}}'
+    posts = b"POST /api/jobs HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    async with running_hub() as rig:
+        host, port = rig.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write((b"GET / HTTP/1.1\r\n\r\n" * 50 + posts) * 100)
+        found = b""
+        async with asyncio.timeout(60):
+            while found.count(b"HTTP/1.1 ") < 5_100:
+                piece = await reader.read(1 << 20)
+                assert piece, "the hub ended the connection"
+                found += piece
+        writer.close()
+    assert len(ahead) == 5_100
+    assert max(ahead) < 200, "each of them takes memory, and the time of others"

@@ -193,3 +193,27 @@ async def test_no_body_of_the_full_size_stops_the_hub() -> None:
         size = Limits().max_frame_bytes
         work = partial(_say, hub, Role.TENANT, None, size - 4_096, ["a wide string", "small objects"])
         await hub.check("a frame", size, work)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("before", [b"", b"POST /api/jobs HTTP/1.1\r\ncontent-length: 1\r\n\r\n1"])
+async def test_no_number_of_requests_behind_one_another_stops_the_hub(
+    scaled: HostileHub, before: bytes
+) -> None:
+    host, port = scaled.url.removeprefix("http://").split(":")
+    count = 14_000
+
+    async def flood() -> None:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(before + b"GET / HTTP/1.1\r\n\r\n" * count)
+        found, tail = 0, b""
+        async with asyncio.timeout(60):
+            while found < count + bool(before):
+                piece = tail + await reader.read(1 << 20)
+                assert piece != tail, f"the hub ended the connection after {found} answers"
+                found += piece.count(b"HTTP/1.1 ")
+                tail = piece[-8:]
+        writer.close()
+
+    await scaled.check(f"{count} requests on one connection", SCALED, flood)

@@ -4,6 +4,9 @@ uvicorn bounds how long a connection rests between two requests. It waits for ev
 for a reader that takes nothing; those are looked for here, once a second for all of them. What a caller may keep open
 once it is known is `places.py`'s. An answer that is there as a whole is written as a whole, too: uvicorn writes twice,
 which is another call into the kernel and, to whoever reads it, another packet.
+
+uvicorn reads all that has arrived at once, which may be thousands of small requests. What is left waits while others
+have their turn, and while the requests before it are not answered.
 """
 
 from __future__ import annotations
@@ -26,6 +29,11 @@ ANSWER = "comfyfleet.answer"
 _LOOK_S = 1.0
 _OWN_FILES = 128
 """Kept for what is no connection of a caller: the store's, files on their way, the log."""
+_STEP_BYTES = 2 * 1024
+"""As requests without headers, about a hundred."""
+_TURN_S = 0.005
+_MAX_AHEAD = 16
+"""Requests of one connection that may wait for an answer to the one before them."""
 
 
 class Connections:
@@ -92,6 +100,12 @@ class Connection(HttpToolsProtocol):
         self._stuck_since: float | None = None
         self._unanswered: deque[RequestResponseCycle] = deque()
         """Requests that another came behind before they were answered."""
+        self._behind = bytearray()
+        """What has arrived and is not read yet."""
+        self._next: asyncio.Handle | None = None
+        self._body_left = 0
+        """Bytes of the body that arrives, as far as its length was said."""
+        self._is_upgraded = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -107,6 +121,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave()
+        self._behind.clear()
         super().connection_lost(exc)
         # uvicorn tells the last request alone: a stream in front of it would be written to for ever.
         for cycle in self._unanswered:
@@ -120,9 +135,49 @@ class Connection(HttpToolsProtocol):
             self._end("400 Bad Request")
             return
         self._leave()
+        self._is_upgraded = True
+        self.transport.resume_reading()
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
+        if self._behind:
+            # Resumed by uvicorn, which knows nothing of what is left.
+            self._behind += data
+            self.transport.pause_reading()
+        elif len(data) <= _STEP_BYTES:
+            self._read(data)
+        else:
+            self._behind += data
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._next = None
+        until = self.loop.time() + _TURN_S
+        while self._behind and not self._is_upgraded and not self.transport.is_closing():
+            if len(self.pipeline) >= _MAX_AHEAD or self.loop.time() > until:
+                self.transport.pause_reading()
+                if len(self.pipeline) < _MAX_AHEAD:
+                    self._next = self.loop.call_soon(self._take_turn)
+                # Else gone on with once one of them is answered.
+                return
+            size = max(_STEP_BYTES, self._body_left)
+            step = bytes(self._behind[:size])
+            del self._behind[:size]
+            self._read(step)
+        self._behind.clear()
+        if not self._is_upgraded and not self.transport.is_closing() and not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._behind and self._next is None and len(self.pipeline) < _MAX_AHEAD:
+            self._next = self.loop.call_soon(self._take_turn)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_left = max(0, self._body_left - len(body))
+        super().on_body(body)
+
+    def _read(self, data: bytes) -> None:
         cycle = cast(RequestResponseCycle | None, self.cycle)
         if self._arriving_since is None and (cycle is None or cycle.response_complete):
             # Blank lines may stand before a request. They end the time to rest, though none has begun.
@@ -140,6 +195,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._body_left = _length_in(self.headers)
         before = cast(RequestResponseCycle | None, self.cycle)
         super().on_headers_complete()
         if self.cycle is not before:
@@ -189,6 +245,11 @@ class Connection(HttpToolsProtocol):
             self._all.by_address[self._address] -= 1
             if not self._all.by_address[self._address]:
                 del self._all.by_address[self._address]
+
+
+def _length_in(headers: list[tuple[bytes, bytes]]) -> int:
+    """Of the body. The parser has refused what is no length; 0 where it is not said."""
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)
 
 
 async def _answer(
