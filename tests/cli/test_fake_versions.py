@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import aiohttp
 import pytest
 
 from comfyfleet.cli.endings import CommandFailed
-from comfyfleet.cli.servers import fakes
-from comfyfleet.cli.settings import Resolved, Settings
+from comfyfleet.cli.servers import fakes, journals, named, tell_state
+from comfyfleet.cli.settings import Resolved, Settings, read_settings
+from comfyfleet.pool.agents import Agents
 
 
 async def _versions_of(settings: Settings) -> list[str]:
@@ -31,3 +33,13 @@ async def test_fakes_take_the_given_releases_in_turn() -> None:
 async def test_a_release_that_no_fake_can_show_is_refused_by_its_option() -> None:
     with pytest.raises(CommandFailed, match=r"fake_version.*0\.3\.40"):
         await _versions_of(Settings(fake=1, fake_version=("0.1.0",)))
+
+
+async def test_only_fake_servers_keep_no_journal(tmp_path: Path) -> None:
+    """They end with their process; what a real server beside them runs does not."""
+    resolved = read_settings({"fake": 1, "data": str(tmp_path)}, environment={})
+    agents = Agents(tell_state, journals=journals(resolved))
+    async with AsyncExitStack() as stack:
+        real = named(("http://127.0.0.1:9",), None, 1, alone=False)
+        fake = await fakes(stack, 1, "here", resolved)
+        assert [agents.journal_of(server) is not None for server in (*real, *fake)] == [True, False]

@@ -76,6 +76,20 @@ async def test_a_workflow_that_every_server_refuses_fails_with_what_the_last_one
         assert said == ["sampler_name is refused", "steps is refused"]
 
 
+async def test_a_job_waits_for_the_only_server_that_may_accept_it_while_that_drains() -> None:
+    """It may be let back. So it is where the catalogs said before that the other one would refuse it."""
+    async with Rig() as rig:
+        await rig.worker("a", signature="old")
+        await rig.worker("b", signature="new")
+        await rig.engine.drain_worker(WorkerId("b"))
+        job_id = await rig.submit()
+        assert (await refuse(rig, await rig.take("a"))).will_retry
+        assert await rig.poll("a") is None
+        assert (await rig.engine.get(job_id)).dispatch.phase is Phase.QUEUED
+        await rig.engine.resume_worker(WorkerId("b"))
+        assert (await rig.take("b")).job_id == job_id
+
+
 async def test_one_refusal_speaks_for_all_servers_with_the_same_signature() -> None:
     async with Rig() as rig:
         for name in "abc":

@@ -404,3 +404,20 @@ async def test_a_worker_that_registers_while_it_gets_another_profile_keeps_that(
         worker = await it.store.get_worker(WorkerId("gpu"))
         assert worker is not None and worker.profile in (await it.store.table()).profiles
         assert [await take(it.first, "gpu", "0")] == jobs
+
+
+async def test_a_poll_that_is_given_up_at_one_engine_leaves_the_lease_that_the_other_gave_for_it() -> None:
+    """A worker that asks again elsewhere asks with the same id, and its first request may end late."""
+    async with Engines() as both:
+        await register(both.first, "gpu", "KSampler")
+        parked = asyncio.create_task(both.first.poll(Poll(WorkerId("gpu"), PollId("poll"), 1e9)))
+        while not both.first.idle_slots:
+            await asyncio.sleep(0)
+        await register(both.second, "gpu", "KSampler")
+        await both.second.submit(Submission(graph()))
+        leased = await both.second.poll(Poll(WorkerId("gpu"), PollId("poll"), 0))
+        assert leased is not None and not parked.done()
+        parked.cancel()
+        await asyncio.wait({parked})
+        beat = await both.second.heartbeat(WorkerId("gpu"), [leased.ref])
+        assert beat.alive == (leased.ref,)

@@ -148,7 +148,11 @@ async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved
             fake = await stack.enter_async_context(FakeComfyUI(settings))
         except PillowMissing as error:
             raise CommandFailed(str(error)) from error
-        servers.append(Server(fake.url, id=f"{name}-fake-{number}", slots=resolved.values.slots))
+        # It ends with this process: nothing is left to go on with.
+        server = Server(
+            fake.url, id=f"{name}-fake-{number}", slots=resolved.values.slots, keeps_journal=False
+        )
+        servers.append(server)
     return servers
 
 
@@ -181,9 +185,9 @@ async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | N
     return body if isinstance(body, dict) and "system" in body and "devices" in body else None
 
 
-def journals(resolved: Resolved) -> Path | None:
-    """Where workers write what they run. Fake servers end with their process: nothing is left to go on with."""
-    return None if resolved.values.fake else resolved.data / "journal"
+def journals(resolved: Resolved) -> Path:
+    """Where workers write what they run."""
+    return resolved.data / "journal"
 
 
 def this_process() -> str:

@@ -47,13 +47,14 @@ class Refusals:
     async def may_accept(
         self, dispatch: Dispatch, worker_id: WorkerId, refusing: frozenset[str], now: float
     ) -> int:
-        """Live workers that could run it, other than those that have refused it or are equal to one that has."""
+        """Live workers that could run it, other than those that have refused it or are equal to one that has. One that
+        drains, or is paused, may be let back."""
         found = await self._class(dispatch.relaxed_class or dispatch.class_key)
         if found is None:
             return 0
         cls, count = without_signatures(found, refusing), 0
         for worker in list(self._context.fleet.workers.values()):
-            if worker.worker_id == worker_id or worker.is_offline or worker.is_draining:
+            if worker.worker_id == worker_id or worker.is_offline:
                 continue
             if self._context.fleet.is_held_back(worker):
                 continue

@@ -43,11 +43,11 @@ class Grant(NamedTuple):
 class Slot:
     """One parked poll."""
 
-    __slots__ = ("answer", "poll_id", "worker_id")
+    __slots__ = ("answer", "offer", "poll_id", "worker_id")
 
     def __init__(self, worker_id: WorkerId, poll_id: PollId) -> None:
-        self.worker_id = worker_id
-        self.poll_id = poll_id
+        self.worker_id, self.poll_id = worker_id, poll_id
+        self.offer: LeaseOffer | None = None  # with which a job was last asked for
         self.answer: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
 
 
@@ -300,7 +300,7 @@ class Rounds:
         worker = context.fleet.workers.get(slot.worker_id)
         if slot.answer.done() or worker is None:
             return True
-        offer = context.offer(worker, slot.poll_id, candidate.lane.workflow_hash)
+        slot.offer = offer = context.offer(worker, slot.poll_id, candidate.lane.workflow_hash)
         written, record = await self._leased(candidate.job_id, offer)
         if written is None:
             # If a block was the reason that this engine had not heard of, the next look must see it.

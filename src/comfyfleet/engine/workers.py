@@ -176,20 +176,20 @@ class WorkerDesk:
     async def poll(self, call: Poll) -> LeasedJob | None:
         # Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
         poll_id = PollId(f"{call.worker_id}/{call.poll_id}")
-        me = self._asking[poll_id] = object()
+        slot = self._asking[poll_id] = Slot(call.worker_id, poll_id)
         try:
-            return await self._poll(call, poll_id)
+            return await self._poll(call, slot)
         except BaseException:
             # Asked again meanwhile, the lease is that of whoever asked last.
-            if self._asking.get(poll_id) is me:
-                await asyncio.shield(self._forsake(poll_id))
+            if self._asking.get(poll_id) is slot:
+                await asyncio.shield(self._forsake(slot))
             raise
         finally:
-            if self._asking.get(poll_id) is me:
+            if self._asking.get(poll_id) is slot:
                 del self._asking[poll_id]
 
-    async def _poll(self, call: Poll, poll_id: PollId) -> LeasedJob | None:
-        known = await self._context.store.leased_by_poll(poll_id)
+    async def _poll(self, call: Poll, slot: Slot) -> LeasedJob | None:
+        known = await self._context.store.leased_by_poll(slot.poll_id)
         if known is not None:
             # The answer to this poll was lost on its way: the same lease is told again.
             return await self._leased_job(known)
@@ -200,7 +200,6 @@ class WorkerDesk:
             )
         self._commands.serve(call.worker_id)
         await self._seen(call.worker_id)
-        slot = Slot(call.worker_id, poll_id)
         try:
             await self._rounds.park(slot)
             if call.wait_s <= 0:
@@ -220,12 +219,13 @@ class WorkerDesk:
         grant = slot.answer.result()
         return None if grant is None else await self._leased_job(grant.dispatch, grant.record)
 
-    async def _forsake(self, poll_id: PollId) -> None:
-        """Nobody waits for the answer of this poll any more: what was leased for it goes back at once."""
-        granted = await self._context.store.leased_by_poll(poll_id)
-        # One that is acknowledged was told before, and runs: it was only asked for again, by an agent that came back.
-        if granted is not None and granted.lease is not None and not granted.lease.is_acknowledged:
-            await self._context.give_back(granted)
+    async def _forsake(self, slot: Slot) -> None:
+        """Nobody waits for the answer any more: what was leased here for it goes back. Another hub's lease stays."""
+        held = await self._context.store.leased_by_poll(slot.poll_id)
+        lease = None if held is None else held.lease
+        token = None if slot.offer is None else slot.offer.token
+        if held is not None and lease is not None and lease.token == token and not lease.is_acknowledged:
+            await self._context.give_back(held)
 
     async def _leased_job(self, dispatch: Dispatch, job: Job | None = None) -> LeasedJob | None:
         """None: it cannot be run by anybody, and has ended so. `job`: its record, where it is at hand."""

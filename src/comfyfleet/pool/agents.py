@@ -70,7 +70,7 @@ class Agents:
         """None for what ends with this process: there is nothing to go on with."""
         connectors = [*((server.connector,) if server.connector is not None else ()), *server.more]
         is_pretended = all(isinstance(connector, SimulatedConnector) for connector in connectors)
-        if self._journals is None or (server.url is None and is_pretended):
+        if self._journals is None or not server.keeps_journal or (server.url is None and is_pretended):
             return None
         return Journal(self._journals, WorkerId(str(server.id)))
 

@@ -43,6 +43,8 @@ class Server(msgspec.Struct, frozen=True):
     """The server's own folder, where its disk is this machine's: what jobs left there is removed once it is kept
     elsewhere."""
     clears_history: bool = False
+    keeps_journal: bool = True
+    """False for a server that ends with this process: there is nothing to go on with at the next start."""
 
 
 class Affinity(msgspec.Struct, frozen=True):
