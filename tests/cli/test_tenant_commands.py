@@ -10,6 +10,9 @@ import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
+from comfyfleet.model.tenant import TenantCaps
+from comfyfleet.wire.tenants import TenantBody
+
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Address]:
@@ -71,7 +74,35 @@ def test_terms_are_taken_away_one_by_one(run: Run) -> None:
     shown = run("tenant", "show", "freed", "--json").json
     assert (shown["caps"]["max_running"], shown["caps"]["max_nodes"]) == (None, 9)
     assert (shown["models"], shown["location"]["region"]) == (None, None)
-    assert run("tenant", "set", "freed", "--clear", "price").code == 2
+    assert run("tenant", "set", "freed", "--clear", "colour").code == 2
+
+
+def test_every_term_can_be_taken_away_and_is_then_what_a_new_tenant_has(run: Run) -> None:
+    said = [
+        ("--name", "Acme Ltd"),
+        ("--price", "flat:5"),
+        ("--weight", "2"),
+        ("--tier", "3"),
+        ("--isolation", "strict"),
+        ("--region", "eu"),
+        ("--compliance", "gdpr"),
+        ("--allow-direct",),
+        ("--node-class", "Load*"),
+        ("--deny-node-class", "Save*"),
+        ("--model", "sd*"),
+        ("--deny-model", "flux*"),
+        *((f"--{cap.replace('_', '-')}", "7") for cap in TenantCaps.__struct_fields__),
+    ]
+    fresh = run("tenant", "create", "fresh", "--json").json
+    run("tenant", "create", "cleared", *(word for option in said for word in option))
+    before = run("tenant", "show", "cleared", "--json").json
+    terms = TenantBody.__struct_fields__[2:]
+    assert all(before[term] != fresh[term] for term in terms), "every term is said"
+    clear = [word for option, *_ in said for word in ("--clear", option.removeprefix("--"))]
+    ended = run("tenant", "set", "cleared", *clear)
+    assert ended.code == 0, ended.errors
+    after = run("tenant", "show", "cleared", "--json").json
+    assert {term: after[term] for term in terms} == {term: fresh[term] for term in terms}
 
 
 def test_a_price_is_shown_in_json_as_it_may_be_given_again(run: Run) -> None:
@@ -110,9 +141,22 @@ def test_credits_are_given_confirmed_put_right_and_read(run: Run) -> None:
     assert [each["balance"] for each in entries] == [100, 50, -30]
     behind = run("credits", "statement", "payer", "--after", entries[0]["number"]).output
     assert "+50" in behind and "-30" in behind and "+100" not in behind
+    assert [each["balance_after"] for each in entries] == [100, 150, 120]
+    rows = [line.split() for line in behind.splitlines()[1:]]
+    assert [(row[4], row[6]) for row in rows] == [("+50", "150"), ("-30", "120")], (
+        "a balance after each entry"
+    )
     assert "void" in run("credits", "grants", "payer").output
     ended = run("credits", "adjust", "payer", "-200", "--note", "x")
     assert ended.code == 3 and "Take 120 at most" in ended.errors
+
+
+def test_grants_are_listed_in_the_order_of_time(run: Run) -> None:
+    run("tenant", "create", "timely")
+    for grant_id in ("zebra", "apple", "mango"):
+        run("credits", "grant", "timely", "5", "--id", grant_id)
+    listed = run("credits", "grants", "timely", "--json").json
+    assert [each["id"] for each in listed] == ["zebra", "apple", "mango"]
 
 
 def test_an_empty_id_gives_nothing_because_it_would_give_again(run: Run) -> None:

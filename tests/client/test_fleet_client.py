@@ -145,7 +145,13 @@ async def test_tenants_are_set_up_and_given_credits(tmp_path: Path) -> None:
         await client.grant_credits("acme", 10, grant_id="r", pending=True)
         assert (await client.confirm_grant("acme", "q")).state == "granted"
         assert (await client.void_grant("acme", "r")).state == "void"
-        assert len((await client.grants("acme")).grants) == 3
+        listed = (await client.grants("acme")).grants
+        assert sorted(listed, key=lambda each: each.at) == list(listed) and len(listed) == 3
+        page, paged = await client.grants("acme", limit=1), []
+        while page.cursor is not None:
+            paged += page.grants
+            page = await client.grants("acme", page.cursor, limit=1)
+        assert paged == list(listed), "page by page the same, in the order of time"
         assert (await client.adjust_credits("acme", -20, "a mistake")).balance == 90
         assert (await client.balance("acme")).available == 90
         assert [each.balance for each in (await client.statement("acme", 1)).entries] == [10, -20]

@@ -134,7 +134,7 @@ def adjust(
 @as_json
 @settings(*TO_REACH)
 def grants(tenant_id: str, limit: int, as_json: bool, **flags: Any) -> None:
-    """What was granted, pending and void ones included."""
+    """What was granted in the order of time, pending and void ones included."""
     from comfyfleet.cli.reach import ask, print_json, print_table
 
     found = ask(flags, lambda client: client.grants(tenant_id, limit=limit)).grants
@@ -154,7 +154,7 @@ def grants(tenant_id: str, limit: int, as_json: bool, **flags: Any) -> None:
 @as_json
 @settings(*TO_REACH)
 def statement(tenant_id: str, after: int, limit: int, as_json: bool, **flags: Any) -> None:
-    """The entries of a tenant's book, in their order."""
+    """The entries of a tenant's book in their order, each with the balance after it."""
     from comfyfleet.cli.reach import ask, print_json, print_table
 
     found = ask(flags, lambda client: client.statement(tenant_id, after, limit)).entries
@@ -168,12 +168,14 @@ def statement(tenant_id: str, after: int, limit: int, as_json: bool, **flags: An
             each.kind.value,
             f"{each.balance:+d}",
             f"{each.held:+d}",
+            str(each.balance_after),
+            str(each.held_after),
             each.reference,
             each.note,
         ]
         for each in found
     ]
-    heads = ["number", "at", "kind", "balance", "held", "for", "note"]
+    heads = ["number", "at", "kind", "change", "of held", "balance", "held", "for", "note"]
     print_table(heads, rows, empty="there are no entries")
 
 

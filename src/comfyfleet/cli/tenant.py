@@ -117,7 +117,7 @@ def _said(fields: dict[str, Any]) -> dict[str, Any]:
     multiple=True,
     type=click.Choice(list(CLEARED)),
     metavar="OPTION",
-    help="Take away what was said with this option, such as max-running or deny-model. Repeatable.",
+    help="Take away what was said with this option, whichever it is, such as price or max-running. Repeatable.",
 )
 @as_json
 @settings(*TO_REACH)

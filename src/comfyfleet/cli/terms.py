@@ -23,7 +23,13 @@ _CAPS = {
 }
 _LISTS = ("node_classes", "denied_node_classes", "models", "denied_models")
 # What `--clear` makes of each option: the term, the part of it if it has parts, and the value for "nothing was said".
-CLEARED: dict[str, tuple[str, str | None, list[str] | None]] = {
+CLEARED: dict[str, tuple[str, str | None, Any]] = {
+    "name": ("name", None, ""),
+    "price": ("price", None, None),
+    "weight": ("weight", None, 1.0),
+    "tier": ("tier", None, 0),
+    "isolation": ("isolation", None, "none"),
+    "allow-direct": ("allows_direct", None, False),
     "node-class": ("node_classes", None, None),
     "deny-node-class": ("denied_node_classes", None, []),
     "model": ("models", None, None),

@@ -62,9 +62,12 @@ class TenantBooksContract:
     async def test_grants_are_listed_by_their_ids(self, teller: Teller) -> None:
         for name, tenant in (("b", ACME), ("a", ACME), ("c", BORG)):
             await teller.grant(5, tenant, name)
-        listed = await teller.database.grants(ACME, after="", limit=9)
+        listed = await teller.database.grants(ACME, after=None, limit=9)
         assert [each.grant_id for each in listed] == ["a", "b"]
-        assert await teller.database.grants(ACME, after="a", limit=9) == listed[1:]
+        assert (
+            await teller.database.grants(ACME, after=(listed[0].at, listed[0].grant_id), limit=9)
+            == listed[1:]
+        )
         assert await teller.database.grant_of(ACME, "b") == listed[1]
         assert await teller.database.grant_of(ACME, "c") is None
 

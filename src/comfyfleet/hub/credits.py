@@ -56,13 +56,16 @@ class CreditHandlers:
         database = await self._pools.of(tenant)
         found = await database.statement(tenant.tenant_id, after=asked.after, limit=asked.limit)
         cursor = str(found[-1].number) if len(found) == asked.limit else None
-        return Reply(200, wire.StatementView(tuple(map(wire.entry, found)), cursor))
+        # Entries are never changed: what those before the page add up to is the same a moment later.
+        before = await database.account_at(tenant.tenant_id, asked.after)
+        return Reply(200, wire.StatementView(tuple(wire.entries(before, found)), cursor))
 
     async def list_grants(self, call: Call[bodies.PageQuery]) -> Reply:
         tenant, asked = await self._seen(call), call.given
         database = await self._pools.of(tenant)
-        found = await database.grants(tenant.tenant_id, after=asked.cursor or "", limit=asked.limit)
-        cursor = found[-1].grant_id if len(found) == asked.limit else None
+        after = None if asked.cursor is None else _place_of(asked.cursor)
+        found = await database.grants(tenant.tenant_id, after=after, limit=asked.limit)
+        cursor = f"{found[-1].at!r}/{found[-1].grant_id}" if len(found) == asked.limit else None
         return Reply(200, wire.GrantList(tuple(map(wire.grant, found)), cursor))
 
     async def receipt(self, call: Call[None]) -> Reply:
@@ -164,6 +167,18 @@ async def seen(tenants: Tenants, call: Call[Any]) -> Tenant:
     if not call.caller.sees(tenant_id):
         raise not_found(tenant_id)
     return await known(tenants, tenant_id)
+
+
+def _place_of(cursor: str) -> tuple[float, str]:
+    at, _, grant_id = cursor.partition("/")
+    try:
+        return float(at), grant_id
+    except ValueError as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"cursor {cursor!r} is not one that a list of grants ended with; begin without one",
+            field="cursor",
+        ) from error
 
 
 def _named(grant: CreditGrant) -> str:

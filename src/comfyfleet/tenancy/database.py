@@ -198,14 +198,19 @@ class TenantDatabase(Records, Protocol):
 
     async def adjust(self, posting: Posting) -> Entered: ...
     async def grant_of(self, tenant: TenantId, grant_id: str) -> CreditGrant | None: ...
-    async def grants(self, tenant: TenantId, *, after: str, limit: int) -> list[CreditGrant]:
-        """By their ids, behind that one."""
+    async def grants(
+        self, tenant: TenantId, *, after: tuple[float, str] | None, limit: int
+    ) -> list[CreditGrant]:
+        """In the order of their times, and then of their ids, behind that one."""
 
     async def receipts(self, tenant: TenantId, job_id: JobId, *, limit: int) -> list[Receipt]:
         """The newest rounds of a job, the oldest of them first."""
 
     async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
         """Postings in their order, behind that number."""
+
+    async def account_at(self, tenant: TenantId, number: int) -> Account:
+        """What the postings up to that number add up to; what is pending is not among them."""
 
     async def runs(self, tenant: TenantId, *, after: int, limit: int) -> list[RunEntry]:
         """What ended rounds took, in their order, behind that number."""

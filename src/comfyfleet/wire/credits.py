@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -83,6 +84,10 @@ class EntryView(msgspec.Struct, frozen=True):
     reference: str
     """A grant, an adjustment, or a job and its round."""
     note: str = ""
+    balance_after: int = 0
+    """What the balance was with this entry …"""
+    held_after: int = 0
+    """… and what was held of it."""
 
 
 class StatementView(msgspec.Struct, frozen=True):
@@ -128,16 +133,22 @@ def grant(given: CreditGrant) -> GrantView:
     return GrantView(given.grant_id, given.tenant, given.amount, given.at, given.state, given.note)
 
 
-def entry(posting: Posting) -> EntryView:
-    return EntryView(
-        posting.number,
-        posting.at,
-        posting.kind,
-        posting.balance,
-        posting.held,
-        posting.reference,
-        posting.note,
-    )
+def entries(before: Account, postings: Iterable[Posting]) -> Iterator[EntryView]:
+    """With what they add up to, from what those before them did."""
+    balance, held = before.balance, before.held
+    for each in postings:
+        balance, held = balance + each.balance, held + each.held
+        yield EntryView(
+            each.number,
+            each.at,
+            each.kind,
+            each.balance,
+            each.held,
+            each.reference,
+            each.note,
+            balance,
+            held,
+        )
 
 
 def receipt(job_id: str, tenant: str, rounds: list[Receipt]) -> ReceiptView:

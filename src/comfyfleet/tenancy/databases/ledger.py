@@ -64,6 +64,9 @@ _STATEMENT = """
 SELECT tenant, kind, balance, held, at, reference, note, number FROM @postings
 WHERE tenant = :tenant AND number > :after ORDER BY number LIMIT :limit
 """
+_SUMS = """
+SELECT coalesce(sum(balance), 0), coalesce(sum(held), 0) FROM @postings WHERE tenant = :tenant AND number <= :number
+"""
 _SETTLEMENT = "SELECT s.job_id, s.round, s.outcome, s.consumed, s.at, s.note FROM @settlements s"
 
 
@@ -232,6 +235,12 @@ def adjust(posting: Posting) -> Work[Entered]:
 
 def statement(tenant: TenantId, after: int, limit: int) -> Work[list[Posting]]:
     return [_posting(each) for each in (yield from rows(_STATEMENT, tenant=tenant, after=after, limit=limit))]
+
+
+def account_at(tenant: TenantId, number: int) -> Work[Account]:
+    found = yield from row(_SUMS, tenant=tenant, number=number)
+    assert found is not None, "an aggregate has a row"
+    return Account(tenant, *(int(each) for each in found))
 
 
 def book(tenant: TenantId) -> Work[Book]:

@@ -50,11 +50,13 @@ def grant_of(tenant: TenantId, grant_id: str) -> Work[CreditGrant | None]:
     return None if found is None else _grant(found)
 
 
-def grants(tenant: TenantId, after: str, limit: int) -> Work[list[CreditGrant]]:
+def grants(tenant: TenantId, after: tuple[float, str] | None, limit: int) -> Work[list[CreditGrant]]:
+    at, grant_id = after or (-1.0, "")
     found = yield from rows(
-        f"{_GRANTS} AND grant_id > :after ORDER BY grant_id LIMIT :limit",
+        f"{_GRANTS} AND (at > :at OR (at = :at AND grant_id > :grant_id)) ORDER BY at, grant_id LIMIT :limit",
         tenant=tenant,
-        after=after,
+        at=at,
+        grant_id=grant_id,
         limit=limit,
     )
     return [_grant(each) for each in found]

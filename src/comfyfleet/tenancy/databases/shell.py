@@ -156,7 +156,9 @@ class SqlTenantDatabase:
     async def grant_of(self, tenant: TenantId, grant_id: str) -> CreditGrant | None:
         return await self._carrier.read(lambda: reports.grant_of(tenant, grant_id))
 
-    async def grants(self, tenant: TenantId, *, after: str, limit: int) -> list[CreditGrant]:
+    async def grants(
+        self, tenant: TenantId, *, after: tuple[float, str] | None, limit: int
+    ) -> list[CreditGrant]:
         return await self._carrier.read(lambda: reports.grants(tenant, after, _page(limit)))
 
     async def receipts(self, tenant: TenantId, job_id: JobId, *, limit: int) -> list[Receipt]:
@@ -164,6 +166,9 @@ class SqlTenantDatabase:
 
     async def statement(self, tenant: TenantId, *, after: int, limit: int) -> list[Posting]:
         return await self._carrier.read(lambda: ledger.statement(tenant, after, _page(limit)))
+
+    async def account_at(self, tenant: TenantId, number: int) -> Account:
+        return await self._carrier.read(lambda: ledger.account_at(tenant, number))
 
     async def runs(self, tenant: TenantId, *, after: int, limit: int) -> list[RunEntry]:
         return await self._carrier.read(lambda: rounds.runs(tenant, after, _page(limit)))
