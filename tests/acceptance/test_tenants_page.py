@@ -1,4 +1,4 @@
-"""The first example of docs/tenants.md, copied into a shell in an empty folder: a job of a tenant runs and is paid for."""
+"""The first example of docs/tenants.md, copied into a shell in an empty folder: a tenant's job runs and is paid for."""
 
 from __future__ import annotations
 
