@@ -19,6 +19,7 @@ from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.ledger import FlatPrice
 from comfyfleet.wire.bodies import WebhookBody
+from comfyfleet.wire.credits import GrantView
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 
@@ -147,7 +148,7 @@ async def test_tenants_are_set_up_and_given_credits(tmp_path: Path) -> None:
         assert (await client.void_grant("acme", "r")).state == "void"
         listed = (await client.grants("acme")).grants
         assert sorted(listed, key=lambda each: each.at) == list(listed) and len(listed) == 3
-        page, paged = await client.grants("acme", limit=1), []
+        page, paged = await client.grants("acme", limit=1), list[GrantView]()
         while page.cursor is not None:
             paged += page.grants
             page = await client.grants("acme", page.cursor, limit=1)

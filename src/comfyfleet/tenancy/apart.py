@@ -17,6 +17,7 @@ from msgspec import UNSET
 
 from comfyfleet.model.dispatch import (
     AtRevision,
+    Attempt,
     AttemptEnd,
     AttemptOutcome,
     Change,
@@ -29,7 +30,7 @@ from comfyfleet.model.dispatch import (
     Written,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.fact import Fact, FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, TenantId
 from comfyfleet.model.job import Job
@@ -41,6 +42,7 @@ from comfyfleet.policy.settling import hold_of
 from comfyfleet.policy.tenants import terms_of
 from comfyfleet.policy.terms import check_state
 from comfyfleet.ports import Store
+from comfyfleet.tenancy import texts
 from comfyfleet.tenancy.apart_records import ApartRecords, stub_of
 from comfyfleet.tenancy.database import BookClosed, Entered, Opening
 from comfyfleet.tenancy.homes import Home, Homes
@@ -309,7 +311,42 @@ class ApartStore:
                 if home.tenant.allows_direct:
                     # A worker on the store itself finds it there and nowhere else.
                     return await self.central.write(write)
-        return await self.central.write(_without_private(write))
+        return await self._write_public(dispatch, write)
+
+    async def _write_public(self, dispatch: Dispatch, write: Write) -> Written | None:
+        """What is private goes to the tenant's database first, and the rest to the central store."""
+        public, text = _without_private(write), texts.text_of(write)
+        home = None if text is None else await self.homes.of(dispatch.tenant)
+        if text is None or home is None or dispatch.lease is None:
+            return await self.central.write(public)
+        if isinstance(write.guard, AtRevision) and write.guard.revision != dispatch.revision:
+            # Decided on what is out of date: the lease may be another's by now.
+            return None
+        attempt_id, now = dispatch.lease_ref().attempt_id, await self.central.now()
+        if not await home.database.keep_failure(hold_of(dispatch), attempt_id, text, now):
+            await self._check_lives_in(home)
+        written = await self.central.write(texts.without_text(public, attempt_id))
+        return None if written is None else texts.told(written, write)
+
+    async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
+        """Raises `Fault` while what is told by them lies in a database that is away."""
+        facts = await self.central.facts(job_id, after)
+        if not any(map(texts.place_of, facts)):
+            return facts
+        found = await self.records.texts_of(job_id, {each for each in map(texts.place_of, facts) if each})
+        return [texts.fact_with(fact, found) for fact in facts]
+
+    async def attempts(self, job_id: JobId) -> list[Attempt]:
+        """Also while the tenant's database is away, without what was said of them."""
+        attempts = await self.central.attempts(job_id)
+        wanted = {each for each in map(texts.place_of, attempts) if each}
+        if not wanted:
+            return attempts
+        try:
+            found = await self.records.texts_of(job_id, wanted)
+        except Fault:
+            return attempts
+        return [texts.attempt_with(attempt, found) for attempt in attempts]
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
@@ -327,7 +364,7 @@ class ApartStore:
                 attempt_id, now = write.guard.ref.attempt_id, await self.central.now()
                 if not await home.database.stage(hold_of(dispatch), attempt_id, result, now):
                     await self._check_lives_in(home)
-        written = await self.central.write(_without_private(write))
+        written = await self._write_public(dispatch, write)
         if written is not None:
             await self._settle(written.dispatch)
         return written

@@ -9,6 +9,8 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.ports import Store
+from comfyfleet.tenancy import texts
+from comfyfleet.tenancy.database import FailureText
 from comfyfleet.tenancy.homes import Homes
 from comfyfleet.tenancy.settling import Settler
 
@@ -65,8 +67,21 @@ class ApartRecords:
                     await self._settler.settle(dispatch)
             if home is not None:
                 job = await home.database.get(stub.job_id) or job
+        if (place := texts.place_of(stub)) is not None:
+            stub = texts.job_with(stub, await self.texts_of(stub.job_id, {place}))
         # One from before the tenant was set up has all that there is of it in the central store.
         return stub if job is None else filled(stub, job)
+
+    async def texts_of(self, job_id: JobId, wanted: set[str]) -> texts.Texts:
+        """What was said of attempts of a job. Looked for anew where the tenant may have moved a moment ago."""
+        dispatch = await self._central.load(job_id)
+        home = None if dispatch is None else await self._homes.of(dispatch.tenant)
+        if dispatch is None or home is None:
+            return {}
+        found = await home.database.failures_of([job_id])
+        if not wanted <= found.keys() and (home := await self._homes.newest(dispatch.tenant)) is not None:
+            found = await home.database.failures_of([job_id])
+        return found
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
         home = await self._homes.of(tenant)
@@ -93,15 +108,19 @@ class ApartRecords:
         for stub in page:
             of_tenants.setdefault(stub.tenant, []).append(stub.job_id)
         jobs: dict[JobId, Job] = {}
+        unsaid = {stub.job_id for stub in page if texts.place_of(stub) is not None}
+        said: dict[str, FailureText] = {}
         for each, job_ids in of_tenants.items():
             try:
                 home = await self._homes.of(each)
                 if home is not None:
                     jobs |= await home.database.get_many(job_ids)
+                    said |= await home.database.failures_of([each for each in job_ids if each in unsaid])
             except Fault:
                 if tenant is not None:
                     raise
-        return [filled(stub, jobs[stub.job_id]) if stub.job_id in jobs else stub for stub in page]
+        whole = [texts.job_with(stub, said) for stub in page]
+        return [filled(stub, jobs[stub.job_id]) if stub.job_id in jobs else stub for stub in whole]
 
 
 def filled(stub: Job, job: Job) -> Job:

@@ -15,6 +15,7 @@ import msgspec
 
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import (
@@ -39,7 +40,18 @@ MAX_BOOK = 100_000
 
 
 Row = tuple[Any, ...]
-PARTS = ("jobs", "rounds", "staged", "holds", "settlements", "grants", "postings", "runs", "documents")
+PARTS = (
+    "jobs",
+    "rounds",
+    "staged",
+    "failures",
+    "holds",
+    "settlements",
+    "grants",
+    "postings",
+    "runs",
+    "documents",
+)
 """What a database has of a tenant, in the order in which it moves."""
 
 
@@ -114,6 +126,14 @@ class OpenRound(msgspec.Struct, frozen=True):
     """What the attempt that is asked for left here before it was reported."""
 
 
+class FailureText(msgspec.Struct, frozen=True):
+    """What a worker reported of an attempt that failed."""
+
+    failure: Failure
+    data: dict[str, Any]
+    """Of the fact that tells of it."""
+
+
 class OutboxEntry(msgspec.Struct, frozen=True):
     """An open round and what is to be in the central store for it."""
 
@@ -156,6 +176,13 @@ class TenantDatabase(Records, Protocol):
     async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
         """Before K: what an attempt is about to report. It counts for nothing until the round ends with this attempt,
         and goes with the end of the round. False: the round is not open here."""
+
+    async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
+        """Before the central store hears that an attempt failed; it stays as long as the job. False: the round is not
+        open here."""
+
+    async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
+        """By attempt, of all rounds."""
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         """Before T1. None: it has ended, or was never there."""

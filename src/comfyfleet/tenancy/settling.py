@@ -8,6 +8,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.settling import deciding_attempt, hold_of, settled
 from comfyfleet.ports import Store
+from comfyfleet.tenancy import texts
 from comfyfleet.tenancy.database import Ending, Entered
 from comfyfleet.tenancy.homes import Home, Homes
 
@@ -45,6 +46,11 @@ class Settler:
                     f"tenant {dispatch.tenant!r}, which ended here: was it set back to an older state?"
                 )
             return
+        if (place := texts.place_of(stub)) is not None:
+            said = await home.database.failures_of([dispatch.job_id])
+            if place not in said:
+                raise Fault(f"the pool {home.tenant.pool!r} does not have what was said of {hold_id}")
+            stub = texts.job_with(stub, said)
         verdict = settled(
             dispatch,
             stub,

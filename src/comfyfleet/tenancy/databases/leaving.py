@@ -35,6 +35,7 @@ PARTS: dict[str, _Part] = {
         (*_ROUND, "tenant", "phase", "outbox", "envelope", "opened_at", "ended_at", "price"),
     ),
     "staged": _Part((*_ROUND, "attempt_id"), (*_ROUND, "attempt_id", "result", "at"), of="rounds"),
+    "failures": _Part((*_ROUND, "attempt_id"), (*_ROUND, "attempt_id", "failure", "at"), of="rounds"),
     "holds": _Part(
         _ROUND, (*_ROUND, "tenant", "amount", "at", "is_settled"), booleans=frozenset({"is_settled"})
     ),
@@ -68,7 +69,18 @@ PARTS: dict[str, _Part] = {
 """Everything a database has of a tenant, but for its account, which is the sum of its postings. What lies in the inbox
 is known by the settlements too."""
 
-_ERASED = ("staged", "settlements", "postings", "runs", "grants", "documents", "holds", "rounds", "jobs")
+_ERASED = (
+    "staged",
+    "failures",
+    "settlements",
+    "postings",
+    "runs",
+    "grants",
+    "documents",
+    "holds",
+    "rounds",
+    "jobs",
+)
 """In this order: whose a settlement is, is known by its hold."""
 
 LOOK = "SELECT fence FROM @accounts WHERE tenant = :tenant FOR KEY SHARE"

@@ -237,17 +237,17 @@ def leasable(hold_id: HoldId) -> Work[Job | None]:
 
 def put_payload(hold_id: HoldId, payload: Submission) -> Work[bool]:
     named = {"job_id": hold_id.job_id, "round": hold_id.round}
-    yield from _check_open(hold_id)
+    yield from check_open(hold_id)
     return (yield from row(_PUT_PAYLOAD, **named, payload=pack(payload))) is not None
 
 
 def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Work[bool]:
     named = {"job_id": hold_id.job_id, "round": hold_id.round, "attempt_id": attempt_id}
-    yield from _check_open(hold_id)
+    yield from check_open(hold_id)
     return (yield from row(_STAGE, **named, result=pack(result), at=at)) is not None
 
 
-def _check_open(hold_id: HoldId) -> Work[None]:
+def check_open(hold_id: HoldId) -> Work[None]:
     found = yield from row(_TENANT, job_id=hold_id.job_id, round=hold_id.round)
     if found is not None:
         yield from leaving.check_open(TenantId(found[0]))
@@ -307,7 +307,10 @@ def forget_jobs(job_ids: Sequence[JobId], before: float) -> Work[int]:
                 # Its rows are on their way and must stay as they are; later, wherever they are then.
                 are_closed[tenant] = True
         if not are_closed[tenant]:
-            forgotten += len((yield from rows(_FORGET_JOB, job_id=job_id, before=before)))
+            gone = len((yield from rows(_FORGET_JOB, job_id=job_id, before=before)))
+            if gone:
+                yield from rows("DELETE FROM @failures WHERE job_id = :job_id", job_id=job_id)
+            forgotten += gone
     return forgotten
 
 

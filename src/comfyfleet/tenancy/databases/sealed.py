@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
+from comfyfleet.model.fact import Fact, FactDraft, FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId
@@ -17,7 +18,16 @@ from comfyfleet.stores.sealed.keyring import Keyring
 from comfyfleet.stores.sealed.sealer import Sealer
 from comfyfleet.stores.sealed.store import SealedRecords, Tenants, without_digest
 from comfyfleet.stores.sealed.values import CannotOpen
-from comfyfleet.tenancy.database import Ended, Ending, Entered, Opened, Opening, OpenRound, TenantDatabase
+from comfyfleet.tenancy.database import (
+    Ended,
+    Ending,
+    Entered,
+    FailureText,
+    Opened,
+    Opening,
+    OpenRound,
+    TenantDatabase,
+)
 
 
 def sealed_database(inner: TenantDatabase, keyring: Keyring) -> TenantDatabase:
@@ -59,6 +69,29 @@ class SealedDatabase(SealedRecords):
             return False
         changes = await self._sealer.changes(tenant, hold_id.job_id, {"result": result})
         return await self._database.stage(hold_id, attempt_id, changes["result"], at)
+
+    async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
+        tenant = await self._tenant_of(hold_id)
+        if tenant is None:
+            return False
+        sealer, job_id = self._sealer, hold_id.job_id
+        changes = await sealer.changes(tenant, job_id, {"failure": text.failure})
+        (draft,) = await sealer.drafts(tenant, job_id, (FactDraft(FactKind.FAILED, text.data),))
+        sealed = FailureText(changes["failure"], draft.data or {})
+        return await self._database.keep_failure(hold_id, attempt_id, sealed, at)
+
+    async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
+        found = await self._database.failures_of(job_ids)
+        return {attempt_id: await self._opened_text(attempt_id, text) for attempt_id, text in found.items()}
+
+    async def _opened_text(self, attempt_id: str, text: FailureText) -> FailureText:
+        job_id = JobId(attempt_id.partition("/")[0])
+        tenant = await self._tenant_of(HoldId(job_id, 1))
+        if tenant is None:
+            return text
+        failure = await self._sealer.opened_failure(tenant, job_id, text.failure)
+        fact = await self._sealer.opened_fact(tenant, Fact(job_id, 0, FactKind.FAILED, 0.0, data=text.data))
+        return FailureText(failure, fact.data or {})
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         found = await self._database.open_round_of(hold_id, attempt_id)

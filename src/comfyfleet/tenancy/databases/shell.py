@@ -26,12 +26,13 @@ from comfyfleet.tenancy.database import (
     Ended,
     Ending,
     Entered,
+    FailureText,
     Opened,
     Opening,
     OpenRound,
     OutboxEntry,
 )
-from comfyfleet.tenancy.databases import leaving, ledger, reports, rounds
+from comfyfleet.tenancy.databases import failures, leaving, ledger, reports, rounds
 from comfyfleet.tenancy.databases.carrying import Carrier
 from comfyfleet.tenancy.databases.documents import TenantCabinet
 from comfyfleet.tenancy.databases.work import Row, Work
@@ -78,6 +79,13 @@ class SqlTenantDatabase:
 
     async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
         return await self._carrier.transact(lambda: rounds.stage(hold_id, attempt_id, result, at))
+
+    async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
+        return await self._carrier.transact(lambda: failures.keep_failure(hold_id, attempt_id, text, at))
+
+    async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
+        assert len(job_ids) <= MAX_PAGE, "a page at a time"
+        return await self._carrier.read(lambda: failures.failures_of(job_ids))
 
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         return await self._carrier.snapshot(lambda: rounds.open_round_of(hold_id, attempt_id))
