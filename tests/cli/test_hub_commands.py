@@ -213,6 +213,8 @@ def test_workers_are_listed_and_told_what_to_do(run: Run) -> None:
     assert run("workers", "show", "gpu").output.startswith("gpu  ")
     assert run("workers", "pause", "gpu").output == "gpu paused\n"
     assert run("workers", "resume", "gpu", "--json").json["status"] in ("idle", "busy")
+    assert run("workers", "refresh", "gpu").output in ("gpu idle\n", "gpu busy\n")
+    assert run("worker", "refresh", "gpu", "--json").json["id"] == "gpu"
     assert run("workers", "drain", "nobody").code == 3
     assert run("workers", "--json", "list").code == 2
 

@@ -86,6 +86,14 @@ async def test_a_drain_a_pause_and_its_end_are_heard_at_the_other_engine(store_u
         assert Command("drain") in told
 
 
+async def test_a_refresh_asked_of_one_engine_reaches_the_worker_of_the_other(store_url: str) -> None:
+    async with two_engines(store_url) as (first, second):
+        listening = asyncio.create_task(second.commands(B, 10))
+        await asyncio.sleep(0)
+        await first.refresh_worker(B)
+        assert Command("refresh") in await asyncio.wait_for(listening, 60)
+
+
 async def test_without_any_hint_a_heartbeat_tells_of_the_cancel_and_of_the_drain() -> None:
     async with Engines() as it:
         await register(it.second, "b", "KSampler")

@@ -103,7 +103,7 @@ def command(
     ended(asyncio.run(_work(resolved, servers, simulated, declared)))
 
 
-for _name in ("show", "drain", "pause", "resume", "remove"):
+for _name in ("show", "drain", "pause", "resume", "refresh", "remove"):
     command.add_command(workers.command.commands[_name])
 
 

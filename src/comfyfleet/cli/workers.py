@@ -109,6 +109,7 @@ _commanding(
     "drain_worker",
 )
 _commanding("pause", "Give a worker nothing new.", "pause_worker")
+_commanding("refresh", "Let a worker look at once what its servers have.", "refresh_worker")
 _commanding("resume", "Give work again to a worker that was paused, drained or removed.", "resume_worker")
 
 

@@ -344,6 +344,10 @@ class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
     async def resume_worker(self, worker_id: str) -> answers.WorkerDetails:
         return await self._link.ask("resume_worker", answers.WorkerDetails, worker_id=worker_id)
 
+    async def refresh_worker(self, worker_id: str) -> answers.WorkerDetails:
+        """It looks at once what its servers have; the answer is what is known of it before."""
+        return await self._link.ask("refresh_worker", answers.WorkerDetails, worker_id=worker_id)
+
     async def remove_worker(self, worker_id: str) -> None:
         await self._link.ask("remove_worker", type(None), worker_id=worker_id)
 

@@ -41,6 +41,7 @@ _SAME_TWICE = frozenset(
         "drain_worker",
         "pause_worker",
         "resume_worker",
+        "refresh_worker",
         "revoke_key",
         "create_file",
         "complete_file",

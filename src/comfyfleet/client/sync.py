@@ -148,6 +148,7 @@ class SyncFleetClient:
     drain_worker = _blocking(FleetClient.drain_worker)
     pause_worker = _blocking(FleetClient.pause_worker)
     resume_worker = _blocking(FleetClient.resume_worker)
+    refresh_worker = _blocking(FleetClient.refresh_worker)
     remove_worker = _blocking(FleetClient.remove_worker)
     blocks = _blocking(FleetClient.blocks)
     lift_block = _blocking(FleetClient.lift_block)

@@ -60,8 +60,12 @@ class CommandDesk:
             told = self._told[worker_id]
             told.append(command)
             del told[:-_MAX_KEPT]
-            if (listening := self._listening.get(worker_id)) is not None:
-                listening.set()
+            self.call(worker_id)
+
+    def call(self, worker_id: WorkerId) -> None:
+        """Its agent is answered at once, with no command: there is news for it with a heartbeat."""
+        if (listening := self._listening.get(worker_id)) is not None:
+            listening.set()
 
     def take(self, worker_id: WorkerId) -> list[Command]:
         return self._told.pop(worker_id, [])

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, AsyncExitStack
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from comfyfleet.bus.local import LocalBus
 from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.commands import CommandDesk
@@ -21,6 +23,7 @@ from comfyfleet.engine.gate import Gate
 from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.listing import list_jobs
+from comfyfleet.engine.missing import MissingDesk
 from comfyfleet.engine.newest import Newest
 from comfyfleet.engine.purging import purge
 from comfyfleet.engine.refusing import Refusals
@@ -94,6 +97,7 @@ class Engine:
         self._catalogs = NodeCatalogs(self._context)
         self._verdicts = Verdicts(self._context, self._rounds, Refusals(self._context, self._catalogs))
         self._commands = CommandDesk(self._context, self._rounds)
+        self._missing = MissingDesk(self._context, self._commands)
         self._workers = WorkerDesk(
             self._context, self._rounds, self._verdicts, self._commands, self._catalogs
         )
@@ -101,7 +105,13 @@ class Engine:
         self._dependencies = Dependencies(self._context, self._rounds, self._verdicts, self._inputs)
         self._nodes = NodeDesk(self._context, self._catalogs)
         self._submitting = SubmitDesk(
-            self._context, self._rounds, self._dependencies, self._inputs, self._nodes, self._catalogs
+            self._context,
+            self._rounds,
+            self._dependencies,
+            self._inputs,
+            self._nodes,
+            self._catalogs,
+            self._missing,
         )
         self._jobs = JobDesk(
             self._context,
@@ -346,7 +356,9 @@ class Engine:
         return await self._workers.poll(call)
 
     async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
-        return await self._workers.heartbeat(worker_id, refs)
+        beat = await self._workers.heartbeat(worker_id, refs)
+        missing = await self._missing.of(worker_id)
+        return msgspec.structs.replace(beat, missing=missing) if missing else beat
 
     async def progress(self, reports: Sequence[Report]) -> Beat:
         return await self._workers.progress(reports)
@@ -407,6 +419,10 @@ class Engine:
     async def drain_worker(self, worker_id: WorkerId) -> None:
         await self._workers.set_flags(worker_id, is_draining=True)
         await self._commands.tell(Command("drain"), worker_id)
+
+    async def refresh_worker(self, worker_id: WorkerId) -> None:
+        """Its agent looks at once what its servers have, and registers anew."""
+        await self._commands.tell(Command("refresh"), worker_id)
 
     async def pause_queue(self, is_paused: bool = True) -> None:
         await self.store.pause_queue(is_paused)

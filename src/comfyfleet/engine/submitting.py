@@ -19,6 +19,7 @@ from comfyfleet.engine.context import Context
 from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies, held
 from comfyfleet.engine.inputs import Inputs
+from comfyfleet.engine.missing import MissingDesk
 from comfyfleet.engine.placing import Place, class_of, first_place, where_accepted
 from comfyfleet.engine.reading import Reader, Reading
 from comfyfleet.engine.room import Room
@@ -61,6 +62,7 @@ class SubmitDesk:
         inputs: Inputs,
         nodes: NodeDesk,
         catalogs: NodeCatalogs,
+        missing: MissingDesk,
     ) -> None:
         self._context = context
         self._rounds = rounds
@@ -68,6 +70,7 @@ class SubmitDesk:
         self._inputs = inputs
         self._nodes = nodes
         self._catalogs = catalogs
+        self._missing = missing
         self._reader = Reader(context.rules.max_nodes)
         self._room = Room(context)
 
@@ -130,6 +133,8 @@ class SubmitDesk:
             assert known is not None, "the store answered with it"
             return await apart(_same, known, submission)
         await self._tell(written)
+        if unworkable:
+            self._missing.call(cls)
         return Submitted(job.job_id, Phase.QUEUED, job.workflow_hash, seeds=job.seeds, unworkable=unworkable)
 
     async def admit(

@@ -32,6 +32,7 @@ class FleetHandlers:
             "drain_worker": self.drain,
             "pause_worker": self.pause,
             "resume_worker": self.resume,
+            "refresh_worker": self.refresh,
             "remove_worker": self.remove,
             "list_blocks": self.list_blocks,
             "lift_block": self.lift_block,
@@ -91,6 +92,16 @@ class FleetHandlers:
         worker = await self._engine.resume_worker(WorkerId(call.parameters["worker_id"]))
         leases = await self._engine.store.leases_of(worker.worker_id)
         return Reply(200, details(worker, leases, call.caller))
+
+    async def refresh(self, call: Call[None]) -> Reply:
+        worker = await self._known(call)
+        if worker.is_offline:
+            raise Refusal(
+                RefusalCode.NOT_FOUND,
+                f"worker {worker.worker_id!r} is offline: it looks when it is back",
+            )
+        await self._engine.refresh_worker(worker.worker_id)
+        return await self.get_worker(call)
 
     async def remove(self, call: Call[None]) -> Reply:
         worker = await self._known(call)

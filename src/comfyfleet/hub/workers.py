@@ -159,7 +159,7 @@ class WorkerHandlers:
     async def commands(self, call: Call[wire.CommandsBody]) -> Reply:
         worker_id = as_worker(call.caller, call.given.worker_id)
         commands = await self._engine.commands(worker_id, self._wait_s(call.given))
-        return Reply(200, wire.CommandsAnswer(commands))
+        return Reply(200, wire.CommandsAnswer(wire.command_bodies(commands)))
 
     # how it ends
 

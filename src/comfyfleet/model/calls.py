@@ -6,7 +6,7 @@ The engine takes and gives them in process; over HTTP the same values are encode
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
@@ -134,10 +134,14 @@ class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.ref.attempt_id
 
 
+Action = Literal["cancel", "retry", "pause", "resume", "drain", "refresh"]
+ACTIONS: frozenset[str] = frozenset(get_args(Action))
+
+
 class Command(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker is told with any answer it gets."""
 
-    action: Literal["cancel", "retry", "pause", "resume", "drain"]
+    action: Action
     job_id: JobId | None = None
     lease_number: int = 0
     reason: str = ""
@@ -150,6 +154,8 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     alive: tuple[LeaseRef, ...] = ()
     lost: tuple[LeaseRef, ...] = ()
     commands: tuple[Command, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Node classes and models that jobs wait for and this worker does not have: to be looked for while that is so."""
 
 
 class Report(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -27,6 +27,8 @@ class Miss(msgspec.Struct, frozen=True):
 
     dimension: Dimension
     reason: str
+    name: str | None = None
+    """Of a node class or a model: the worker may have it a moment from now."""
 
 
 def misses(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> tuple[Miss, ...]:
@@ -37,6 +39,16 @@ def misses(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilitie
 def is_feasible(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> bool:
     """`misses` without the list: stops at the first reason."""
     return next(_find(cls, worker_id, capabilities), None) is None
+
+
+def names_missing(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> tuple[str, ...]:
+    """The node classes and models that are all that keeps the worker from the class. Empty: nothing does, or more."""
+    names: list[str] = []
+    for miss in _find(cls, worker_id, capabilities):
+        if miss.name is None:
+            return ()
+        names.append(miss.name)
+    return tuple(names)
 
 
 def nearest_miss(missing: Mapping[WorkerId, Collection[Miss]], weights: Weights) -> WorkerId | None:
@@ -118,11 +130,11 @@ def _inventory_misses(needs: Requirements, service: Service) -> Iterator[Miss]:
     if service.node_classes is not None:
         for name in needs.node_classes:
             if name not in service.node_classes:
-                yield Miss("models", f"lacks the node class '{name}'")
+                yield Miss("models", f"lacks the node class '{name}'", name)
     if service.models is not None:
         for name in needs.models:
             if not has_model(service.models, name):
-                yield Miss("models", f"does not have the model '{name}'")
+                yield Miss("models", f"does not have the model '{name}'", name)
     if service.signature is not None and service.signature in needs.refused_by:
         yield Miss("models", REFUSES)
 

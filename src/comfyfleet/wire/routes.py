@@ -278,6 +278,13 @@ FLEET = of_noun(
         OPERATORS,
         answers.WorkerDetails,
     ),
+    post_route(
+        "refresh_worker",
+        "/api/workers/{worker_id}/refresh",
+        "Let it look at once what its servers have",
+        OPERATORS,
+        answers.WorkerDetails,
+    ),
     Route(
         "remove_worker",
         "DELETE",

@@ -7,12 +7,13 @@ as the hub gave it, stands for them, so that a poll stays small.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from comfyfleet.model.calls import Beat, Command, LeasedJob, RegisterWorker, Report, Settled
+from comfyfleet.model.calls import ACTIONS, Beat, Command, LeasedJob, RegisterWorker, Report, Settled
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
@@ -205,13 +206,24 @@ class LeaseInputs(msgspec.Struct, frozen=True):
     inputs: tuple[InputFile, ...]
 
 
+class CommandBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Actions that a worker does not know it passes over."""
+
+    action: str
+    job_id: str | None = None
+    lease_number: int = 0
+    reason: str = ""
+
+
 class BeatAnswer(msgspec.Struct, frozen=True):
     duration_s: float
     alive: tuple[LeaseBody, ...] = ()
     lost: tuple[LeaseBody, ...] = ()
-    commands: tuple[Command, ...] = ()
+    commands: tuple[CommandBody, ...] = ()
     inputs: tuple[LeaseInputs, ...] = ()
     """Of leases that are alive and have some, where they were asked for."""
+    missing: tuple[str, ...] = ()
+    """Node classes and models that jobs wait for and this worker does not have. One that finds them registers anew."""
 
 
 class SettledAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -221,7 +233,9 @@ class SettledAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CommandsAnswer(msgspec.Struct, frozen=True):
-    commands: tuple[Command, ...] = ()
+    """Without commands before its time, it says that a heartbeat has something new."""
+
+    commands: tuple[CommandBody, ...] = ()
 
 
 _CANONICAL = msgspec.json.Encoder(order="deterministic")
@@ -324,8 +338,20 @@ def beat_answer(beat: Beat, inputs: tuple[LeaseInputs, ...] = ()) -> BeatAnswer:
         beat.ttl_s,
         tuple(map(lease_body, beat.alive)),
         tuple(map(lease_body, beat.lost)),
-        beat.commands,
+        command_bodies(beat.commands),
         inputs,
+        beat.missing,
+    )
+
+
+def command_bodies(commands: Iterable[Command]) -> tuple[CommandBody, ...]:
+    return tuple(CommandBody(each.action, each.job_id, each.lease_number, each.reason) for each in commands)
+
+
+def commands_in(bodies: Iterable[CommandBody]) -> tuple[Command, ...]:
+    """At the worker: those that it knows. A newer hub may have others."""
+    return tuple(
+        msgspec.convert(msgspec.structs.asdict(each), Command) for each in bodies if each.action in ACTIONS
     )
 
 
@@ -334,7 +360,8 @@ def beat(answer: BeatAnswer) -> Beat:
         answer.duration_s,
         tuple(map(lease_ref, answer.alive)),
         tuple(map(lease_ref, answer.lost)),
-        answer.commands,
+        commands_in(answer.commands),
+        answer.missing,
     )
 
 

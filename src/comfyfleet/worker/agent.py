@@ -77,8 +77,8 @@ class Agent:
             )
         self._news = NewsSender(api, self._settings, self._obey)
         self._outage = Outage(worker_id)
-        self._heart = Heart(api, worker_id, self._settings, self._obey, self._heartbeat_refused, self._outage)
-        self._commands = CommandListener(api, worker_id, self._settings, self._do)
+        self._heart = Heart(api, worker_id, self._settings, self._beat, self._heartbeat_refused, self._outage)
+        self._commands = CommandListener(api, worker_id, self._settings, self._do, self._heart.beat_soon)
         self._registration = Registration(
             api, worker_id, self._servers, self._settings, declared, self._update, self._renewed, self._outage
         )
@@ -146,6 +146,12 @@ class Agent:
         """Looks at once what the servers have, and registers again, changed or not: whoever asks has a reason."""
         if self._registration.offer is not None:
             await self._registration.look(is_asked=True)
+
+    async def _refresh(self) -> None:
+        try:
+            await self.refresh()
+        except Exception as error:
+            self._outage.miss(error)
 
     async def drain(self, reason: str = "drain") -> None:
         """Takes nothing new, finishes what runs or gives it back after the grace, and leaves."""
@@ -299,6 +305,12 @@ class Agent:
 
     # what the other side tells
 
+    def _beat(self, beat: Beat) -> None:
+        self._obey(beat)
+        for server in self._servers:
+            if server.look_for(beat.missing):
+                self._tend_now.set()
+
     def _obey(self, beat: Beat) -> None:
         for ref in beat.lost:
             if (run := self._runs.get(ref)) is not None:
@@ -319,6 +331,8 @@ class Agent:
             case "resume":
                 self._is_paused = False
                 self._update(command.reason or "resumed")
+            case "refresh":
+                self._own(self._refresh())
             case "drain":
                 self._own(self.drain(command.reason or "told to drain"))
             case _:
@@ -370,6 +384,9 @@ class Agent:
             if coming := [server.usable_at - now for server in self._servers if server.is_up]:
                 return min(coming)
             return backoff.next_s()
+        for server in usable.values():
+            if now >= server.seek_due_at:
+                await server.seek()
         offered = {server.name for server in self._registration.offered}
         if offered != usable.keys() or any(now >= server.look_due_at for server in usable.values()):
             await self._registration.look()
@@ -377,7 +394,7 @@ class Agent:
             return backoff.next_s()
         backoff.reset()
         ends = [server.usable_at - now for server in self._servers if server.is_up and server.usable_at > now]
-        looks = [server.look_due_at - now for server in usable.values()]
+        looks = [min(server.look_due_at, server.seek_due_at) - now for server in usable.values()]
         return min(self._settings.health_interval_s, *ends, *looks)
 
     def _renewed(self) -> None:

@@ -21,11 +21,14 @@ class CommandListener:
         worker_id: WorkerId,
         settings: AgentSettings,
         obey: Callable[[Command], None],
+        on_call: Callable[[], None],
     ) -> None:
+        """`on_call`: the other side answered early and without a command: a heartbeat has something new."""
         self._api = api
         self._worker_id = worker_id
         self._settings = settings
         self._obey = obey
+        self._on_call = on_call
         self._is_registered = asyncio.Event()
 
     def set_registered(self, is_registered: bool) -> None:
@@ -51,6 +54,8 @@ class CommandListener:
                 continue
             for command in commands:
                 self._obey(command)
+            if not commands and loop.time() - asked_at < self._settings.command_wait_s / 2:
+                self._on_call()
             if commands or loop.time() - asked_at >= self._settings.command_wait_s / 2:
                 backoff.reset()
             if loop.time() - asked_at < self._settings.backoff_base_s:

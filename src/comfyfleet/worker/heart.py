@@ -62,6 +62,12 @@ class Heart:
         if self._watch_timer is None or abandon_at < self._watch_timer.when():
             self._watch_at(abandon_at)
 
+    def beat_soon(self) -> None:
+        """The next heartbeat is due now."""
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+            self._ring()
+
     def remove(self, held: Held) -> None:
         self._held.pop(held.ref, None)
         self._unacknowledged.pop(held.ref, None)

@@ -39,6 +39,14 @@ class TellsDefect(Protocol):
     def defect(self) -> str | None: ...
 
 
+@runtime_checkable
+class Finds(Protocol):
+    """A connector whose server can be asked for node classes and models by name, at less cost than for all it has."""
+
+    async def find(self, names: frozenset[str]) -> frozenset[str]:
+        """Those of the names that it has."""
+
+
 class Server:
     """One connector and what is known of the server behind it."""
 
@@ -61,6 +69,10 @@ class Server:
         self._looked_at = float("-inf")
         self._missing: frozenset[str] = frozenset()
         self._missing_pause_s = 0.0
+        self._wanted: frozenset[str] = frozenset()
+        self._found: frozenset[str] = frozenset()
+        """Of those that are wanted: what was found, so that a look was due for it."""
+        self._sought_at = float("-inf")
         self._is_open = False
         self._was_lost = False
 
@@ -83,6 +95,39 @@ class Server:
         self.wants_look = True
         self._missing |= {_plain(name) for name in names}
         self._missing_pause_s = self._settings.missing_interval_s
+
+    def look_for(self, names: Sequence[str]) -> bool:
+        """Jobs wait for these, and for no others. True: there are new ones among them."""
+        wanted = frozenset(map(_plain, names))
+        new = wanted - self._wanted
+        self._wanted, self._found = wanted, self._found & wanted
+        if not new:
+            return False
+        if isinstance(self.connector, Finds):
+            self._sought_at = float("-inf")
+        else:
+            self.lacks(tuple(new))
+        return True
+
+    @property
+    def seek_due_at(self) -> float:
+        if self._wanted == self._found or not isinstance(self.connector, Finds):
+            return float("inf")
+        return self._sought_at + self._settings.seek_interval_s
+
+    async def seek(self) -> None:
+        """Asks for what is wanted. Where something is found a look is due, once."""
+        assert isinstance(self.connector, Finds), "no other one is asked by name"
+        self._sought_at = asyncio.get_running_loop().time()
+        try:
+            async with asyncio.timeout(self._settings.inventory_timeout_s):
+                found = await self.connector.find(self._wanted - self._found)
+        except Exception as error:
+            _log.info("%s: it could not be asked what it has by now (%s)", self.name, _text(error))
+            return
+        if found:
+            self._found |= found
+            self.wants_look = True
 
     async def check(self) -> None:
         """Asks the server whether it is there."""

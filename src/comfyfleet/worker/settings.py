@@ -56,6 +56,8 @@ class AgentSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inventory_interval_s: float = 300.0
     missing_interval_s: float = 10.0
     """After a run failed for something missing it is looked for this often, then less and less often."""
+    seek_interval_s: float = 5.0
+    """What jobs wait for, and a server can be asked for by name, is asked for this often."""
     inventory_timeout_s: float = 60.0
 
     # the end

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from comfyfleet.sim.fake_comfyui.catalogue import make_catalogue
 from comfyfleet.sim.fake_comfyui.clock import Clock, ScaledClock
 from comfyfleet.sim.fake_comfyui.control_routes import PREFIX, ControlRoutes
 from comfyfleet.sim.fake_comfyui.disk import Disk
@@ -25,10 +26,11 @@ from comfyfleet.sim.fake_comfyui.execution import Executor
 from comfyfleet.sim.fake_comfyui.faults import ACTIONS, Faults, path_meets
 from comfyfleet.sim.fake_comfyui.file_routes import FileRoutes
 from comfyfleet.sim.fake_comfyui.info_routes import InfoRoutes
+from comfyfleet.sim.fake_comfyui.known_nodes import known_node_classes
 from comfyfleet.sim.fake_comfyui.machine import Machine
 from comfyfleet.sim.fake_comfyui.pictures import require_pillow
 from comfyfleet.sim.fake_comfyui.prompt_routes import PromptRoutes
-from comfyfleet.sim.fake_comfyui.settings import FakeSettings
+from comfyfleet.sim.fake_comfyui.settings import FakeSettings, parse_version
 from comfyfleet.sim.fake_comfyui.stats import FakeStats
 
 _log = logging.getLogger(__name__)
@@ -153,6 +155,12 @@ class FakeComfyUI:
                 self._disk.remove()
                 self._disk = None
 
+    def install(self, class_type: str) -> None:
+        """Give the running server a node class of its release that it was made without."""
+        assert self._machine is not None, "a server that is not up has no classes"
+        known = known_node_classes(parse_version(self.settings.version))
+        self._machine.catalogue |= make_catalogue(known, (class_type,), ())
+
     async def crash(self) -> None:
         """Die as by SIGKILL: connections drop, memory is lost, files stay."""
         async with self._life_lock:
@@ -239,6 +247,8 @@ def _own_faults(machine: Machine) -> Middleware:
         faults = machine.faults
         if request.path.startswith(PREFIX):
             return await handler(request)
+        asked = machine.stats.requests
+        asked[request.path] = asked.get(request.path, 0) + 1
         await machine.loop_is_free.wait()
         if faults.redirect_to and path_meets(request.path, faults.redirect_paths):
             return web.Response(status=302, headers={"Location": f"{faults.redirect_to}{request.path_qs}"})

@@ -35,6 +35,8 @@ class FakeStats(msgspec.Struct, kw_only=True):
     bytes_without_end: int = 0
     """What was taken of answers that never end."""
     crashes: int = 0
+    requests: dict[str, int] = msgspec.field(default_factory=dict)
+    """How often each path was asked for."""
 
     def starts(self, prompt_id: str, now: float) -> PromptRun:
         """Note the start of a prompt and give back its line in the log."""

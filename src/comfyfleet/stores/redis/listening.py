@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Literal
 
 import msgspec
 from redis.asyncio import Redis
@@ -16,7 +15,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from comfyfleet.model.calls import Command
+from comfyfleet.model.calls import Action, Command
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.stores.redis.address import Address
 from comfyfleet.stores.redis.relay import CHANNEL as NEWS
@@ -34,7 +33,7 @@ Hear = Callable[[WorkerId, Command], None]
 
 class _Told(msgspec.Struct, frozen=True):
     worker_id: WorkerId
-    action: Literal["cancel", "retry", "pause", "resume", "drain"]
+    action: Action
     job_id: str = ""
     lease: int = 0
     reason: str = ""

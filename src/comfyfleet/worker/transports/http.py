@@ -180,7 +180,9 @@ class HttpWorkerApi:
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
         body = wire.CommandsBody(worker_id, min(wait_s, wire.MAX_WAIT_S))
-        return (await self._ask("commands", body, wire.CommandsAnswer, body.wait_s)).commands
+        return wire.commands_in(
+            (await self._ask("commands", body, wire.CommandsAnswer, body.wait_s)).commands
+        )
 
     async def unregister(self, worker_id: WorkerId, reason: str) -> None:
         await self._send("unregister", wire.UnregisterBody(worker_id, reason[:1_000]))

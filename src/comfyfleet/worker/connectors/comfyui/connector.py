@@ -143,6 +143,10 @@ class ComfyUI:
             nodes=nodes,
         )
 
+    async def find(self, names: frozenset[str]) -> frozenset[str]:
+        """Those of these node classes and models that the server has by now."""
+        return await inventory.find(self._api, self.settings.inventory_s, names)
+
     async def process_job(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
         listener = self._listening()
         prompt_id = prompt_id_of(job.attempt_id)

@@ -26,6 +26,8 @@ GIGABYTE = 1024**3
 FAKE = "(main, fake)"
 MAX_FOLDERS = 200
 _MAX_SIZE = 1 << 60
+_MAX_FIND_BYTES = 1 << 26
+_MAX_CLASSES_ASKED = 50
 NOT_MODELS = frozenset({"configs", "custom_nodes"})
 _LAST_UNCHECKED = (0, 7, 0)
 """The last release known to accept any value for a combo of a new-style node."""
@@ -92,6 +94,29 @@ async def ask(
     ]
     # Beside the loop: a catalogue has thousands of nodes, or as many as a server likes.
     return await asyncio.to_thread(_read, stats, nodes, [embeddings, *listings], providers)
+
+
+async def find(api: Api, timeout_s: float, names: frozenset[str]) -> frozenset[str]:
+    """Which of these it has, in a few kilobytes: models in the lists of its folders, node classes one by one."""
+    budget = _Budget(api, timeout_s, _MAX_FIND_BYTES)
+    found = set()
+    classes = [name for name in names if not looks_like_model(name)]
+    for name in sorted(classes)[:_MAX_CLASSES_ASKED]:
+        answer = await budget.get(f"/object_info/{quote(name, safe='')}")
+        if answer.is_ok and isinstance(answer.body, dict) and name in answer.body:
+            found.add(name)
+    models = names.difference(classes)
+    if models:
+        for folder in (await _names(budget, "/models"))[:MAX_FOLDERS]:
+            if folder in NOT_MODELS:
+                continue
+            listed = {
+                each.replace("\\", "/") for each in await _names(budget, f"/models/{quote(folder, safe='')}")
+            }
+            # A bare name is found in any folder.
+            listed |= {each.rpartition("/")[2] for each in listed}
+            found |= models & listed
+    return frozenset(found)
 
 
 def _read(
