@@ -130,10 +130,10 @@ async def test_what_a_watcher_has_not_read_does_not_slow_down_those_who_publish(
         bus.subscribe()
         for number in range(waiting):
             bus.publish(fact(number, JobId(f"job-{number}")))
-        started = time.perf_counter()
+        started = time.process_time()
         for number in range(2000):
             bus.publish(news(number, JobId(f"late-{number}")))
-        return time.perf_counter() - started
+        return time.process_time() - started
 
     few = min(seconds(10) for _ in range(3))
     many = min(seconds(20_000) for _ in range(3))

@@ -31,7 +31,7 @@ async def test_the_wait_in_the_servers_own_queue_is_not_counted(failure: Failure
 
     async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
         report(Report(job.ref, NewsKind.ACCEPTED))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.0)
         report(Report(job.ref, NewsKind.STARTED))
         report(Report(job.ref, NewsKind.STARTED))
         if failure is not None:
@@ -42,7 +42,7 @@ async def test_the_wait_in_the_servers_own_queue_is_not_counted(failure: Failure
         api.give(leased_job())
         await until(lambda: api.named("complete") + api.named("fail"))
     (told,) = api.named("complete") + api.named("fail")
-    assert 0 <= told.seconds < 0.2
+    assert 0 <= told.seconds < 1.0
 
 
 async def test_a_run_that_never_told_its_start_counts_from_its_beginning() -> None:
@@ -96,15 +96,18 @@ async def test_a_lost_lease_stops_the_run_without_a_report() -> None:
 
 
 async def test_a_run_is_given_up_at_a_share_of_its_lease_without_a_confirmed_heartbeat() -> None:
-    api, job = ScriptedApi(), leased_job(ttl_s=0.6)
+    api, job = ScriptedApi(), leased_job(ttl_s=1.5)
     api.holds["heartbeat"] = asyncio.Event()
     connector = SimulatedConnector(behaviour=hangs())
+    loop = asyncio.get_running_loop()
     async with running(api, connector):
+        given_at = loop.time()
         api.give(job)
         await until(lambda: connector.runs)
-        started_at = asyncio.get_running_loop().time()
+        started_at = loop.time()
         await until(lambda: connector.cancels)
-        assert 0.4 <= asyncio.get_running_loop().time() - started_at < 0.6
+        assert loop.time() - given_at >= 1.0
+        assert loop.time() - started_at < 1.5
         await until(lambda: api.parked == 1)
     assert not {"complete", "fail", "release"} & set(api.names)
 
