@@ -112,11 +112,6 @@ async def test_a_service_is_understood_in_every_spelling(rig: HubRig, name: str)
     assert (await rig.get(f"/api/jobs/{job_id}")).body["service"] == "a1111"
 
 
-async def test_the_tenant_is_the_credentials_and_never_the_bodys(rig: HubRig) -> None:
-    job_id = await rig.submit(role=Role.TENANT, customer_id="somebody-else")
-    assert (await rig.get(f"/api/jobs/{job_id}")).body["tenant"] == TENANT
-
-
 async def test_a_graph_alone_is_a_payload_too(rig: HubRig) -> None:
     nested = await rig.post("/api/jobs", {"payload": {"workflow": graph()}})
     bare = await rig.post("/api/jobs", {"payload": graph()})

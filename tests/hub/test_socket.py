@@ -83,7 +83,7 @@ async def test_an_old_caller_submits_and_hears_of_its_job_without_asking(rig: Hu
     await register(rig)
     async with connected(rig, Role.TENANT) as line:
         submitted = await line.ask(
-            "submit_job", job_type="comfyui", payload=PAYLOAD, customer_id="somebody", message_id="m1"
+            "submit_job", job_type="comfyui", payload=PAYLOAD, customer_id="acme", message_id="m1"
         )
         assert (submitted["type"], submitted["status"], submitted["message_id"]) == (
             "job_submitted",

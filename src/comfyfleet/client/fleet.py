@@ -38,6 +38,7 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.job import OutputFile
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.files import FileView
+from comfyfleet.wire.payloads import PayloadBody
 from comfyfleet.wire.problems import refusal_in
 
 DEFAULT_URL = "http://127.0.0.1:3001"
@@ -155,17 +156,23 @@ class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
         return (await self._link.ask("convert", bodies.ConvertBody, body=body)).workflow
 
     async def upload(
-        self, source: FileLike, *, name: str | None = None, content_type: str | None = None
+        self,
+        source: FileLike,
+        *,
+        name: str | None = None,
+        content_type: str | None = None,
+        tenant: str | None = None,
     ) -> FileView:
         """A file, by its path or its content, for the `inputs` of any number of jobs: name it by its `id`."""
-        return await upload(self._link, source, name, content_type)
+        return await upload(self._link, source, name, content_type, tenant)
 
     async def _attach(self, attach: Mapping[str, FileLike] | None, options: SubmitOptions) -> None:
         if not attach:
             return
         # Asked first: a wrong name must not leave files behind.
         targets = {target: attached_to(target, "") for target in attach}
-        files = {target: (await self.upload(source)).id for target, source in attach.items()}
+        tenant = options.get("tenant")
+        files = {target: (await self.upload(source, tenant=tenant)).id for target, source in attach.items()}
         brought = [msgspec.structs.replace(each, file=files[target]) for target, each in targets.items()]
         options["inputs"] = (*options.get("inputs", ()), *brought)
 
@@ -173,6 +180,10 @@ class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
 
     async def get(self, job_id: str) -> answers.JobDetails:
         return await self._link.ask("get_job", answers.JobDetails, job_id=job_id)
+
+    async def payload(self, job_id: str) -> PayloadBody:
+        """What was asked for with it: workflow, requirements and the rest."""
+        return await self._link.ask("get_payload", PayloadBody, job_id=job_id)
 
     async def result(self, job_id: str) -> answers.ResultBody:
         """What came of it so far; nothing while it is open."""

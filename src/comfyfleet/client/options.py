@@ -49,6 +49,7 @@ class SubmitOptions(TypedDict, total=False):
     include_outputs: tuple[str, ...]
     webhook: WebhookBody | str | None
     require_workable: bool
+    tenant: str | None
 
 
 class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -126,6 +126,7 @@ class SyncFleetClient:
     submit_many = _blocking(FleetClient.submit_many)
     convert = _blocking(FleetClient.convert)
     get = _blocking(FleetClient.get)
+    payload = _blocking(FleetClient.payload)
     result = _blocking(FleetClient.result)
     explain = _blocking(FleetClient.explain)
     jobs = _blocking(FleetClient.jobs)

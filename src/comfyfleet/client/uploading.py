@@ -33,11 +33,14 @@ _READ_BYTES_PER_S = 10e6
 """Slower than that no hub reads its storage."""
 
 
-async def upload(link: Link, source: FileLike, name: str | None, content_type: str | None) -> FileView:
+async def upload(
+    link: Link, source: FileLike, name: str | None, content_type: str | None, tenant: str | None = None
+) -> FileView:
     name = name or ("file" if isinstance(source, bytes) else Path(source).name)[-256:]
     size, digest = await asyncio.to_thread(_measure, source)
     kind = content_type or mimetypes.guess_type(name)[0] or "application/octet-stream"
-    made = await link.ask("create_file", FileView, body=FileBody(name, kind, size, digest))
+    body = FileBody(name, kind, size, digest, tenant=tenant)
+    made = await link.ask("create_file", FileView, body=body)
     if made.parts is not None:
         await _put_parts(link, made.id, source, parts_of(size, made.parts))
     elif made.link is not None:

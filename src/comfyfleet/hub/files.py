@@ -16,6 +16,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.limits import HungUp
 from comfyfleet.hub.outputs import OutputDesk
+from comfyfleet.hub.owners import owner_for
 from comfyfleet.model.access import Caller
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -71,7 +72,7 @@ class FileHandlers:
         return self._assets
 
     async def create(self, call: Call[wire.FileBody]) -> Reply:
-        body, owner = call.given, call.caller.owner
+        body, owner = call.given, owner_for(call.caller, call.given.tenant)
         if body.source is not None:
             origin = await self._assets.get(body.source, owner)
             if origin is None or origin.tenant != owner:

@@ -20,6 +20,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.json_bounds import PIECE_BYTES, check_json
+from comfyfleet.hub.owners import owner_of
 from comfyfleet.hub.safe_reports import made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
@@ -32,6 +33,7 @@ from comfyfleet.model.workflow import check_workflow, decoded_graph
 from comfyfleet.ports import Assets
 from comfyfleet.tracing import about
 from comfyfleet.wire import answers, bodies
+from comfyfleet.wire.payloads import payload_body
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.route import LARGE_BYTES
 from comfyfleet.wire.spelling import spell, understood
@@ -70,6 +72,7 @@ class JobHandlers:
             "convert": self.convert,
             "list_jobs": self.list_jobs,
             "get_job": self.get_job,
+            "get_payload": self.get_payload,
             "get_result": self.get_result,
             "explain_job": self.explain,
             "cancel_job": self.cancel,
@@ -84,7 +87,7 @@ class JobHandlers:
     async def submit(self, call: Call[bodies.SentSubmit]) -> Reply:
         key = _idempotency_key(call.headers)
         answer = await self._submit(
-            partial(_submission, call.take(), call.caller.owner, key, call.traceparent, call.is_large),
+            partial(_submission, call.take(), call.caller, key, call.traceparent, call.is_large),
             call.traceparent,
             is_large=call.is_large,
         )
@@ -133,7 +136,7 @@ class JobHandlers:
             # A reference makes a job repeatable by itself.
             own_key = key if _own_reference(body) is None else None
             is_large = item.size > PIECE_BYTES
-            asked = partial(_submission, body, caller.owner, own_key, traceparent, is_large)
+            asked = partial(_submission, body, caller, own_key, traceparent, is_large)
             answer = await self._submit(asked, traceparent, is_large=is_large)
         except Exception as error:
             incident = ""
@@ -178,14 +181,15 @@ class JobHandlers:
     async def get_job(self, call: Call[None]) -> Reply:
         return Reply(200, answers.details(await self._view(call)))
 
+    async def get_payload(self, call: Call[None]) -> Reply:
+        job = (await self._view(call)).job
+        _check_readable(job, "payload")
+        return Reply(200, payload_body(job))
+
     async def get_result(self, call: Call[None]) -> Reply:
         view = await self._view(call)
         phase, job = view.dispatch.phase, view.job
-        if job.unreadable is not None:
-            raise Refusal(
-                RefusalCode.NOT_FOUND,
-                f"the result of job {job.job_id!r} cannot be read: {job.unreadable}",
-            )
+        _check_readable(job, "result")
         result = await self._linked(job)
         body = answers.ResultBody(job.job_id, spell(phase), result, job.failure)
         return Reply(200 if phase.is_final else 202, body)
@@ -251,9 +255,9 @@ class JobHandlers:
 
 
 def _submission(
-    body: bodies.SubmitBody, owner: TenantId, key: str | None, traceparent: str | None, is_large: bool
+    body: bodies.SubmitBody, caller: Caller, key: str | None, traceparent: str | None, is_large: bool
 ) -> Submission:
-    submission = bodies.submission(body, owner, key, traceparent)
+    submission = bodies.submission(body, owner_of(body, caller), key, traceparent)
     if not is_large:
         return submission
     # Nodes that stay text keep all of the body.
@@ -301,6 +305,13 @@ async def _parts(jobs: Sequence[msgspec.Raw], most: int) -> AsyncIterator[list[_
         if not isinstance(body, Refusal):
             references.add(_own_reference(body))
     yield part
+
+
+def _check_readable(job: Job, what: str) -> None:
+    if job.unreadable is not None:
+        raise Refusal(
+            RefusalCode.NOT_FOUND, f"the {what} of job {job.job_id!r} cannot be read: {job.unreadable}"
+        )
 
 
 def _no_job(job_id: JobId) -> Refusal:

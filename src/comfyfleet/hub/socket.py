@@ -29,6 +29,7 @@ from comfyfleet.hub.feeds import Entry
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.json_bounds import PIECE_BYTES
 from comfyfleet.hub.limits import Limits, Rate
+from comfyfleet.hub.owners import owner_of
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Room, Rooms
 from comfyfleet.hub.socket_agents import AgentSession, Identify
@@ -281,7 +282,7 @@ class Session:
             case "submit_job":
                 trace = message.get("traceparent")
                 trace = parse_traceparent(trace) if isinstance(trace, str) else None
-                asked = bodies.submission(body, self.caller.owner, traceparent=trace)
+                asked = bodies.submission(body, owner_of(body, self.caller), traceparent=trace)
                 submitted = await self._noted(
                     name,
                     lambda: self._hub.inputs.submit(asked, is_large=is_large),

@@ -27,7 +27,7 @@ from comfyfleet.model.requirement import (
 )
 from comfyfleet.model.webhook import ENDINGS, Webhook
 from comfyfleet.model.workflow import decoded_graph
-from comfyfleet.wire.spelling import KNOWN_STATUSES, OLD_SERVICE_NAMES
+from comfyfleet.wire.spelling import KNOWN_STATUSES, OLD_SERVICE_NAMES, OLD_TENANT_NAMES
 
 MAX_BATCH = 1_000
 IDEMPOTENCY_PREFIX = "idempotency-key:"
@@ -153,6 +153,8 @@ class SubmitBody(_Sent, frozen=True):
     include_outputs: Names = ()
     webhook: WebhookBody | Url | None = None
     require_workable: bool = False
+    tenant: Name | None = None
+    """For whom, where that is not the key's tenant: for operators."""
 
 
 class SpelledSubmit(SubmitBody, frozen=True):
@@ -219,7 +221,7 @@ def seconds_of(time: float | datetime | None) -> float | None:
 def submission(
     body: SubmitBody, tenant: TenantId, idempotency_key: str | None = None, traceparent: str | None = None
 ) -> Submission:
-    """The model's value. The tenant is the credential's, whatever the body says."""
+    """The model's value. For which tenant is the hub's to say, by the key."""
     return Submission(
         workflow=_workflow(body.payload),
         reference=_reference(body, idempotency_key),
@@ -242,6 +244,19 @@ def submission(
         webhook=_webhook(body.webhook),
         traceparent=traceparent,
     )
+
+
+def named_tenant(body: SubmitBody) -> tuple[str, str] | None:
+    """What the field is called, and the tenant in it. None: the key says which."""
+    names = ("tenant", *OLD_TENANT_NAMES) if isinstance(body, SpelledSubmit) else ("tenant",)
+    found = {name: given for name in names if (given := getattr(body, name)) is not None}
+    if len(set(found.values())) > 1:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"{' and '.join(found)} name different tenants: say one",
+            field="tenant",
+        )
+    return next(iter(found.items()), None)
 
 
 def named_jobs(body: SubmitBody) -> set[str]:

@@ -27,6 +27,8 @@ class FileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     size: Size | None = None
     sha256: Sha256 | None = None
     source: Name | None = None
+    tenant: Name | None = None
+    """Whose it becomes, where that is not the key's tenant: for operators."""
 
 
 class OutputBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import RefusalCode
-from comfyfleet.wire import answers, bodies, keys, progress, worker
+from comfyfleet.wire import answers, bodies, keys, payloads, progress, worker
 from comfyfleet.wire.file_routes import FILES
 from comfyfleet.wire.key_routes import KEYS
 from comfyfleet.wire.reconciling import RECONCILING
@@ -103,6 +103,13 @@ JOBS = of_noun(
         READERS,
         answers.JobDetails,
         aliases=("/jobs/{job_id}", "/api/ai-jobs/{job_id}"),
+    ),
+    get_route(
+        "get_payload",
+        "/api/jobs/{job_id}/payload",
+        "What was asked for with a job: workflow, requirements and the rest, as it can be submitted again",
+        CALLERS,
+        payloads.PayloadBody,
     ),
     Route(
         "get_result",

@@ -56,7 +56,7 @@ OLD_SERVICE_NAMES = ("service_type", "job_type", "service_required")
 """In a submission: what is `service` now."""
 
 OLD_TENANT_NAMES = ("customer_id", "tenant_id")
-"""In a submission: who it was for. Taken and not believed, as the tenant is the credential's."""
+"""In a submission: what is `tenant` now."""
 
 
 def modern_capabilities(given: dict[str, Any]) -> tuple[dict[str, Any], float | None]:
