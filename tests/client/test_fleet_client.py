@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -293,3 +294,30 @@ def test_a_closed_client_says_so() -> None:
     client.close()
     with pytest.raises(RuntimeError, match="closed"):
         client.stats()
+
+
+async def test_a_hub_that_goes_away_in_the_middle_of_a_batch_loses_nothing_that_was_taken(
+    rig: HubRig, client: FleetClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = client._link.ask
+    calls = 0
+
+    async def second_fails(name: str, *more: Any, **given: Any) -> Any:
+        nonlocal calls
+        calls += name == "submit_batch"
+        if calls == 2:
+            raise Fault("the hub did not answer")
+        return await ask(name, *more, **given)
+
+    monkeypatch.setattr("comfyfleet.client.fleet._AT_A_TIME", 2)
+    monkeypatch.setattr(client._link, "ask", second_fails)
+    found = await client.submit_many([graph()] * 5, idempotency_key="night")
+    taken = [each.id for each in found if not isinstance(each, Refusal)]
+    refused = [each for each in found if isinstance(each, Refusal)]
+    assert (len(taken), len(refused)) == (2, 3)
+    assert {each.code for each in refused} == {RefusalCode.UNAVAILABLE}
+    assert "not known" in refused[0].message
+    calls = 2
+    again = await client.submit_many([graph()] * 5, idempotency_key="night")
+    assert [each.id for each in again if not isinstance(each, Refusal)][:2] == taken
+    assert (await rig.get("/api/stats")).body["waiting"] == 5

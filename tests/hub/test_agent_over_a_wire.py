@@ -28,6 +28,7 @@ from comfyfleet.hub.body import Bodies
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.inputs import InputDesk
+from comfyfleet.hub.keyed_workers import KeyedWorkers
 from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.serving import Serving, ServingSettings
@@ -135,9 +136,11 @@ class Switchboard:
             **{name: getattr(api, name) for name in calls},
         )
         limits = Limits()
-        credentials = Credentials(Keys(MemoryCabinet(), clock), clock, limits, is_open=True)
+        keys = Keys(MemoryCabinet(), clock)
+        credentials = Credentials(keys, clock, limits, is_open=True)
+        made = cast(Engine, engine)
         self.handlers = WorkerHandlers(
-            cast(Engine, engine), limits.max_wait_s, None, InputDesk(cast(Engine, engine), None)
+            made, limits.max_wait_s, None, InputDesk(made, None), KeyedWorkers(made, keys)
         ).bound()
         routes = tuple(route for route in WORKER_ROUTES if route.roles)
         self.door = Door(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.hub._hub import HubRig, hub_in_process, submission
 from comfyfleet.model.calls import Submitted
 from comfyfleet.model.job import Submission
 from comfyfleet.policy.rules import Rules
+from comfyfleet.stores.sqlite.writer import Batch
 
 
 @pytest_asyncio.fixture
@@ -92,3 +94,27 @@ async def test_a_batch_fills_the_queue_to_the_brim_and_is_finished_by_its_repeat
         again = (await rig.post("/api/jobs/batch", batch, headers=key)).body
         assert (again["accepted"], again["refused"]) == (100, 0)
         assert [item["job"]["id"] for item in again["items"][:70]] == taken, "what was taken is not lost"
+
+
+async def test_of_a_batch_that_the_store_takes_in_part_no_word_says_that_nothing_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the store says of a write that failed is said of that one job, and is true of it."""
+    # One after the other, so that the disk is full in the middle.
+    monkeypatch.setattr("comfyfleet.hub.jobs._PART_BYTES", 1)
+    write = Batch.write
+
+    def to_a_disk_that_fills(batch: Batch, database: sqlite3.Connection) -> None:
+        if any(reference == "too late" for _, _, _, reference, *_ in batch.added):
+            raise sqlite3.OperationalError("database or disk is full")
+        write(batch, database)
+
+    monkeypatch.setattr(Batch, "write", to_a_disk_that_fills)
+    async with hub_in_process(store_url=f"sqlite:///{tmp_path}/fleet.db") as rig:
+        jobs = [submission(), submission(reference="too late"), submission()]
+        answer = await rig.post("/api/jobs/batch", {"jobs": jobs})
+        assert [item["status"] for item in answer.body["items"]] == [201, 503, 201]
+        detail = answer.body["items"][1]["problem"]["detail"]
+        assert "disk is full" in detail and "This was not written" in detail
+        assert "nothing was" not in answer.content.decode().lower()
+        assert len((await rig.get("/api/jobs")).body["jobs"]) == 2

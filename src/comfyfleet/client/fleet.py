@@ -124,11 +124,14 @@ class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
         on_progress: Callable[[int, int], object] | None = None,
         attach: Mapping[str, FileLike] | None = None,
         traceparent: str | None = None,
+        idempotency_key: str | None = None,
         **options: Unpack[SubmitOptions],
     ) -> list[answers.SubmittedBody | Refusal]:
         """Each workflow with the same options and files, in batches. In their order: the job, or why it was refused.
 
-        `on_progress` hears how many of how many are done.
+        `on_progress` hears how many of how many are done. A hub that goes away in the middle raises nothing: what was
+        taken is answered, and the others are refused as `unavailable`. The same call again with the same
+        `idempotency_key` makes no job twice.
         """
         if options.get("reference") is not None:
             raise Refusal(
@@ -137,14 +140,21 @@ class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
         await self._attach(attach, options)
         every = [submission(workflow, options) for workflow in workflows]
         found: list[answers.SubmittedBody | Refusal] = []
+        key = idempotency_key or uuid.uuid4().hex
         for start in range(0, len(every), _AT_A_TIME):
             part = tuple(msgspec.Raw(msgspec.json.encode(body)) for body in every[start : start + _AT_A_TIME])
-            answer = await self._link.ask(
-                "submit_batch",
-                answers.BatchAnswer,
-                body=bodies.BatchBody(part),
-                headers={"idempotency-key": uuid.uuid4().hex, **_traced(traceparent)},
-            )
+            try:
+                answer = await self._link.ask(
+                    "submit_batch",
+                    answers.BatchAnswer,
+                    body=bodies.BatchBody(part),
+                    headers={"idempotency-key": f"{key}/{start}", **_traced(traceparent)},
+                )
+            except (Refusal, Fault) as error:
+                if not found:
+                    raise
+                # What was taken before must not be lost with it.
+                return found + [_not_answered(error)] * (len(every) - len(found))
             found += [_job_or_refusal(item) for item in answer.items]
             if on_progress is not None:
                 on_progress(len(found), len(every))
@@ -376,6 +386,12 @@ class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
 
 def _traced(traceparent: str | None) -> dict[str, str]:
     return {} if traceparent is None else {"traceparent": traceparent}
+
+
+def _not_answered(error: Refusal | Fault) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    return Refusal(RefusalCode.UNAVAILABLE, f"whether this job was taken is not known: {error}")
 
 
 def _job_or_refusal(item: answers.BatchItem) -> answers.SubmittedBody | Refusal:

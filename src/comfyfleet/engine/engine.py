@@ -54,7 +54,7 @@ from comfyfleet.model.calls import (
     Settled,
     Submitted,
 )
-from comfyfleet.model.dispatch import Dispatch, LeaseRef, Phase, Written
+from comfyfleet.model.dispatch import AtRevision, Dispatch, LeaseRef, Phase, Written
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
@@ -379,6 +379,13 @@ class Engine:
         await self._workers.unregister(worker_id, reason)
 
     # operators
+
+    async def expel_worker(self, worker_id: WorkerId, reason: str) -> None:
+        """It is offline at once, and its leases are over: their jobs wait for another, uncharged, as nothing is known
+        against them or against what the worker ran. One that may come back registers again."""
+        await self._workers.unregister(worker_id, reason)
+        for dispatch in await self.store.leases_of(worker_id):
+            await self._verdicts.released(dispatch, AtRevision(dispatch.revision), reason)
 
     async def workers(self) -> list[WorkerRecord]:
         if self.store.is_shared:

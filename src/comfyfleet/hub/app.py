@@ -26,6 +26,7 @@ from comfyfleet.hub.fleet import FleetHandlers
 from comfyfleet.hub.health import HealthHandlers, version_here
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.jobs import JobHandlers
+from comfyfleet.hub.keyed_workers import KeyedWorkers
 from comfyfleet.hub.keys import KeyHandlers
 from comfyfleet.hub.limits import Limits
 from comfyfleet.hub.metrics import Metrics, MetricsHandlers
@@ -106,7 +107,8 @@ class Hub:
             engine, book, webhooks, guard, sender, Pending(book, self.limits.max_pending_deliveries)
         )
         credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
-        self._key_watch = KeyWatch(self.keys, places, self.limits.beat_s)
+        keyed = KeyedWorkers(engine, self.keys)
+        self._key_watch = KeyWatch(self.keys, places, keyed, self.limits.beat_s)
         estate = estate or Estate(engine.store, clock, {})
         tenants, pools = estate.tenants, estate.pools
         duties = {"entries of the audit log": self.audit.tidy, "records of tenants": estate.forgetting.tidy}
@@ -127,7 +129,7 @@ class Hub:
         stats = StatsDesk(engine, time.monotonic)
         self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, shares, self.audit)
         inputs = InputDesk(engine, assets)
-        workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs)
+        workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs, keyed)
         health = HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping)
         handlers: dict[str, Handler] = {
             **JobHandlers(engine, assets, inputs).bound(),
@@ -140,7 +142,7 @@ class Hub:
             **CreditHandlers(engine, tenants, pools).bound(),
             **UsageHandlers(estate.homes, clock).bound(),
             **ReconcileHandlers(estate.reconciler).bound(),
-            **KeyHandlers(self.keys, credentials, places, self.audit).bound(),
+            **KeyHandlers(self.keys, credentials, places, self.audit, keyed).bound(),
             **PageHandlers(engine, stats, version_here()).bound(),
             **MetricsHandlers(engine, metrics).bound(),
             **health.bound(),

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from comfyfleet.hub.keyed_workers import KeyedWorkers
 from comfyfleet.hub.limits import Limits, Rate
 from comfyfleet.hub.places import Places
 from comfyfleet.model.access import Caller, Role
@@ -93,9 +94,10 @@ class Credentials:
 
 
 class KeyWatch:
-    """Ends connections whose key was revoked at another hub, or has expired, within `every_s`."""
+    """Ends connections whose key was revoked at another hub, or has expired, within `every_s`; workers with them."""
 
-    def __init__(self, keys: Keys, places: Places, every_s: float) -> None:
+    def __init__(self, keys: Keys, places: Places, workers: KeyedWorkers, every_s: float) -> None:
+        self._workers = workers
         self._keys = keys
         self._places = places
         self._every_s = every_s
@@ -114,9 +116,10 @@ class KeyWatch:
         while True:
             await asyncio.sleep(self._every_s)
             try:
-                for key_id in self._places.holders():
+                for key_id in {*self._places.holders(), *self._workers.keys()}:
                     if key_id != _OPEN.key_id and await self._keys.is_over(key_id):
                         self._places.end(key_id)
+                        await self._workers.end(key_id)
             except Fault as fault:
                 _LOG.warning("open connections could not be asked for their keys: %s", fault)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.keyed_workers import KeyedWorkers
 from comfyfleet.hub.places import Places
 from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.tenancy.keys import Keys
@@ -13,11 +14,14 @@ from comfyfleet.wire import keys as wire
 
 
 class KeyHandlers:
-    def __init__(self, keys: Keys, credentials: Credentials, places: Places, audit: Audit) -> None:
+    def __init__(
+        self, keys: Keys, credentials: Credentials, places: Places, audit: Audit, workers: KeyedWorkers
+    ) -> None:
         self._keys = keys
         self._audit = audit
         self._credentials = credentials
         self._places = places
+        self._workers = workers
 
     def bound(self) -> dict[str, Handler]:
         return {
@@ -51,9 +55,14 @@ class KeyHandlers:
 
     async def revoke(self, call: Call[None]) -> Reply:
         key = await self._keys.revoke(call.parameters["key_id"])
-        self._credentials.forget(key.key_id)
-        self._places.end(key.key_id)
+        await self._end(key.key_id, key.worker_id)
         return Reply(200, wire.view(key))
+
+    async def _end(self, key_id: str, worker_id: WorkerId | None) -> None:
+        """Connections first: whoever is cut off does not register again with what is left of them."""
+        self._credentials.forget(key_id)
+        self._places.end(key_id)
+        await self._workers.end(key_id, worker_id)
 
     async def rotate_own(self, call: Call[wire.RotateBody]) -> Reply:
         return await self._rotate(call.caller.key_id, call.given.overlap_s)
@@ -90,8 +99,7 @@ class KeyHandlers:
     async def enrol(self, call: Call[worker.EnrolBody]) -> Reply:
         key, secret, ended = await self._keys.enrol(call.given.token, WorkerId(call.given.worker_id))
         for key_id in ended:
-            self._credentials.forget(key_id)
-            self._places.end(key_id)
+            await self._end(key_id, key.worker_id)
         return Reply(201, wire.made(key, secret), made=key.key_id)
 
     async def list_audit(self, call: Call[wire.AuditQuery]) -> Reply:

@@ -162,7 +162,13 @@ class Session:
         self._subscribed: dict[JobId, tuple[Room, int]] = {}
         self._monitor: tuple[Wanted, int] | None = None
         self._workers = SocketWorkers(
-            hub.engine, hub.inputs, caller, hub.limits.max_wait_s, self.tell, hub.workers.check_files
+            hub.engine,
+            hub.inputs,
+            caller,
+            hub.limits.max_wait_s,
+            self.tell,
+            hub.workers.check_files,
+            hub.workers.keyed,
         )
 
     async def run(self, receive: Receive) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.inputs import InputDesk
+from comfyfleet.hub.keyed_workers import KeyedWorkers
 from comfyfleet.hub.safe_reports import apart, has_many, made_safe
 from comfyfleet.hub.workers import as_worker, check_holder
 from comfyfleet.model.access import Caller
@@ -45,7 +46,9 @@ class SocketWorkers:
         max_wait_s: float,
         tell: Callable[[Message], None],
         check_files: Callable[[JobResult, str], Awaitable[None]],
+        keyed: KeyedWorkers,
     ) -> None:
+        self._keyed = keyed
         self._check_files = check_files
         self._engine = engine
         self._inputs = inputs
@@ -94,6 +97,7 @@ class SocketWorkers:
 
     async def _register(self, body: socket.RegisterWorker) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
+        self._keyed.heard(self._caller, worker_id)
         said = RegisterBody(
             worker_id,
             body.capabilities,
@@ -141,6 +145,7 @@ class SocketWorkers:
 
     async def _request(self, body: socket.RequestJob) -> Message | None:
         worker_id = as_worker(self._caller, body.worker_id)
+        self._keyed.heard(self._caller, worker_id)
         known = self._engine.known_worker(worker_id)
         if (known is None or known.is_offline) and body.capabilities is not None:
             await self._register(socket.RegisterWorker(worker_id, body.capabilities))
@@ -190,6 +195,7 @@ class SocketWorkers:
 
     async def _beat(self, body: socket.Heartbeat) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
+        self._keyed.heard(self._caller, worker_id)
         known = self._engine.known_worker(worker_id)
         if known is None or known.is_offline:
             raise Refusal(RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register first")

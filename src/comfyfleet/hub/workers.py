@@ -15,6 +15,7 @@ import msgspec
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
+from comfyfleet.hub.keyed_workers import KeyedWorkers
 from comfyfleet.hub.safe_reports import apart, has_many, made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release, Report
@@ -37,10 +38,18 @@ _MAX_HASHES = 10_000
 
 
 class WorkerHandlers:
-    def __init__(self, engine: Engine, max_wait_s: float, assets: Assets | None, inputs: InputDesk) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_wait_s: float,
+        assets: Assets | None,
+        inputs: InputDesk,
+        keyed: KeyedWorkers,
+    ) -> None:
         self._engine = engine
         self._assets = assets
         self._inputs = inputs
+        self.keyed = keyed
         self._max_wait_s = max_wait_s
         self._hashes: dict[WorkerId, tuple[Capabilities, str]] = {}
 
@@ -61,7 +70,7 @@ class WorkerHandlers:
     # coming and going
 
     async def register(self, call: Call[wire.RegisterBody]) -> Reply:
-        as_worker(call.caller, call.given.worker_id)
+        self.keyed.heard(call.caller, as_worker(call.caller, call.given.worker_id))
         record = await self._engine.register(self._inputs.admitted(wire.registration(call.given)))
         rules = self._engine.rules
         answer = wire.RegisteredBody(
@@ -96,6 +105,7 @@ class WorkerHandlers:
     async def poll(self, call: Call[wire.PollBody]) -> Reply:
         body = call.given
         worker_id = as_worker(call.caller, body.worker_id)
+        self.keyed.heard(call.caller, worker_id)
         known = await self._worker(worker_id)
         if body.capabilities is not None:
             wanted = self._inputs.admitted(wire.registration(body))
@@ -132,6 +142,7 @@ class WorkerHandlers:
     async def heartbeat(self, call: Call[wire.HeartbeatBody]) -> Reply:
         body = call.given
         worker_id = as_worker(call.caller, body.worker_id)
+        self.keyed.heard(call.caller, worker_id)
         if not body.leases and await self._worker(worker_id) is None:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"

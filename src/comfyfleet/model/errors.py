@@ -46,4 +46,5 @@ class Refusal(ComfyFleetError):
 
 
 class Fault(ComfyFleetError):
-    """Something around us failed; nothing was changed, and trying again may work."""
+    """Something around us failed, and trying again may work. What it says is of one step: of a call that takes several,
+    a batch above all, others may have been done."""

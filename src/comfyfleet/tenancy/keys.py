@@ -183,7 +183,7 @@ class Keys:
                     RefusalCode.NOT_ALLOWED,
                     f"this token enrols workers whose id begins with {enrolment.worker_prefix!r}",
                 )
-            held = await self._held_by(worker_id)
+            held = await self.held_by(worker_id)
             if held and not enrolment.replaces:
                 raise _has_key(worker_id)
             used = msgspec.structs.replace(enrolment, uses_left=enrolment.uses_left - 1)
@@ -197,7 +197,7 @@ class Keys:
         self, worker_id: WorkerId, token_id: str, replaces: bool
     ) -> tuple[ApiKey, str, list[str]]:
         key, text = await self.create(Role.WORKER, name=f"enrolled by {token_id}", worker_id=worker_id)
-        others = [each.key_id for each in await self._held_by(worker_id) if each.key_id != key.key_id]
+        others = [each.key_id for each in await self.held_by(worker_id) if each.key_id != key.key_id]
         if others and not replaces and min(others) < key.key_id:
             # Another enrolled under the same name in the same moment, and came first.
             await self.revoke(key.key_id)
@@ -207,7 +207,7 @@ class Keys:
                 await self.revoke(key_id)
         return key, text, others if replaces else []
 
-    async def _held_by(self, worker_id: WorkerId) -> list[ApiKey]:
+    async def held_by(self, worker_id: WorkerId) -> list[ApiKey]:
         """The keys that are good now and name this worker."""
         found: list[ApiKey] = []
         after, now = "", self._clock.now()

@@ -177,13 +177,13 @@ class Pool:
             raise _unkeepable(error) from error
         elif error.sqlstate not in _OTHERS_IN_THE_WAY:
             raise Fault(
-                f"PostgreSQL at {self.address} refused a transaction and nothing was changed: {_words(error)}; "
+                f"PostgreSQL at {self.address} refused a transaction, which was not carried out: {_words(error)}; "
                 "the server's log says more"
             ) from error
         if not tries_left:
             raise Fault(
-                f"PostgreSQL at {self.address} did not carry out a transaction in {MAX_TRIES} tries and nothing was "
-                f"changed: {_words(error)}; try again"
+                f"PostgreSQL at {self.address} did not carry out a transaction in {MAX_TRIES} tries: "
+                f"{_words(error)}; try again"
             ) from error
 
     async def _put_back(self, connection: Connection) -> None:

@@ -228,7 +228,7 @@ class Writer:
     def _failed(self, batch: Batch, error: Exception) -> None:
         behind, self._open, self._is_called = self._open, Batch(), False
         fault = Fault(
-            f"the store could not write: {error}. Nothing was changed; make room on its disk or see to its rights, "
+            f"the store could not write: {error}. This was not written; make room on its disk or see to its rights, "
             "and try again"
         )
         try:

@@ -92,7 +92,7 @@ class SqliteCarrier:
             raise Refusal(RefusalCode.INVALID_REQUEST, f"SQLite cannot keep this value: {error}") from error
         except sqlite3.Error as error:
             raise Fault(
-                f"the tenant database {self._path} refused a transaction and nothing was changed: {error}. "
+                f"the tenant database {self._path} refused a transaction, which was not carried out: {error}. "
                 "See to its disk and its rights, or try again if others write to it"
             ) from error
         finally:
