@@ -201,7 +201,7 @@ async def _work_for_hub(
     from comfyfleet.cli.reach import find_hub
     from comfyfleet.cli.servers import journals, tell_state
     from comfyfleet.pool.agents import Agents
-    from comfyfleet.worker.settings import AgentSettings
+    from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
     from comfyfleet.worker.transports.http import HttpWorkerApi
     from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
 
@@ -210,9 +210,19 @@ async def _work_for_hub(
         raise resolved.wrong("hub", f"name it as http{reach.url[2:]} and say --transport websocket")
     transport = WebSocketWorkerApi if resolved.values.transport == "websocket" else HttpWorkerApi
     settings_ = AgentSettings(drain_grace_s=resolved.values.grace_s)
-    agents = Agents(tell_state, settings_, resolved.comfyui(), journals=journals(resolved))
+    is_accepted = False
+
+    def tell(worker: str, state: AgentState) -> None:
+        nonlocal is_accepted
+        if state.status is AgentStatus.ONLINE and not is_accepted:
+            # The hub has registered a worker: the address and the key are right.
+            is_accepted = True
+            echo(f"works for {reach.url}")
+        tell_state(worker, state)
+
+    agents = Agents(tell, settings_, resolved.comfyui(), journals=journals(resolved))
     stack.push_async_callback(agents.close)
-    echo(f"works for {reach.url}")
+    echo(f"connects to {reach.url}")
     for server in servers:
         keyed = await signals.before(_key(resolved, reach, str(server.id)), 1)
         if keyed is None:

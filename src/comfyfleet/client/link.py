@@ -7,12 +7,10 @@ not answer is a `Fault`.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from socket import gaierror
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -21,6 +19,7 @@ import msgspec
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.problems import refusal_in
+from comfyfleet.wire.reaching import WrongAddress, cause_of, not_a_hub
 from comfyfleet.wire.routes import ROUTES
 
 T = TypeVar("T")
@@ -140,6 +139,8 @@ class Link:
                     route.method, filled(route.path, places), content, query, headers
                 ) as response:
                     return await response.read()
+            except WrongAddress:
+                raise
             except _Away as error:
                 await tries.after(error)
             except Fault as error:
@@ -184,30 +185,15 @@ class Link:
                 allow_redirects=False,
             ) as response:
                 if response.status >= 300:
-                    raise refusal_in(response.status, await response.read())
+                    refusal = refusal_in(response.status, await response.read())
+                    if isinstance(refusal, Fault) and response.status < 500:
+                        refusal = await not_a_hub(self.session, self.url, response.status)
+                    raise refusal
                 yield response
-        except aiohttp.ClientConnectorError as error:
-            raise _Away(_away(self.url, error.os_error)) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            why = str(error) or "it took too long"
-            if isinstance(error, aiohttp.ServerDisconnectedError) and self.url.startswith("http://"):
-                # So ends plain HTTP at a port that speaks TLS.
-                why += ": is it https:// there?"
-            raise Fault(f"the hub at {self.url} did not answer: {why}") from error
-
-
-def _away(url: str, error: OSError) -> str:
-    """In words. The numbers of TLS and of names are not the system's: 1 is not "operation not permitted" there."""
-    match error:
-        case ssl.SSLCertVerificationError():
-            return f"the certificate of {url} is not trusted ({error.verify_message}): name one to trust (--trust)"
-        case ssl.SSLError():
-            return f"TLS with what answers at {url} fails ({error.reason}): is it http:// there?"
-        case gaierror():
-            why = error.strerror
-        case _:
-            why = str(error) if error.errno is None else os.strerror(error.errno)
-    return f"no hub answers at {url} ({why}): is it running there?"
+            why = cause_of(error, self.url, "the hub", " (--trust)")
+            kind = _Away if isinstance(error, aiohttp.ClientConnectorError) else Fault
+            raise kind(f"cannot reach the hub at {self.url}: {why}") from error
 
 
 class Tries:

@@ -32,8 +32,16 @@ class HasClientId(Protocol):
 
 
 @runtime_checkable
+class HasUrl(Protocol):
+    """A connector whose server has an address; there are no credentials in it."""
+
+    @property
+    def url(self) -> str: ...
+
+
+@runtime_checkable
 class TellsDefect(Protocol):
-    """A connector that may know why its server, which answers, is of no use."""
+    """A connector that may know why its server is of no use. Hubs are told of it, so no address stands in it."""
 
     @property
     def defect(self) -> str | None: ...
@@ -79,6 +87,10 @@ class Server:
     @property
     def name(self) -> str:
         return self.connector.service_name
+
+    @property
+    def _where(self) -> str:
+        return f"{self.name} at {self.connector.url}" if isinstance(self.connector, HasUrl) else self.name
 
     def is_usable(self, now: float) -> bool:
         return self.is_up and now >= self.usable_at
@@ -164,7 +176,7 @@ class Server:
             return True
         except Exception as error:
             self.wants_look = self.wants_look or was_wanted
-            self.reason = f"{self.name}: its inventory could not be read ({_text(error)})"
+            self.reason = f"{self._where}: its inventory could not be read ({_text(error)})"
             _log.warning("%s", self.reason)
             return False
 
@@ -201,14 +213,14 @@ class Server:
                 is_healthy = await self.connector.check_health()
         except Exception as error:
             self.defect = None
-            self.reason = f"{self.name} does not answer ({_text(error)})"
+            self.reason = f"{self._where} does not answer ({_text(error)})"
             return False
         if is_healthy:
             self.defect = None
         else:
             told = self.connector.defect if isinstance(self.connector, TellsDefect) else None
             self.defect = told or self.defect
-            self.reason = f"{self.name}: {self.defect or 'it does not answer its health check'}"
+            self.reason = f"{self._where}: {self.defect or 'it does not answer its health check'}"
         return is_healthy
 
 

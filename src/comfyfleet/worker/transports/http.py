@@ -44,6 +44,7 @@ from comfyfleet.wire import files
 from comfyfleet.wire import worker as wire
 from comfyfleet.wire.parts import Part
 from comfyfleet.wire.problems import refusal_in
+from comfyfleet.wire.reaching import cause_of, not_a_hub
 from comfyfleet.worker.fetching import measured
 from comfyfleet.worker.transports.links import Links
 from comfyfleet.worker.transports.parts import put_parts
@@ -272,9 +273,16 @@ class HttpWorkerApi:
                     return None
                 if response.status < 300:
                     return answer
-                raise refusal_in(response.status, answer)
+                refusal = refusal_in(response.status, answer)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error, self._url)}") from error
+            raise self._unreached(error) from error
+        if isinstance(refusal, Fault) and response.status < 500:
+            refusal = await not_a_hub(self._opened(), self._url, response.status)
+        raise refusal
+
+    def _unreached(self, error: Exception) -> Fault:
+        trust = " (--trust)"
+        return Fault(f"cannot reach the hub at {self._url}: {cause_of(error, self._url, 'the hub', trust)}")
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -284,15 +292,6 @@ class HttpWorkerApi:
                 headers=self._headers,
             )
         return self._session
-
-
-def plain(error: Exception, url: str = "") -> str:
-    """What went wrong, for logs and people: some errors show the whole request as well, with its key and links."""
-    said = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
-    if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("http://"):
-        # So ends plain HTTP at a port that speaks TLS.
-        said = f"{said} (a hub with a certificate is at https://)"
-    return said or type(error).__name__
 
 
 def _decode(content: bytes, kind: type[T]) -> T:

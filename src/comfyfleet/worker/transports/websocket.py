@@ -20,8 +20,9 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.tracing import traceparent
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import KINDS, refusal_in
+from comfyfleet.wire.reaching import WrongAddress, not_a_hub
 from comfyfleet.worker.settings import AgentSettings, Backoff
-from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi, plain
+from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi
 
 _TYPES = {kind.route.removeprefix("worker_"): type_ for type_, kind in socket.AGENT_KINDS.items()}
 _PARKING = frozenset({"poll", "commands"})
@@ -76,7 +77,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         try:
             answer = await line.ask(call_id, frame, wait_s + self._answer_s, is_parking=name in _PARKING)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer {name}: {plain(error, self._url)}") from error
+            raise self._unreached(error) from error
         self._backoff.reset()
         self._again_at = 0.0
         if answer.type == socket.ERROR:
@@ -112,21 +113,22 @@ class WebSocketWorkerApi(HttpWorkerApi):
                     timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
                 )
         except aiohttp.WSServerHandshakeError as error:
-            raise self._unwelcome(error) from error
+            raise await self._unwelcome(error) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise Fault(f"the hub at {self._url} did not answer: {plain(error, self._url)}") from error
+            raise self._unreached(error) from error
         if connection.protocol != socket.AGENT_PROTOCOL:
             await connection.close()
             raise Fault(f"what answers at {self._url}/hub knows no agents: use HTTP, or a newer hub")
         self._line = _Line(connection)
         return self._line
 
-    def _unwelcome(self, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
+    async def _unwelcome(self, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
         told = f"the hub at {self._url} opens no WebSocket for us ({error.status})"
         for code in (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED):
             if KINDS[code].status == error.status:
                 return Refusal(code, f"{told}: {KINDS[code].title}")
-        return Fault(told)
+        found = await not_a_hub(self._opened(), self._url, error.status)
+        return found if isinstance(found, WrongAddress) else Fault(told)
 
 
 class _Line:

@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 
 from comfyfleet.model.job import OutputFile
+from comfyfleet.wire.reaching import cause_of
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, ServerAddress
 
 CHUNK = 1 << 18
@@ -165,7 +166,7 @@ class Api:
     async def view(self, file: OutputFile) -> AsyncIterator[aiohttp.ClientResponse]:
         query = {"filename": file.filename, "subfolder": file.subfolder, "type": file.folder}
         async with (
-            _reaching(),
+            _reaching(self.address.base),
             self.session.get(
                 self.address.url("/view"),
                 params=query,
@@ -186,7 +187,7 @@ class Api:
     ) -> Answer:
         timeout = self._timeout(self._settings.request_s if timeout_s is None else timeout_s)
         async with (
-            _reaching(),
+            _reaching(self.address.base),
             # Redirected, a POST would arrive as a GET and look like success, and credentials would go astray.
             self.session.request(
                 method, self.address.url(path), timeout=timeout, allow_redirects=False, **content
@@ -249,21 +250,15 @@ def _follows_nobody() -> aiohttp.TraceConfig:
 
 
 @asynccontextmanager
-async def _reaching() -> AsyncIterator[None]:
+async def _reaching(url: str) -> AsyncIterator[None]:
     try:
         yield
-    except aiohttp.ClientConnectorError as error:
-        raise Unreachable(str(error), is_refused=True) from error
-    except aiohttp.ConnectionTimeoutError as error:
-        # The connection was never made, so nothing was sent.
-        raise Unreachable("no connection in time", is_refused=True) from error
-    except TimeoutError as error:
-        raise Unreachable("no answer in time", is_timeout=True) from error
-    except aiohttp.ClientResponseError as error:
-        # All of it would show the request, and the credentials in it, to whoever reads of the failure.
-        raise Unreachable(f"what answers does not speak HTTP: {error.message}") from error
-    except (aiohttp.ClientError, ConnectionError) as error:
-        raise Unreachable(f"the connection was lost: {error!r}") from error
+    except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
+        # Where the connection was never made, nothing was sent.
+        is_refused = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        is_timeout = isinstance(error, TimeoutError) and not is_refused
+        why = cause_of(error, url, "ComfyUI")
+        raise Unreachable(why, is_refused=is_refused, is_timeout=is_timeout) from error
 
 
 async def read_json(body: bytes) -> Any:

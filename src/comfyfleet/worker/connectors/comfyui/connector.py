@@ -21,6 +21,7 @@ from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.model.workflow import InvalidWorkflow, Workflow, parse_workflow, with_filename_prefix
 from comfyfleet.ports import Inventory
+from comfyfleet.wire.reaching import not_comfyui
 from comfyfleet.worker.connectors.comfyui import failures, inventory
 from comfyfleet.worker.connectors.comfyui.api import Api, TooMuch, Unreachable, pieces_of
 from comfyfleet.worker.connectors.comfyui.attachments import place
@@ -64,6 +65,11 @@ class ComfyUI:
         self._losses_seen = 0
         self._machine: Machine | None = None
         self._vitality = Vitality(self._api, self.settings)
+        self._unreached: str | None = None
+
+    @property
+    def url(self) -> str:
+        return self.address.base
 
     @property
     def server_id(self) -> str:
@@ -106,19 +112,23 @@ class ComfyUI:
 
     @property
     def defect(self) -> str | None:
-        return self._vitality.defect
+        """Why the last check failed, or what a run found wrong. The server's address does not stand in it."""
+        return self._vitality.defect or self._unreached
 
     async def check_health(self) -> bool:
         """False too while the server answers and its execution thread, found dead or occupied, shows no life."""
         if self._vitality.is_broken:
             return False
+        self._unreached = None
         try:
             answer = await self._api.queue_length()
             if not answer.is_ok or not isinstance(answer.body, dict):
+                self._unreached = not_comfyui(answer.status, answer.body)
                 return False
             listener = self._listening()
             return not await self._vitality.is_dead(listener.losses, is_listening=listener.is_open)
-        except Unreachable:
+        except Unreachable as error:
+            self._unreached = str(error)
             return False
 
     async def inventory(self) -> Inventory:
