@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
 
 import pytest_asyncio
-from tests.hub._hub import HubRig, hub_in_process
+from tests.hub._hub import HubRig, hub_in_process, submission
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
@@ -82,12 +83,30 @@ async def test_a_tenant_sees_its_own_jobs_and_no_worker(rig: HubRig) -> None:
 async def test_a_browser_without_a_key_is_asked_for_one_and_a_program_gets_a_problem(rig: HubRig) -> None:
     asked = await rig.get("/", role=None, headers=BROWSER)
     assert (asked.status, asked.headers["content-type"]) == (401, "text/html; charset=utf-8")
-    assert "form" in Tags(asked.content.decode()).tags
+    assert asked.headers["www-authenticate"].startswith("Basic "), (
+        "the browser asks, and keeps it out of addresses"
+    )
+    assert not Tags(asked.content.decode()).tags & {"form", "input"}
     assert "content-security-policy" in asked.headers
     assert (await rig.get("/", role=None)).code == "unauthenticated"
     opened = await rig.get(f"/?token={rig.keys[Role.VIEWER]}", role=None, headers=BROWSER)
     assert opened.status == 200
     assert rig.keys[Role.VIEWER] not in opened.content.decode()
+
+
+def basic(user: str, password: str) -> dict[str, str]:
+    return {**BROWSER, "authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+
+async def test_a_key_that_a_browser_sends_as_password_opens_the_page_and_nothing_else(rig: HubRig) -> None:
+    """A browser sends it for whichever site asks it to: it must change nothing."""
+    admin = rig.keys[Role.ADMIN]
+    assert (await rig.get("/", role=None, headers=basic("me", admin))).status == 200
+    for wrong in (basic("me", "wrong"), basic(admin, ""), {**BROWSER, "authorization": "Basic !"}):
+        asked = await rig.get("/", role=None, headers=wrong)
+        assert (asked.status, asked.headers["www-authenticate"][:6]) == (401, "Basic ")
+    assert (await rig.get("/api/jobs", role=None, headers=basic("me", admin))).status == 401
+    assert (await rig.post("/api/jobs", submission(), role=None, headers=basic("me", admin))).status == 401
 
 
 async def test_a_wrong_key_in_the_address_is_not_shown_on_the_page(rig: HubRig) -> None:

@@ -224,7 +224,7 @@ def greet(house: House, resolved: Resolved) -> None:
         echo(f"    it is in {house.key_file} too, which nobody else can read")
     else:
         echo(f"  admin key: in {house.key_file}, which nobody else can read")
-    echo(f"  status page: {house.url}/" + ("" if settings.open else " (it asks for the key)"))
+    echo(f"  status page: {house.url}/" + ("" if settings.open else " (any user name, the key as password)"))
     if not is_loopback(settings.host) and settings.certificate is None:
         echo(
             "Warning: keys travel unencrypted to other machines: give --certificate, or put a proxy with TLS in front",

@@ -1,4 +1,5 @@
-"""Who stands at the door: a bearer key, a token in the query where a browser can do no better, or an open loopback.
+"""Who stands at the door: a bearer key, a token in the query where a browser can do no better, or an open loopback. For
+a page, a browser asks for the key itself and sends it as a password; nowhere else, since it would do so for any site.
 
 What a key is, and whether it is good, is `tenancy/keys.py`'s. A good key is remembered for a few seconds, so that a
 request costs no look into the store; revoked here it is forgotten at once, at another hub within those seconds. Who
@@ -8,6 +9,7 @@ stays, on a stream or a socket, is asked again as long as it stays.
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import ipaddress
 import logging
@@ -42,11 +44,16 @@ class Credentials:
         self._wrong: dict[bytes, float] = {}
         """Keys that were not good a moment ago, and until when they are not looked up again."""
 
-    async def caller(self, headers: Mapping[str, str], address: str, token: str | None = None) -> Caller:
+    async def caller(
+        self, headers: Mapping[str, str], address: str, token: str | None = None, *, is_page: bool = False
+    ) -> Caller:
         """Raises `unauthenticated` for no key or a wrong one; a wrong one costs patience."""
         scheme, _, text = headers.get("authorization", "").partition(" ")
-        text = text.strip() if scheme.lower() == "bearer" else ""
-        text = text or token or ""
+        if is_page and scheme.lower() == "basic":
+            text = _password_in(text)
+        elif scheme.lower() != "bearer":
+            text = ""
+        text = text.strip() or token or ""
         if not text and "authorization" not in headers:
             if self._is_open:
                 _check_is_local(headers, address)
@@ -122,6 +129,14 @@ class KeyWatch:
                         await self._workers.end(key_id)
             except Fault as fault:
                 _LOG.warning("open connections could not be asked for their keys: %s", fault)
+
+
+def _password_in(text: str) -> str:
+    """Of a user name and a password, as browsers send them. Empty where it is neither."""
+    try:
+        return base64.b64decode(text, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -228,7 +228,9 @@ class Door:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub answers as many requests as it can; try again")
         if route.roles:
             token = token_in(call.scope) if route.takes_token else None
-            caller = call.caller = await self._credentials.caller(call.headers, call.address, token)
+            caller = call.caller = await self._credentials.caller(
+                call.headers, call.address, token, is_page=route.is_page
+            )
             self._rate.take(caller.key_id)
             if caller.role not in route.roles:
                 allowed = ", ".join(sorted(role.value for role in route.roles))
@@ -389,8 +391,11 @@ async def _send_problem(answered: Answered, request_id: str, scope: Scope, send:
 async def _send_refusal_page(answered: Answered, request_id: str, scope: Scope, send: Send) -> None:
     told = {"content-type": "text/html; charset=utf-8", "x-request-id": request_id}
     told |= {**html.HEADERS, **answered.headers()}
-    # A browser would not know what to do with a bearer.
-    told.pop("www-authenticate", None)
+    if "www-authenticate" in told:
+        # A browser asks for it by itself, sends it with each look, and puts it into no address.
+        told["www-authenticate"] = (
+            'Basic realm="ComfyFleet: any user name, and a key as password", charset="UTF-8"'
+        )
     headers = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
     await _send(scope, send, answered.status, headers, html.refusal_page(answered).encode())
 

@@ -21,14 +21,14 @@ _STYLE = (
     ".wide{overflow-x:auto;margin:0 0 2rem}"
     "table{border-collapse:collapse;width:100%}"
     "th,td{text-align:left;padding:.25rem .75rem .25rem 0;border-bottom:1px solid #8884;vertical-align:top}"
-    "td{white-space:nowrap}td:last-child{white-space:normal;overflow-wrap:anywhere;min-width:6rem}input{max-width:100%}"
+    "td{white-space:nowrap}td:last-child{white-space:normal;overflow-wrap:anywhere;min-width:6rem}"
     "dl{display:flex;flex-wrap:wrap;gap:.5rem 2rem}dt{opacity:.7}"
     "dd{margin:0;font-size:1.4rem}.bad{color:#c33}.good{color:#2a7}small{opacity:.7}"
 )
 _STYLE_HASH = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 
 HEADERS = {
-    "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; form-action 'self'; "
+    "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; form-action 'none'; "
     "base-uri 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -104,16 +104,15 @@ def _ago(at: float, now: float) -> str:
 
 
 def refusal_page(answered: Answered) -> str:
-    """For a browser: what is wrong and, where a key is missing, a place to put one."""
+    """For a browser: what is wrong and, where a key is missing, how to give one."""
     body = answered.body
     parts = [f"<h1>{escape(str(body['title']))}</h1>"]
     if answered.status != 401:
         parts.append(f"<p>{escape(str(body.get('detail', '')))}</p>")
     else:
         parts.append(
-            "<p>Put in a key that may look, such as the one that the hub printed at its first start:</p>"
-            "<form method=get action=/><p><label>Key <input type=password name=token autocomplete=off size=60>"
-            "</label> <button>Open</button></p></form>"
+            "<p>Load this page again, and put in any user name and, as password, a key that may look, such as the one "
+            "that the hub printed at its first start.</p>"
         )
     return _page("".join(parts), refresh=False)
 
