@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from tests.hub._hub import hub_in_process
 from tests.worker._scripted import QUICK, WORKER, ScriptedApi, leased_job, running, until
@@ -49,25 +51,45 @@ async def test_a_registration_that_fails_over_and_over_is_one_sentence(
     assert "answered again" in back
 
 
-async def test_all_slots_and_a_real_hub_that_is_started_anew_are_two_lines(
+async def test_a_hub_that_is_stopping_is_gone_once_though_it_answers_some_calls(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with hub_in_process() as rig:
-        serving = Serving(rig.hub, ServingSettings(port=0))
-        async with serving:
-            url, key = serving.url, rig.keys[Role.WORKER]
-            api = HttpWorkerApi(url, key)
-            agent = Agent(api, WORKER, [SimulatedConnector()], QUICK)
-            await api.__aenter__()
-            await agent.start()
-            await until(lambda: rig.engine.idle_slots == 1)
-        await until(lambda: told(caplog))
-        again = Serving(rig.hub, ServingSettings(port=int(url.rpartition(":")[2])))
-        async with again:
-            await until(lambda: len(told(caplog)) >= 2)
-            await agent.stop()
-            await api.__aexit__(None, None, None)
-    # This hub goes on refusing polls after it was told to stop: a third line may follow at once.
-    away, back = told(caplog)[:2]
+    """It refuses polls, as long as it can, and takes beats and registrations, when it can."""
+    api = ScriptedApi()
+    stopping = Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
+    unknown = Refusal(RefusalCode.NOT_FOUND, "this worker is not registered")
+    async with running(api, SimulatedConnector()):
+        await until(lambda: api.parked == 1)
+        api.faults["poll"].extend([*[stopping] * 20, unknown, *[stopping] * 20])
+        api.faults["heartbeat"].extend([Fault("the connection was closed")] * 2)
+        api.give(leased_job())
+        await until(lambda: len(api.named("heartbeat")) > 8 and not api.faults["poll"])
+        await until(lambda: len(told(caplog)) >= 2)
+        assert len(api.named("register")) == 2
+    away, back = told(caplog)
+    assert away.endswith("gets no jobs for now and tries on: the hub is stopping; try again")
+    assert "answered again" in back
+
+
+async def test_all_slots_and_a_real_hub_that_is_started_anew_are_two_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = f"sqlite:///{tmp_path}/fleet.db"
+    async with (
+        hub_in_process(store_url=store) as rig,
+        Serving(rig.hub, ServingSettings(port=0)) as serving,
+    ):
+        port = serving.port
+        api = HttpWorkerApi(serving.url, rig.keys[Role.WORKER])
+        agent = Agent(api, WORKER, [SimulatedConnector()], QUICK)
+        await api.__aenter__()
+        await agent.start()
+        await until(lambda: rig.engine.idle_slots == 1)
+    await until(lambda: told(caplog))
+    async with hub_in_process(store_url=store) as rig, Serving(rig.hub, ServingSettings(port=port)):
+        await until(lambda: len(told(caplog)) >= 2 and rig.engine.idle_slots == 1)
+        await agent.stop()
+        await api.__aexit__(None, None, None)
+    away, back = told(caplog)
     assert "gets no jobs for now" in away
     assert "is answered again" in back

@@ -21,10 +21,18 @@ class Outage:
         self._began_at = 0.0
         self._told: str | None = None
         """Why, as it was told last; empty for faults of every kind, of which the first is told. None: all is well."""
+        self._missed_polls = False
         self._missed_beats = False
+        self._beats = 0
+        """Answered since anything was missed."""
+
+    def poll_missed(self, error: Exception) -> None:
+        self._missed_polls = True
+        self.miss(error)
 
     def miss(self, error: Exception) -> None:
         """A call got no answer, or one that is no use. The same one over and over is one line."""
+        self._beats = 0
         is_away = is_worth_a_retry(error)
         why = "" if is_away else str(error)
         if why == self._told:
@@ -41,15 +49,21 @@ class Outage:
         if self._told is None:
             return
         self._told = None
-        self._missed_beats = False
+        self._missed_polls = self._missed_beats = False
         away_s = time.monotonic() - self._began_at
         _log.warning("worker %s is answered again, after %.0f s", self._worker_id, away_s)
 
+    def registered(self) -> None:
+        """A hub that is stopping still does that, and refuses polls."""
+        if not self._missed_polls:
+            self.answered()
+
     def beat_missed(self) -> None:
-        self._missed_beats = self._told is not None
+        self._missed_beats, self._beats = self._told is not None, 0
 
     def beat_answered(self) -> None:
-        """Polls are parked for long before they are answered. A beat stands for them only where beats were missed too:
-        they may be answered while polls are not."""
-        if self._missed_beats:
+        """Polls are parked for long before they are answered. Beats stand for them only where they were missed too, and
+        only two with no poll refused between them: they may be answered while polls are not."""
+        self._beats += 1
+        if self._missed_beats and self._beats > 1:
             self.answered()

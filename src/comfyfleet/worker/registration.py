@@ -134,7 +134,7 @@ class Registration:
                 self._worker_id, offer.capabilities, self._settings.slots, offer.live, self.instance
             )
         )
-        self._outage.answered()
+        self._outage.registered()
         # Before it counts as online here: whoever waits for that may use what it told.
         await self._describe(offer)
         is_new, self.offer = self.offer is None, offer

@@ -141,9 +141,9 @@ class Slots:
                 if refusal.code is RefusalCode.NOT_FOUND:
                     await self._register_again(registration)
                 else:
-                    self._outage.miss(refusal)
+                    self._outage.poll_missed(refusal)
             except Exception as error:
-                self._outage.miss(error)
+                self._outage.poll_missed(error)
             await asyncio.sleep(backoff.next_s())
         except asyncio.CancelledError:
             if task.cancelling() > (task in self._recalled):
