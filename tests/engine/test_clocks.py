@@ -264,3 +264,25 @@ async def test_a_worker_of_a_file_that_is_opened_with_an_earlier_clock_is_lost_i
         assert [each.is_offline for each in await engine.workers()] == [True]
         another = await engine.register(RegisterWorker(A, offers("KSampler"), 1, instance="another"))
         assert another.last_seen_at == earlier.now()
+
+
+async def test_a_quarantine_is_no_longer_than_its_own_length_after_the_clock_was_set_back(
+    tmp_path: Path,
+) -> None:
+    """A store on disk keeps it over the restart that goes with such a repair."""
+    ahead = ManualClock()
+    async with Engine(SqliteStore(tmp_path / "fleet.db", ahead), clock=ahead) as engine:
+        await engine.register(RegisterWorker(A, offers("KSampler")))
+        worker = await engine.store.get_worker(A)
+        assert worker is not None
+        until = ahead.now() + engine.rules.quarantine_s
+        await engine.store.put_worker(msgspec.structs.replace(worker, quarantined_until=until))
+    clock = ManualClock(ahead.now() - HOUR_S)
+    async with Engine(SqliteStore(tmp_path / "fleet.db", clock), clock=clock) as engine:
+        await engine.sweep()
+        kept = await engine.store.get_worker(A)
+        assert kept is not None and kept.quarantined_until == clock.now() + engine.rules.quarantine_s
+        await clock.advance(engine.rules.quarantine_s + 1)
+        await engine.sweep()
+        kept = await engine.store.get_worker(A)
+        assert kept is not None and kept.quarantined_until is None

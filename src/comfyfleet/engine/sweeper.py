@@ -253,10 +253,15 @@ class Sweeper:
 
     async def _end_quarantines(self) -> None:
         fleet, now = self._context.fleet, self._context.clock.now()
+        longest = now + self._context.rules.quarantine_s
         for worker in list(fleet.workers.values()):
             until = worker.quarantined_until
             if until is None:
                 continue
+            if until > longest:
+                # Begun while the clock was ahead, it would last longer by as much as that went back.
+                until = longest
+                await fleet.change(worker.worker_id, partial(_quarantined, until=until))
             if until > now:
                 self.wake_by(until)
                 continue
@@ -320,6 +325,10 @@ class Sweeper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _quarantined(worker: WorkerRecord, until: float) -> WorkerRecord:
+    return msgspec.structs.replace(worker, quarantined_until=until)
 
 
 def _released(worker: WorkerRecord) -> WorkerRecord:
