@@ -32,6 +32,7 @@ from comfyfleet.model.job import Timeouts
 from comfyfleet.model.worker import Capabilities, WorkerRecord
 from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.worker.agent import Agent, AgentSettings, AgentState
+from comfyfleet.worker.journal import Journal
 
 WORKER = WorkerId("gpu-a")
 
@@ -238,10 +239,11 @@ async def running(
     settings: AgentSettings = QUICK,
     declared: Capabilities | None = None,
     on_state: Callable[[AgentState], None] | None = None,
+    journal: Journal | None = None,
 ) -> AsyncIterator[Agent]:
     before = asyncio.all_tasks()
     async with reach(api) as door:
-        async with Agent(door, WORKER, connectors, settings, declared, on_state) as agent:
+        async with Agent(door, WORKER, connectors, settings, declared, on_state, journal) as agent:
             await agent.first_verdict()
             yield agent
         if door is api:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from tests.worker._scripted import WORKER, ScriptedApi, cancel, leased_job, quick, running, until
 
 from comfyfleet.model.calls import Command, LeasedJob, Poll, Report
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import JobResult, Timeouts
 from comfyfleet.model.worker import Capabilities, Gpu, Hardware, Service, TenantAccess
 from comfyfleet.ports import Inventory
 from comfyfleet.worker.agent import Agent, AgentState, AgentStatus
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, hangs, takes
+from comfyfleet.worker.journal import Journal
 
 # the ordinary way
 
@@ -408,3 +411,50 @@ async def test_a_refresh_that_waits_while_the_worker_leaves_does_not_bring_it_ba
         await asyncio.gather(first, drain, second)
     assert len(api.named("register")) == 1
     assert api.names[-1] == "unregister"
+
+
+# ends that nobody takes
+
+
+@pytest.mark.parametrize("is_failure", [False, True])
+async def test_a_slot_goes_on_while_the_end_of_its_job_is_not_taken(is_failure: bool, tmp_path: Path) -> None:
+    api, journal, call = ScriptedApi(), Journal(tmp_path, WORKER), "fail" if is_failure else "complete"
+    first, second = leased_job("first", ttl_s=1000.0), leased_job("second", ttl_s=1000.0)
+
+    async def work(job: LeasedJob, _: Callable[[Report], None]) -> JobResult:
+        if is_failure and job.job_id == "first":
+            raise ServiceFailed(Failure(FailureKind.NODE_ERROR, "it broke"))
+        return JobResult()
+
+    api.faults[call].extend(Fault("the database of its tenant is away") for _ in range(3))
+    api.holds[call] = asyncio.Event()
+    async with running(api, SimulatedConnector(behaviour=work), journal=journal):
+        api.give(first)
+        await until(lambda: api.named(call))
+        # Refused once; the next try is not answered before the second job is over.
+        api.give(second)
+        await until(lambda: any(each.ref == second.ref for each in api.named("complete")))
+        beats = len(api.named("heartbeat"))
+        # Its lease is confirmed until somebody takes its end.
+        await until(lambda: any(first.ref in refs for refs in api.named("heartbeat")[beats:]))
+        assert first.job_id in {begun.job_id for begun in journal._open.values()}, (
+            "a restart would know of it"
+        )
+        api.holds[call].set()
+        await until(lambda: not journal._open)
+    reported = [each.ref for each in api.named(call)]
+    assert reported.count(first.ref) > 1
+
+
+async def test_a_drain_waits_for_ends_that_nobody_took_yet() -> None:
+    api, job = ScriptedApi(), leased_job(ttl_s=1000.0)
+    api.faults["complete"].append(Fault("the database of its tenant is away"))
+    api.holds["complete"] = asyncio.Event()
+    async with running(api, SimulatedConnector(behaviour=takes(0.0))) as agent:
+        api.give(job)
+        await until(lambda: len(api.named("complete")) == 2)
+        draining = asyncio.create_task(agent.drain())
+        await until(lambda: agent.state.status is AgentStatus.DRAINING)
+        api.holds["complete"].set()
+        await draining
+    assert len(api.named("complete")) == 2 and not api.named("release")

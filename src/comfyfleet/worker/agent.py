@@ -18,7 +18,7 @@ from typing import Self, assert_never
 from comfyfleet.model.calls import Beat, Command, LeasedJob, Release
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.failure import FailureKind
+from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import Connector, WorkerApi
@@ -38,6 +38,8 @@ __all__ = ["Agent", "AgentSettings", "AgentState", "AgentStatus"]
 
 _log = logging.getLogger(__name__)
 
+_MAX_UNREPORTED = 100
+"""So many ends of jobs wait to be taken while their slots go on; each has a result in memory."""
 _SOMETHING_IS_MISSING = frozenset({FailureKind.MISSING_MODEL, FailureKind.MISSING_NODE})
 _SERVER_MAY_BE_GONE = frozenset(
     {
@@ -96,6 +98,10 @@ class Agent:
         self._begun: list[Begun] = []
         """What the journal knew at the start, until a slot asks for it."""
         self._runs: dict[LeaseRef, AttemptRun] = {}
+        self._unreported: set[AttemptRun] = set()
+        """Those whose jobs are over, and whose end nobody takes yet, as while a tenant's database is away."""
+        self._all_reported = asyncio.Event()
+        self._all_reported.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ending: asyncio.Task[None] | None = None
 
@@ -208,7 +214,8 @@ class Agent:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._slots.quiet.wait()
-        return self._slots.quiet.is_set()
+                await self._all_reported.wait()
+        return self._slots.quiet.is_set() and self._all_reported.is_set()
 
     def _leave(self, reason: str) -> None:
         self._is_draining = self._registration.is_closed = True
@@ -245,18 +252,13 @@ class Agent:
         self._heart.add(run)
         if self._journal is not None:
             self._journal.begin(job.ref, job.service, poll_id)
-        trace = {"traceparent": job.traceparent} if job.traceparent is not None else {}
-        try:
-            with about(worker_id=self.worker_id, job_id=job.job_id, attempt_id=job.attempt_id, **trace):
-                _log.info("%s runs it", job.service)
-                failure = await run.run()
-                _log.info("it is over%s", "" if failure is None else f": {failure.kind}: {failure.message}")
-        finally:
-            self._heart.remove(run)
-            del self._runs[job.ref]
-        # Not of a run that was torn off, or not reported: the next start looks what became of it.
-        if self._journal is not None and run.is_known_over:
-            self._journal.end(job.ref)
+        run.may_wait_elsewhere = len(self._unreported) < _MAX_UNREPORTED
+        failure = await self._followed(run, run.run)
+        if run.is_unreported:
+            # Its slot goes on. The lease is confirmed, and the journal knows of it, until somebody takes the report.
+            self._unreported.add(run)
+            self._all_reported.clear()
+            self._own(self._report(run))
         if failure is None or self._is_draining:
             return
         if failure.kind in _SOMETHING_IS_MISSING:
@@ -268,6 +270,38 @@ class Agent:
             server.defect = failure.message
         if failure.kind in _SERVER_MAY_BE_GONE:
             await self._make_sure(server)
+
+    async def _report(self, run: AttemptRun) -> None:
+        try:
+            await self._followed(run, run.report)
+        finally:
+            self._unreported.discard(run)
+            if not self._unreported:
+                self._all_reported.set()
+
+    async def _followed(
+        self, run: AttemptRun, work: Callable[[], Awaitable[Failure | None]]
+    ) -> Failure | None:
+        """With its log, and with its end in the journal, once it was reported."""
+        job, is_over = run.job, False
+        trace = {"traceparent": job.traceparent} if job.traceparent is not None else {}
+        try:
+            with about(worker_id=self.worker_id, job_id=job.job_id, attempt_id=job.attempt_id, **trace):
+                if not run.is_unreported:
+                    _log.info("%s runs it", job.service)
+                failure = await work()
+                if is_over := not run.is_unreported:
+                    _log.info(
+                        "it is over%s", "" if failure is None else f": {failure.kind}: {failure.message}"
+                    )
+        finally:
+            if not run.is_unreported or run in self._unreported:
+                self._heart.remove(run)
+                del self._runs[job.ref]
+        # Not of a run that was torn off, or not reported: the next start looks what became of it.
+        if is_over and self._journal is not None and run.is_known_over:
+            self._journal.end(job.ref)
+        return failure
 
     def _next_begun(self) -> Begun | None:
         """Once its server is there: until then it can be neither gone on with nor stopped."""

@@ -12,6 +12,7 @@ import logging
 import traceback
 from collections.abc import Awaitable, Callable
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -56,6 +57,10 @@ _MAY_HAVE_FINISHED = frozenset(
 _LEASE_IS_OVER = frozenset({RefusalCode.LEASE_LOST, RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE})
 
 
+class _NotTaken(Exception):
+    """A report was not taken, and is to be repeated where it keeps no slot."""
+
+
 class StopReason(Enum):
     """Why a run is stopped, with what the lease is given back as. None: there is no lease to give back."""
 
@@ -84,6 +89,7 @@ class AttemptRun:
     __slots__ = (
         "_api",
         "_connector",
+        "_end",
         "_hurry",
         "_interrupter",
         "_is_occupied",
@@ -99,6 +105,7 @@ class AttemptRun:
         "confirmed_at",
         "is_known_over",
         "job",
+        "may_wait_elsewhere",
         "ref",
         "ttl_s",
     )
@@ -135,13 +142,30 @@ class AttemptRun:
         self._hurry: asyncio.Event | None = None
         self.is_known_over = True
         """False: the agent left before its end could be reported; the next start may still do so."""
+        self.may_wait_elsewhere = False
+        """Whether `run` may end before the end of the job is reported, where nobody takes the report at once."""
+        self._end: Callable[[], Awaitable[Failure | None]] | None = None
+
+    @property
+    def is_unreported(self) -> bool:
+        """The job is over, and its end is to be told by `report`. The lease must be confirmed until then."""
+        return self._end is not None
+
+    async def report(self) -> Failure | None:
+        """After `run`, where its end was not taken."""
+        end, self.may_wait_elsewhere = self._end, False
+        assert end is not None, "what was reported is over"
+        failure = await end()
+        self._end = None
+        return failure
 
     async def run(self) -> Failure | None:
-        """Ends when nothing is left to do for the lease. Answers the failure there was, reported or given back."""
+        """Ends when nothing is left to do for the lease, or `is_unreported`. Answers the failure there was, reported or
+        given back."""
         try:
             if (refused := _mismatch(self.job)) is not None:
                 _log.error("%s", refused.message)
-                return await self._fail(refused, 0.0)
+                return await self._told(partial(self._fail, refused, 0.0), refused)
             loop = asyncio.get_running_loop()
             begun_at = loop.time()
             outcome = await self._process() if self._stop_reason is None else None
@@ -152,15 +176,16 @@ class AttemptRun:
                 return await self._give_back(outcome, seconds)
             if isinstance(outcome, JobResult):
                 outcome = await self._kept(outcome)
-            if isinstance(outcome, JobResult):
-                return await self._complete(outcome, seconds)
             assert outcome is not None, "a run that nobody stopped has an outcome"
+            if isinstance(outcome, JobResult):
+                return await self._told(partial(self._complete, outcome, seconds))
             if self._is_occupied:
-                return await self._decline(outcome)
-            return await self._fail(outcome, seconds)
+                return await self._told(partial(self._decline, outcome), outcome)
+            return await self._told(partial(self._fail, outcome, seconds), outcome)
         finally:
             if self._outbox is not None:
                 self._outbox.close()
+                self._outbox = None
             if self._interrupter is not None and not self._interrupter.done():
                 self._interrupter.cancel()
                 await asyncio.wait({self._interrupter})
@@ -319,6 +344,15 @@ class AttemptRun:
                     ) from error
             await self._pause(patience.next_s())
 
+    async def _told(
+        self, end: Callable[[], Awaitable[Failure | None]], failure: Failure | None = None
+    ) -> Failure | None:
+        try:
+            return await end()
+        except _NotTaken:
+            self._end = end
+            return failure
+
     async def _complete(self, result: JobResult, seconds: float) -> Failure | None:
         await self._flush()
         call = Completion(self.ref, result, seconds)
@@ -360,6 +394,11 @@ class AttemptRun:
                     if error.code not in _LEASE_IS_OVER:
                         _log.warning("the end of %s was refused: %s", self.ref.attempt_id, error)
                     return error
+                if self.may_wait_elsewhere and self._stop_reason is None:
+                    _log.info(
+                        "the end of %s is not taken, and told again later: %s", self.ref.attempt_id, error
+                    )
+                    raise _NotTaken from error
                 if backoff is None:
                     backoff = Backoff(self._settings)
                 pause_s = backoff.next_s()
