@@ -114,7 +114,7 @@ class LeaseState(msgspec.Struct, frozen=True, gc=False):
 
     ref: LeaseRef
     is_alive: bool
-    cancel_requested: bool = False
+    is_to_stop: bool = False
 
 
 class Counts(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
@@ -115,6 +116,30 @@ def test_a_waiting_job_is_explained_changed_paused_cancelled_and_retried(run: Ru
         assert run("job", "cancel", job_id, "--json").json[0]["status"] == "cancelled"
     finally:
         assert run("queue", "resume").output == "the queue runs\n"
+
+
+def test_a_running_job_is_paused_and_retried(run: Run, hub: Address, workflow: Path) -> None:
+    def as_worker(call: str, **body: object) -> None:
+        request = Request(
+            f"{hub.url}/api/worker/{call}",
+            json.dumps({"worker_id": "slow", **body}).encode(),
+            {"authorization": f"Bearer {hub.keys[Role.WORKER]}"},
+        )
+        urlopen(request, timeout=60).close()
+
+    as_worker("register", capabilities={"services": ["comfyui"]})
+    assert run("workers", "pause", "gpu").code == 0
+    try:
+        job_id = run("submit", workflow).output.strip()
+        as_worker("poll", poll_id="1", wait_s=10)
+        assert run("job", "pause", job_id).output == f"{job_id} is being stopped, to be paused\n"
+        assert run("job", "retry", job_id).output == f"{job_id} is being stopped, to run again\n"
+        assert run("job", "cancel", job_id).output == f"{job_id} is being cancelled\n"
+        assert "being cancelled" in run("job", "pause", job_id).errors
+        as_worker("unregister")
+    finally:
+        assert run("workers", "resume", "gpu").code == 0
+        run("workers", "remove", "slow")
 
 
 def test_several_jobs_go_at_once(run: Run, workflow: Path) -> None:

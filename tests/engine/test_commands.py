@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Literal
 
 import pytest
 from psycopg.conninfo import conninfo_to_dict
@@ -15,7 +16,8 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemClock
-from comfyfleet.model.calls import Command, Poll, RegisterWorker
+from comfyfleet.model.calls import Command, Poll, RegisterWorker, Release
+from comfyfleet.model.dispatch import Phase, Standing
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import Submission
@@ -67,6 +69,26 @@ async def test_a_cancel_asked_of_one_engine_reaches_the_worker_of_the_other_at_o
         await first.cancel(job_id)
         told = await asyncio.wait_for(listening, 60)
         assert Command("cancel", job_id, leased.ref.number) in told
+
+
+@pytest.mark.parametrize(
+    ("asked", "action", "reason"), [("pause", "cancel", "paused"), ("retry", "retry", "")]
+)
+async def test_a_pause_or_retry_of_a_running_job_asked_of_one_engine_reaches_the_worker_of_the_other(
+    store_url: str, asked: str, action: Literal["cancel", "retry"], reason: str
+) -> None:
+    async with two_engines(store_url) as (first, second):
+        job_id = (await first.submit(Submission(graph()))).job_id
+        leased = await second.poll(Poll(B, PollId("p"), 0))
+        assert leased is not None
+        listening = asyncio.create_task(second.commands(B, 60))
+        await asyncio.sleep(0)
+        await getattr(first, asked)(job_id)
+        told = await asyncio.wait_for(listening, 60)
+        assert Command(action, job_id, leased.ref.number, reason) in told
+        assert (await second.release(Release(leased.ref, "cancelled"))).phase is Phase.QUEUED
+        found = (await first.get(job_id)).dispatch
+        assert found.standing is (Standing.PAUSED if asked == "pause" else Standing.IN_LANE)
 
 
 async def test_a_drain_a_pause_and_its_end_are_heard_at_the_other_engine(store_url: str) -> None:

@@ -246,7 +246,10 @@ async def test_a_waiting_job_is_cancelled_at_once_and_can_be_tried_again(rig: Hu
     assert (await rig.post(f"/api/jobs/{job_id}/retry")).body["status"] == "queued"
     again = await rig.post(f"/api/jobs/{job_id}/retry")
     assert again.code == "wrong_phase"
-    assert again.body["detail"] == "cannot retry a job that is queued: only one that failed or was cancelled"
+    assert (
+        again.body["detail"]
+        == "cannot retry a job that is queued: only one that runs, failed or was cancelled"
+    )
 
 
 async def test_a_running_job_is_asked_to_stop(rig: HubRig) -> None:
@@ -255,6 +258,25 @@ async def test_a_running_job_is_asked_to_stop(rig: HubRig) -> None:
     answer = await rig.post(f"/jobs/{job_id}/cancel")
     assert answer.body == {"id": job_id, "status": "leased", "cancel_requested": True}
     assert (await rig.get(f"/api/jobs/{job_id}")).body["cancel_requested"]
+
+
+@pytest.mark.parametrize("asked", ["pause", "retry"])
+async def test_a_running_job_is_paused_or_tried_again_once_its_worker_has_stopped_it(
+    rig: HubRig, asked: str
+) -> None:
+    job_id = await rig.submit()
+    lease = msgspec.to_builtins((await take(rig)).ref)
+    assert (await rig.post(f"/api/jobs/{job_id}/{asked}")).body["status"] == "leased"
+    assert (await rig.get(f"/api/jobs/{job_id}")).body[f"{asked}_requested"]
+    beat = await rig.post(
+        "/api/worker/heartbeat", {"worker_id": "gpu-a", "leases": [lease]}, role=Role.WORKER
+    )
+    assert [command["job_id"] for command in beat.body["commands"]] == [job_id]
+    settled = await rig.post("/api/worker/release", {"lease": lease, "reason": "cancelled"}, role=Role.WORKER)
+    assert settled.body["status"] == "queued"
+    seen = (await rig.get(f"/api/jobs/{job_id}")).body
+    assert (seen["is_paused"], seen[f"{asked}_requested"]) == (asked == "pause", False)
+    assert [attempt["outcome"] for attempt in seen["history"]] == ["cancelled"]
 
 
 async def test_a_paused_job_waits_until_it_is_resumed(rig: HubRig) -> None:

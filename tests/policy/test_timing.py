@@ -76,7 +76,7 @@ def test_after_a_review_the_next_moment_is_in_the_future_or_the_job_or_its_lease
             Due.TOTAL_OVER: dispatch.expires_at,
             Due.DEADLINE_OVER: dispatch.deadline_at,
             Due.LEASE_OVER: dispatch.lease.expires_at if dispatch.lease else None,
-            Due.CANCEL_OVERDUE: (dispatch.cancel_requested_at or 0.0) + RULES.cancel_grace_s,
+            Due.STOP_OVERDUE: (dispatch.cancel_requested_at or 0.0) + RULES.cancel_grace_s,
         }
         end = ends[found.due]
         assert end is not None
@@ -163,7 +163,7 @@ def test_a_lease_runs_through_a_deadline_but_not_through_the_end_of_its_total_ti
 def test_an_unconfirmed_cancel_is_overdue_after_exactly_its_grace() -> None:
     asked = leased(NOW + 60, cancel_requested_at=NOW - 30)
     assert review(asked, NOW - 0.001, RULES).due is Due.NOTHING
-    assert review(asked, NOW, RULES).due is Due.CANCEL_OVERDUE
+    assert review(asked, NOW, RULES).due is Due.STOP_OVERDUE
 
 
 def test_what_comes_back_from_a_lease_catches_up_with_the_time_that_passed() -> None:

@@ -86,6 +86,26 @@ async def test_a_running_job_can_be_cancelled_and_is_interrupted_on_its_server(v
         await runs_the_next_job(it)
 
 
+@pytest.mark.parametrize("asked", ["pause", "retry"])
+async def test_a_running_job_is_interrupted_on_its_server_when_it_is_paused_or_retried(asked: str) -> None:
+    async with fleet() as it:
+        job_id = await it.pool.enqueue(text_to_image(steps=500))
+        await it.told.until("job:progress", job_id)
+        await getattr(it.pool, asked)(job_id)
+        await eventually(lambda: it.servers[0].stats.prompt_log[0].outcome == "interrupted")
+        if asked == "pause":
+            async with asyncio.timeout(60):
+                while not (record := await it.pool.get_job(job_id)).is_paused:
+                    assert record.pause_requested
+                    await asyncio.sleep(0.01)
+            await runs_the_next_job(it)
+            await it.pool.resume(job_id)
+        await eventually(lambda: len(it.told.of("job:started", job_id)) == 2)
+        assert (await it.pool.get_job(job_id)).attempts == 2
+        await it.pool.cancel(job_id)
+        await is_cancelled(it, job_id)
+
+
 async def test_a_job_waiting_for_its_retry_can_be_cancelled() -> None:
     async with fleet(cooldown=600) as it:
         it.servers[0].faults.out_of_memory = 1

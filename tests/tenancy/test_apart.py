@@ -11,6 +11,7 @@ import pytest
 from tests.engine._rig import graph
 from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
+from comfyfleet.model.calls import Release
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, FactKind
@@ -49,6 +50,26 @@ async def test_credits_are_held_at_submit_and_consumed_on_completion(fleet: Flee
     assert await fleet.account() == Account(ACME, 90)
     settlement = await (await database(fleet)).settlement(HoldId(job_id, 1))
     assert settlement is not None and settlement.outcome is Outcome.CONSUMED
+    await fleet.check()
+
+
+@pytest.mark.parametrize("asked", ["pause", "retry"])
+async def test_credits_stay_held_while_a_running_job_is_stopped_and_run_again(
+    fleet: Fleet, asked: str
+) -> None:
+    await fleet.tenant(granted=100)
+    await fleet.worker()
+    job_id = await fleet.submit()
+    leased = await fleet.take()
+    held = await fleet.account()
+    await getattr(fleet.engine, asked)(job_id)
+    assert (await fleet.engine.release(Release(leased.ref, "cancelled"))).phase is Phase.QUEUED
+    assert await fleet.account() == held
+    if asked == "pause":
+        assert await fleet.poll() is None
+        await fleet.engine.resume(job_id)
+    await fleet.complete(await fleet.take())
+    assert await fleet.account() == Account(ACME, 90)
     await fleet.check()
 
 

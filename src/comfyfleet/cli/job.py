@@ -152,14 +152,16 @@ def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
 @as_json
 @settings(*TO_REACH)
 def retry(job_id: str, as_json: bool, **flags: Any) -> None:
-    """Run a failed or cancelled job again."""
+    """Run a job again: one that failed or was cancelled, or one that runs, which is stopped first."""
     from comfyfleet.cli.reach import print_json
 
     answer = ask_about(flags, job_id, lambda client, whole: client.retry(whole))
     if as_json:
         print_json(answer)
     else:
-        echo(f"{answer.id} {answer.status}")
+        echo(
+            f"{answer.id} {'is being stopped, to run again' if answer.status == 'leased' else answer.status}"
+        )
 
 
 @command.command("explain")
@@ -197,10 +199,11 @@ def _changing(name: str, text: str, method: str) -> None:
         if as_json:
             print_json(job)
         else:
-            echo(f"{job.id} {'paused' if job.is_paused else job.status}")
+            state = "paused" if job.is_paused else job.status
+            echo(f"{job.id} {'is being stopped, to be paused' if job.pause_requested else state}")
 
 
-_changing("pause", "Keep a waiting job from running; it keeps its place.", "pause")
+_changing("pause", "Keep a job from running; it keeps its place. One that runs is stopped first.", "pause")
 _changing("resume", "Let a paused job run again.", "resume")
 
 

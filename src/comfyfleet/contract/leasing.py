@@ -322,16 +322,29 @@ class LeasingContract:
             assert found.lease.expires_at == end
             assert await bench.store.next_due() == end
 
-    async def test_a_heartbeat_answers_each_lease_and_tells_of_a_cancel(self, bench: Bench) -> None:
+    @pytest.mark.parametrize(
+        ("asked", "taken_back"),
+        [
+            (Change(cancel_requested_at=1.0), Change(cancel_requested_at=None)),
+            (Change(pause_requested_at=1.0), Change(pause_requested_at=None)),
+            (Change(retry_requested_at=1.0), Change(retry_requested_at=None)),
+        ],
+    )
+    async def test_a_heartbeat_answers_each_lease_and_tells_that_a_job_is_to_be_stopped(
+        self, bench: Bench, asked: Change, taken_back: Change
+    ) -> None:
         dispatch, ref = await bench.leased()
         _, other = await bench.leased()
-        assert await bench.change(dispatch, Change(cancel_requested_at=1.0)) is not None
+        assert await bench.change(dispatch, asked) is not None
         assert await bench.store.write(completion(other)) is not None
         states = await bench.store.heartbeat([ref, other], 60)
-        assert [(state.is_alive, state.cancel_requested) for state in states] == [
-            (True, True),
-            (False, False),
-        ]
+        assert [(state.is_alive, state.is_to_stop) for state in states] == [(True, True), (False, False)]
+        found = await bench.store.load(ref.job_id)
+        assert found is not None
+        assert found.stop_requested_at == 1.0
+        assert await bench.change(found, taken_back) is not None
+        (state,) = await bench.store.heartbeat([ref], 60)
+        assert (state.is_alive, state.is_to_stop) == (True, False)
 
     async def test_what_is_due_is_found_at_exactly_its_time_and_stays_due_until_written(
         self, bench: Bench

@@ -10,10 +10,12 @@ import asyncio
 import logging
 from collections import defaultdict
 
+import msgspec
+
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.calls import Command
-from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.dispatch import Dispatch, Stop
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
 
@@ -47,13 +49,16 @@ class CommandDesk:
         except Fault as fault:
             _LOG.info("worker %s may hear of a %s only later: %s", worker_id, command.action, fault)
 
-    async def tell_of_cancel(self, dispatch: Dispatch) -> None:
+    async def tell_to_stop(self, dispatch: Dispatch, stop: Stop) -> None:
         assert dispatch.lease is not None
-        command = Command("cancel", dispatch.job_id, dispatch.lease.number)
+        command = Command(stop.value, dispatch.job_id, dispatch.lease.number)
         await self.tell(command, dispatch.lease.worker_id)
 
     def hear(self, worker_id: WorkerId, command: Command) -> None:
         """From here or from another engine. A pause is an engine's to keep: its agents are simply given nothing."""
+        if command.action == "pause" and command.job_id is not None:
+            # Agents stop a run in one way, and one of an older version would pause itself.
+            command = msgspec.structs.replace(command, action="cancel", reason=command.reason or "paused")
         if command.action in ("pause", "resume"):
             self._rounds.look_again()
         elif worker_id in self._served:

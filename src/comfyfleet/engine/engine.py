@@ -116,7 +116,7 @@ class Engine:
         self._jobs = JobDesk(
             self._context,
             self._rounds,
-            self._commands.tell_of_cancel,
+            self._commands.tell_to_stop,
             self._dependencies,
             self._inputs,
             self._catalogs,

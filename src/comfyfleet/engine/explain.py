@@ -69,7 +69,7 @@ async def explain(
 async def _became(context: Context, dispatch: Dispatch) -> str:
     """Of a job that does not wait: what became of it, and what can be done."""
     if dispatch.phase is Phase.LEASED and dispatch.lease is not None:
-        cancelled = " and was told to stop" if dispatch.cancel_requested_at is not None else ""
+        cancelled = " and was told to stop" if dispatch.stop is not None else ""
         return f"the job is leased on {dispatch.lease.worker_id}{cancelled}"
     job = await context.store.records.get(dispatch.job_id)
     failure = None if job is None else job.failure

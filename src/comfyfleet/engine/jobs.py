@@ -22,6 +22,7 @@ from comfyfleet.model.dispatch import (
     Dispatch,
     Phase,
     Standing,
+    Stop,
     Write,
     Written,
 )
@@ -43,7 +44,7 @@ from comfyfleet.policy.lifecycle import (
 )
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.terms import under_terms
-from comfyfleet.policy.timing import wake_at
+from comfyfleet.policy.timing import asked_to_stop, wake_at
 
 
 class JobDesk:
@@ -51,7 +52,7 @@ class JobDesk:
         self,
         context: Context,
         rounds: Rounds,
-        tell_worker: Callable[[Dispatch], Awaitable[None]],
+        tell_worker: Callable[[Dispatch, Stop], Awaitable[None]],
         dependencies: Dependencies,
         inputs: Inputs,
         catalogs: NodeCatalogs,
@@ -86,9 +87,7 @@ class JobDesk:
             if dispatch.phase.is_final or dispatch.cancel_requested_at is not None:
                 return None
             if dispatch.phase is Phase.LEASED:
-                # Not a phase: the lease runs on until its holder confirms, or until the grace is over.
-                asked = msgspec.structs.replace(dispatch, cancel_requested_at=now)
-                change = Change(cancel_requested_at=now, wake_at=wake_at(asked, now, context.rules))
+                change = asked_to_stop(dispatch, Stop.CANCEL, now, context.rules)
                 return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED))
             return _write(
                 dispatch,
@@ -98,15 +97,31 @@ class JobDesk:
             )
 
         dispatch, written = await self._change(job_id, decide)
-        if written is not None and dispatch.phase is Phase.LEASED:
-            with best_effort(f"tell the worker of job {job_id} to cancel it; its next heartbeat does"):
-                await self._tell_worker(dispatch)
+        await self._tell_to_stop(written, Stop.CANCEL)
         return CancelAnswer(dispatch.phase, dispatch.cancel_requested_at is not None)
 
     async def retry(self, job_id: JobId) -> Submitted:
-        """By hand: a failed or cancelled job gets a new round, with fresh counters and its old place in line."""
-        rules, fleet = self._context.rules, self._context.fleet
+        """By hand: a failed or cancelled job gets a new round, with fresh counters and its old place in line. A running
+        one stays in its round: its worker is told to stop it, and it gets a new attempt."""
         view = await self.get(job_id)
+        if view.dispatch.phase is Phase.LEASED:
+            return await self._retry_running(view)
+        return await self._retry_ended(view)
+
+    async def _retry_running(self, view: JobView) -> Submitted:
+        def decide(dispatch: Dispatch, now: float) -> Write | None:
+            self._must_run(dispatch, "retry")
+            if dispatch.stop is Stop.RETRY:
+                return None
+            change = asked_to_stop(dispatch, Stop.RETRY, now, self._context.rules)
+            return _write(dispatch, change, FactDraft(FactKind.RETRY_REQUESTED))
+
+        dispatch, written = await self._change(view.job.job_id, decide)
+        await self._tell_to_stop(written, Stop.RETRY)
+        return Submitted(dispatch.job_id, dispatch.phase, dispatch.workflow_hash)
+
+    async def _retry_ended(self, view: JobView) -> Submitted:
+        rules, fleet, job_id = self._context.rules, self._context.fleet, view.job.job_id
         submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
         if view.job.unreadable is not None:
             raise Refusal(
@@ -140,7 +155,7 @@ class JobDesk:
             except IllegalMove as illegal:
                 raise Refusal(
                     RefusalCode.WRONG_PHASE,
-                    f"cannot retry a job that is {dispatch.phase.value}: only one that failed or was cancelled",
+                    f"cannot retry a job that is {dispatch.phase.value}: only one that runs, failed or was cancelled",
                     phase=dispatch.phase.value,
                 ) from illegal
             # The limits of the first round are over with it: a deadline that passed would end the new one at once.
@@ -159,6 +174,8 @@ class JobDesk:
                 expired_on=(),
                 server_deaths=0,
                 cancel_requested_at=None,
+                pause_requested_at=None,
+                retry_requested_at=None,
                 not_before=None,
                 deadline_at=None,
                 expires_at=None,
@@ -199,18 +216,31 @@ class JobDesk:
         return Submitted(job_id, dispatch.phase, workflow_hash)
 
     async def pause(self, job_id: JobId) -> None:
-        def decide(dispatch: Dispatch, _: float) -> Write | None:
-            self._must_wait(dispatch, "pause")
+        """A waiting job is paused at once. A running one is when its worker has stopped it."""
+
+        def decide(dispatch: Dispatch, now: float) -> Write | None:
+            if dispatch.phase is Phase.LEASED:
+                self._must_run(dispatch, "pause")
+                if dispatch.stop is Stop.PAUSE:
+                    return None
+                change = asked_to_stop(dispatch, Stop.PAUSE, now, self._context.rules)
+                return _write(dispatch, change, FactDraft(FactKind.PAUSE_REQUESTED))
+            self._must_wait(dispatch, "pause", "one that waits or runs")
             if dispatch.standing is Standing.PAUSED:
                 return None
             return _write(dispatch, paused(dispatch), FactDraft(FactKind.PAUSED))
 
-        await self._change(job_id, decide)
+        _, written = await self._change(job_id, decide)
+        await self._tell_to_stop(written, Stop.PAUSE)
 
     async def resume(self, job_id: JobId) -> None:
         rules = self._context.rules
 
         def decide(dispatch: Dispatch, now: float) -> Write | None:
+            if dispatch.stop is Stop.PAUSE and dispatch.phase is Phase.LEASED:
+                # Its worker may have stopped it already: then it begins anew.
+                change = asked_to_stop(dispatch, Stop.RETRY, now, rules)
+                return _write(dispatch, change, FactDraft(FactKind.RETRY_REQUESTED))
             self._must_wait(dispatch, "resume")
             if dispatch.standing is not Standing.PAUSED:
                 return None
@@ -251,12 +281,29 @@ class JobDesk:
 
         await self._change(job_id, decide)
 
+    async def _tell_to_stop(self, written: Written | None, stop: Stop) -> None:
+        if written is not None and written.dispatch.phase is Phase.LEASED:
+            job_id = written.dispatch.job_id
+            with best_effort(f"tell the worker of job {job_id} to stop it; its next heartbeat does"):
+                await self._tell_worker(written.dispatch, stop)
+
     @staticmethod
-    def _must_wait(dispatch: Dispatch, verb: str) -> None:
+    def _must_run(dispatch: Dispatch, verb: str) -> None:
+        is_running = dispatch.phase is Phase.LEASED
+        if not is_running or dispatch.stop is Stop.CANCEL:
+            state = "being cancelled" if is_running else dispatch.phase.value
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"cannot {verb} a job that is {state}",
+                phase=dispatch.phase.value,
+            )
+
+    @staticmethod
+    def _must_wait(dispatch: Dispatch, verb: str, only: str = "a waiting one") -> None:
         if dispatch.phase is not Phase.QUEUED:
             raise Refusal(
                 RefusalCode.WRONG_PHASE,
-                f"cannot {verb} a job that is {dispatch.phase.value}: only a waiting one",
+                f"cannot {verb} a job that is {dispatch.phase.value}: only {only}",
                 phase=dispatch.phase.value,
             )
 

@@ -23,6 +23,7 @@ from comfyfleet.model.dispatch import (
     AttemptOutcome,
     Dispatch,
     Phase,
+    Stop,
     Write,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -200,8 +201,10 @@ class Move:
             AttemptOutcome.RELEASED,
         )
         fact = FactDraft(FactKind.RELEASED, {"reason": "the lease ran out before the move to another store"})
-        if dispatch.cancel_requested_at is not None:
+        if dispatch.stop is Stop.CANCEL:
             change, end, fact = cancelled(dispatch), AttemptOutcome.CANCELLED, FactDraft(FactKind.CANCELLED)
+        elif dispatch.stop is Stop.PAUSE:
+            end, fact = AttemptOutcome.CANCELLED, FactDraft(FactKind.PAUSED, fact.data)
         assert isinstance(change.phase, Phase)
         written = await self._source.write(
             Write(

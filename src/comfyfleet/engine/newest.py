@@ -13,6 +13,7 @@ _STARTS_ANEW = frozenset(
         FactKind.LEASED,
         FactKind.RETRYING,
         FactKind.RELEASED,
+        FactKind.PAUSED,
         FactKind.COMPLETED,
         FactKind.FAILED,
         FactKind.CANCELLED,

@@ -20,7 +20,7 @@ from comfyfleet.engine.purging import purge
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.engine.workers import WorkerDesk
-from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Write
+from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Stop, Write
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
@@ -38,6 +38,7 @@ _AGAIN_S = 0.01
 _PURGE_BATCH = 10_000
 _PURGE_EVERY_S = 60.0
 _FORGET_BATCH = 100
+_UNCONFIRMED = "the worker did not confirm"
 
 
 class Sweeper:
@@ -193,16 +194,14 @@ class Sweeper:
                 failure = Failure(FailureKind.TOTAL_TIMEOUT, "the total time given to the job is over")
                 ended = await self._verdicts.ended(dispatch, failure)
                 if ended is not None and dispatch.lease is not None:
-                    await self._commands.tell_of_cancel(dispatch)
+                    await self._commands.tell_to_stop(dispatch, Stop.CANCEL)
             case Due.DEADLINE_OVER:
                 await self._verdicts.ended(
                     dispatch,
                     Failure(FailureKind.DEADLINE_PASSED, "the deadline passed before a worker was free"),
                 )
-            case Due.CANCEL_OVERDUE:
-                await self._verdicts.cancelled(
-                    dispatch, AtRevision(dispatch.revision), "the worker did not confirm"
-                )
+            case Due.STOP_OVERDUE:
+                await self._verdicts.stopped(dispatch, AtRevision(dispatch.revision), _UNCONFIRMED)
             case Due.LEASE_OVER:
                 await self._expire(dispatch)
             case Due.NOTHING | Due.DEADLINE_FLAGGED:
@@ -239,8 +238,8 @@ class Sweeper:
         if not dispatch.lease.is_acknowledged:
             await self._verdicts.released(dispatch, guard, "the lease was never acknowledged")
             return
-        if dispatch.cancel_requested_at is not None:
-            await self._verdicts.cancelled(dispatch, guard, "the worker did not confirm")
+        if dispatch.stop is not None:
+            await self._verdicts.stopped(dispatch, guard, _UNCONFIRMED)
             return
         worker_id = dispatch.lease.worker_id
         failure = Failure(FailureKind.LEASE_EXPIRED, f"worker {worker_id} stopped sending heartbeats")

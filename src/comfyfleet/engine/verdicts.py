@@ -19,10 +19,12 @@ from comfyfleet.model.dispatch import (
     AtRevision,
     AttemptEnd,
     AttemptOutcome,
+    Change,
     Dispatch,
     Guard,
     HeldBy,
     Phase,
+    Stop,
     Write,
 )
 from comfyfleet.model.fact import FactDraft, FactKind
@@ -121,17 +123,17 @@ class Verdicts:
         return written.dispatch
 
     async def released(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
-        """Back to its place, uncharged; but not for ever, and not if it was to be cancelled anyway."""
+        """Back to its place, uncharged; but not for ever, and not if it was to be stopped anyway."""
         context = self._context
-        if dispatch.cancel_requested_at is not None:
-            return await self.cancelled(dispatch, guard)
+        if dispatch.stop is not None:
+            return await self.stopped(dispatch, guard)
         if reason != "declined" and dispatch.releases + 1 > context.rules.max_releases:
             failure = Failure(
                 FailureKind.UNKNOWN, f"given back {context.rules.max_releases} times without a result"
             )
             return await self.ended(dispatch, failure, guard)
-        phase, now = target(dispatch.phase, Move.RELEASE), await context.store.now()
-        placed = returned(dispatch, phase, dispatch.not_before, now, context.rules)
+        now = await context.store.now()
+        placed = self._returned(dispatch, now)
         change = msgspec.structs.replace(placed, releases=dispatch.releases + 1)
         blocks: tuple[Block, ...] = ()
         if reason == "declined" and dispatch.lease is not None:
@@ -165,24 +167,41 @@ class Verdicts:
         if current is not None and current.lease is not None:
             await self.released(current, guard, "the worker went away")
 
-    async def cancelled(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
+    async def stopped(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
         """The holder confirmed, gave the lease back, or had its time to."""
         context = self._context
         now = await context.store.now()
+        job: dict[str, object] = {"phase": Phase.QUEUED}
+        told = {"reason": reason} if reason else {}
+        match dispatch.stop:
+            case Stop.CANCEL:
+                change, kind = cancelled(dispatch), FactKind.CANCELLED
+                job = {"phase": Phase.CANCELLED, "completed_at": now}
+            case Stop.PAUSE:
+                change, kind = self._returned(dispatch, now), FactKind.PAUSED
+            case _:
+                change, kind = self._returned(dispatch, now), FactKind.RELEASED
+                told = {"reason": f"retry: {reason}" if reason else "retry"}
         written = await context.store.write(
             Write(
                 dispatch.job_id,
                 guard,
-                cancelled(dispatch),
+                change,
                 attempt_end=AttemptEnd(AttemptOutcome.CANCELLED, used_s=used_s(dispatch.lease, now)),
-                facts=(FactDraft(FactKind.CANCELLED, {"reason": reason} if reason else None),),
-                job={"phase": Phase.CANCELLED, "completed_at": now},
+                facts=(FactDraft(kind, told or None),),
+                job=job,
             )
         )
         if written is None:
             return None
         context.publish(written)
+        if written.dispatch.stands_in_lane:
+            self._rounds.job_arrived(written.dispatch.class_key)
         return written.dispatch
+
+    def _returned(self, dispatch: Dispatch, now: float) -> Change:
+        phase = target(dispatch.phase, Move.RELEASE)
+        return returned(dispatch, phase, dispatch.not_before, now, self._context.rules)
 
     async def ended(
         self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None

@@ -284,7 +284,7 @@ class WorkerDesk:
         told = {(command.job_id, command.lease_number) for command in commands}
         for state in states:
             ref = state.ref
-            if state.is_alive and state.cancel_requested and (ref.job_id, ref.number) not in told:
+            if state.is_alive and state.is_to_stop and (ref.job_id, ref.number) not in told:
                 commands.append(Command("cancel", ref.job_id, ref.number))
         worker = context.fleet.workers.get(worker_id)
         if worker is not None and worker.is_draining:
@@ -412,7 +412,7 @@ class WorkerDesk:
     async def fail(self, call: FailureReport) -> Settled:
         # Decided on what was read and written only over that: a cancel that came in between is not forgotten.
         while (dispatch := await self._held(call.ref)) is not None:
-            if dispatch.cancel_requested_at is not None:
+            if dispatch.stop is not None:
                 # What a run died of while it was being stopped is of no interest, unless the server died of it.
                 settled = await self.release(Release(call.ref, "cancelled"))
                 await self._verdicts.on_late_death(call)

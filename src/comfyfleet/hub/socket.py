@@ -40,7 +40,7 @@ from comfyfleet.model.access import AuditEntry, Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.trace import parse_traceparent
-from comfyfleet.wire import bodies, socket
+from comfyfleet.wire import answers, bodies, socket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.progress import EventsQuery
 from comfyfleet.wire.spelling import Face, spell
@@ -323,11 +323,15 @@ class Session:
         }
         await self._noted(name, lambda: change[name](job_id), lambda _: job_id)
         view = await engine.get(job_id)
+        now = answers.details(view)
         return {
             "type": "job_updated",
             "job_id": job_id,
             "status": spell(view.dispatch.phase, Face.SOCKET),
-            "cancel_requested": view.dispatch.cancel_requested_at is not None,
+            "is_paused": now.is_paused,
+            "cancel_requested": now.cancel_requested,
+            "pause_requested": now.pause_requested,
+            "retry_requested": now.retry_requested,
         }
 
     async def _noted(

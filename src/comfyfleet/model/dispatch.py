@@ -49,6 +49,16 @@ class Standing(StrEnum):
     PAUSED = "paused"
 
 
+class Stop(StrEnum):
+    """Why the worker of a running job is to stop it."""
+
+    CANCEL = "cancel"
+    PAUSE = "pause"
+    """It waits as paused then."""
+    RETRY = "retry"
+    """It waits at its place in line then, for a new attempt."""
+
+
 class LaneKey(NamedTuple):
     """Jobs that no lease can tell apart except by age."""
 
@@ -140,6 +150,29 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """When the tenant's database had taken in the end of this round."""
     server_deaths: int = 0
     """How many servers died while they ran it."""
+    pause_requested_at: float | None = None
+    """While it is leased: its worker is to stop it, then it waits as paused."""
+    retry_requested_at: float | None = None
+    """While it is leased: its worker is to stop it, then it waits at its place in line. Of the two only one is set."""
+
+    @property
+    def stop(self) -> Stop | None:
+        """What its worker is to stop it for. A cancel comes before the others."""
+        if self.cancel_requested_at is not None:
+            return Stop.CANCEL
+        if self.pause_requested_at is not None:
+            return Stop.PAUSE
+        return None if self.retry_requested_at is None else Stop.RETRY
+
+    @property
+    def stop_requested_at(self) -> float | None:
+        match self.stop:
+            case Stop.CANCEL:
+                return self.cancel_requested_at
+            case Stop.PAUSE:
+                return self.pause_requested_at
+            case _:
+                return self.retry_requested_at
 
     @property
     def due_at(self) -> float | None:
@@ -240,6 +273,8 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     settled_at: float | UnsetType | None = UNSET
     payload_sha256: bytes | UnsetType | None = UNSET
     server_deaths: int | UnsetType = UNSET
+    pause_requested_at: float | UnsetType | None = UNSET
+    retry_requested_at: float | UnsetType | None = UNSET
 
     def apply(self, dispatch: Dispatch) -> Dispatch:
         values = {name: value for name in _CHANGEABLE if (value := getattr(self, name)) is not UNSET}

@@ -23,6 +23,8 @@ class FactKind(StrEnum):
     RELEASED = "released"
     CANCEL_REQUESTED = "cancel_requested"
     CANCELLED = "cancelled"
+    PAUSE_REQUESTED = "pause_requested"
+    RETRY_REQUESTED = "retry_requested"
     PAUSED = "paused"
     RESUMED = "resumed"
     PRIORITY_CHANGED = "priority_changed"

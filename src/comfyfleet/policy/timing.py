@@ -1,7 +1,7 @@
 """Everything a dispatch waits for, as one time; and what is due when that time has come.
 
 A dispatch carries one `wake_at`. Whatever waits (a delay, a preference, a rising priority, a deadline, the end of its
-total time, an unconfirmed cancel) puts its moment there, and the sweeper comes back with `review`.
+total time, a stop that its worker has not confirmed) puts its moment there, and the sweeper comes back with `review`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from comfyfleet.model.dispatch import Change, Dispatch, Phase, Standing
+from comfyfleet.model.dispatch import Change, Dispatch, Phase, Standing, Stop
 from comfyfleet.policy.lifecycle import standing_at
 from comfyfleet.policy.priority import effective_priority, next_priority_change
 from comfyfleet.policy.rules import Rules
@@ -20,7 +20,7 @@ class Due(StrEnum):
     NOTHING = "nothing"
     """Only the dispatch's own place changes, if anything."""
     LEASE_OVER = "lease_over"
-    CANCEL_OVERDUE = "cancel_overdue"
+    STOP_OVERDUE = "stop_overdue"
     TOTAL_OVER = "total_over"
     DEADLINE_OVER = "deadline_over"
     DEADLINE_FLAGGED = "deadline_flagged"
@@ -51,8 +51,8 @@ def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
             moments.append(next_look(dispatch, now, rules))
         elif dispatch.standing is Standing.DELAYED:
             moments.append(dispatch.not_before)
-    elif dispatch.cancel_requested_at is not None:
-        moments.append(dispatch.cancel_requested_at + rules.cancel_grace_s)
+    elif (asked_at := dispatch.stop_requested_at) is not None:
+        moments.append(asked_at + rules.cancel_grace_s)
     return min((moment for moment in moments if moment is not None), default=None)
 
 
@@ -80,9 +80,9 @@ def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
         return Review(Due.TOTAL_OVER)
     if dispatch.phase is Phase.LEASED:
         assert dispatch.lease is not None
-        asked_at = dispatch.cancel_requested_at
+        asked_at = dispatch.stop_requested_at
         if asked_at is not None and asked_at + rules.cancel_grace_s <= now:
-            return Review(Due.CANCEL_OVERDUE)
+            return Review(Due.STOP_OVERDUE)
         if dispatch.lease.expires_at <= now:
             return Review(Due.LEASE_OVER)
         return Review(Due.NOTHING, _only_wake(dispatch, now, rules))
@@ -99,13 +99,30 @@ def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
 
 
 def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:
-    """Back in line after a lease, with all that time has brought meanwhile: while it ran nobody looked."""
-    standing = standing_at(not_before, now)
+    """Back in line after a lease, or paused if that was asked for, with all that time has brought meanwhile: while it
+    ran nobody looked."""
+    standing = standing_at(not_before, now) if dispatch.pause_requested_at is None else Standing.PAUSED
     waiting = msgspec.structs.replace(
         dispatch, phase=phase, lease=None, standing=standing, not_before=not_before
     )
-    placed = _placed(waiting, now, rules)
-    return msgspec.structs.replace(placed, phase=phase, lease=None, not_before=not_before)
+    placed = msgspec.structs.replace(
+        _placed(waiting, now, rules), phase=phase, lease=None, not_before=not_before
+    )
+    if dispatch.pause_requested_at is None and dispatch.retry_requested_at is None:
+        return placed
+    return msgspec.structs.replace(placed, pause_requested_at=None, retry_requested_at=None)
+
+
+def asked_to_stop(dispatch: Dispatch, stop: Stop, now: float, rules: Rules) -> Change:
+    """Not a phase: the lease runs on until its holder confirms, or until the grace is over."""
+    # Another word about the same stop does not give its worker more time.
+    since = dispatch.stop_requested_at or now
+    change = Change(
+        cancel_requested_at=now if stop is Stop.CANCEL else None,
+        pause_requested_at=since if stop is Stop.PAUSE else None,
+        retry_requested_at=since if stop is Stop.RETRY else None,
+    )
+    return msgspec.structs.replace(change, wake_at=wake_at(change.apply(dispatch), now, rules))
 
 
 def _priority(dispatch: Dispatch, now: float, rules: Rules) -> int:

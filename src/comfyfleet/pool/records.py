@@ -9,7 +9,7 @@ import msgspec
 
 from comfyfleet.model.block import Block
 from comfyfleet.model.calls import JobView
-from comfyfleet.model.dispatch import Attempt, Phase
+from comfyfleet.model.dispatch import Attempt, Phase, Standing, Stop
 from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult, NodeTiming
@@ -45,6 +45,9 @@ class JobRecord(msgspec.Struct, frozen=True):
     """By node id: what every `seed: -1` was resolved to."""
     cancel_requested: bool
     history: tuple[Attempt, ...]
+    is_paused: bool = False
+    pause_requested: bool = False
+    retry_requested: bool = False
 
     @property
     def node_timings(self) -> tuple[NodeTiming, ...]:
@@ -139,4 +142,7 @@ def record_of(view: JobView) -> JobRecord:
         seeds=job.seeds or {},
         cancel_requested=dispatch.cancel_requested_at is not None,
         history=view.attempts,
+        is_paused=dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.PAUSED,
+        pause_requested=dispatch.phase is Phase.LEASED and dispatch.stop is Stop.PAUSE,
+        retry_requested=dispatch.phase is Phase.LEASED and dispatch.stop is Stop.RETRY,
     )

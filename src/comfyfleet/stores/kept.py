@@ -251,7 +251,7 @@ class Kept(Generic[E]):
         dispatch = entry.dispatch
         self._note_ttl(ttl_s)
         entry.dispatch = extended(dispatch, now, ttl_s)
-        return LeaseState(ref, True, dispatch.cancel_requested_at is not None)
+        return LeaseState(ref, True, dispatch.stop is not None)
 
     def mark_late(self, ref: LeaseRef) -> bool:
         """Whether there was anything to note."""

@@ -11,7 +11,7 @@ import msgspec
 
 from comfyfleet.model.block import UNTIL_LIFTED, Block
 from comfyfleet.model.calls import JobView, Submitted
-from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Standing
+from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Standing, Stop
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, JobInput, JobResult
@@ -97,6 +97,10 @@ class JobDetails(JobBody, frozen=True):
     attempts: int = 0
     is_paused: bool = False
     cancel_requested: bool = False
+    pause_requested: bool = False
+    """It runs, and its worker is told to stop it: then it is paused."""
+    retry_requested: bool = False
+    """The same: then it waits for a new attempt."""
     history: tuple[AttemptBody, ...] = ()
     after: tuple[str, ...] = ()
     inputs: tuple[JobInput, ...] = ()
@@ -226,6 +230,8 @@ def details(view: JobView) -> JobDetails:
             "attempts": dispatch.attempts,
             "is_paused": dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.PAUSED,
             "cancel_requested": dispatch.cancel_requested_at is not None,
+            "pause_requested": dispatch.phase is Phase.LEASED and dispatch.stop is Stop.PAUSE,
+            "retry_requested": dispatch.phase is Phase.LEASED and dispatch.stop is Stop.RETRY,
             "not_before": dispatch.not_before,
             "deadline": dispatch.deadline_at,
         },

@@ -29,6 +29,8 @@ _PHASES = {
     FactKind.RESUMED: Phase.QUEUED,
     FactKind.LEASED: Phase.LEASED,
     FactKind.CANCEL_REQUESTED: Phase.LEASED,
+    FactKind.PAUSE_REQUESTED: Phase.LEASED,
+    FactKind.RETRY_REQUESTED: Phase.LEASED,
     FactKind.COMPLETED: Phase.COMPLETED,
     FactKind.FAILED: Phase.FAILED,
     FactKind.CANCELLED: Phase.CANCELLED,

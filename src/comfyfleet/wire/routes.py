@@ -164,7 +164,7 @@ JOBS = of_noun(
     post_route(
         "retry_job",
         "/api/jobs/{job_id}/retry",
-        "Run a failed or cancelled job again, in a new round",
+        "Run a job again: failed or cancelled in a new round, running in a new attempt once its worker has stopped it",
         CALLERS,
         answers.SubmittedBody,
         aliases=("/jobs/{job_id}/retry",),
@@ -173,7 +173,7 @@ JOBS = of_noun(
     post_route(
         "pause_job",
         "/api/jobs/{job_id}/pause",
-        "Keep a waiting job from running; it keeps its place",
+        "Keep a job from running; it keeps its place. A running one is paused once its worker has stopped it",
         CALLERS,
         answers.JobDetails,
         aliases=("/jobs/{job_id}/pause",),

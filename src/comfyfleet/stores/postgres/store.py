@@ -406,7 +406,7 @@ class PostgresStore:
                 answers.append(LeaseState(ref, is_alive=False))
                 continue
             known[ref.job_id] = extended(dispatch, now, ttl_s)
-            answers.append(LeaseState(ref, True, dispatch.cancel_requested_at is not None))
+            answers.append(LeaseState(ref, True, dispatch.stop is not None))
         for dispatch in found:
             if (after := known[dispatch.job_id]) is not dispatch:
                 rows.extend(step, after)

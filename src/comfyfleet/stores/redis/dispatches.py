@@ -67,6 +67,8 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     record_sha256: str | None = None
     """Of the text that is kept as the payload, in Base64: for workers that get that text as it is."""
     server_deaths: int = 0
+    pause_requested_at: float | None = None
+    retry_requested_at: float | None = None
 
 
 _pack = msgspec.msgpack.encode
@@ -145,6 +147,8 @@ def decode_kept(data: bytes, start: int) -> Kept:
         rest.is_apart,
         rest.settled_at,
         rest.server_deaths,
+        rest.pause_requested_at,
+        rest.retry_requested_at,
     )
     return Kept(dispatch, facts, ended_at, lease is not None and not is_noted)
 
@@ -239,6 +243,8 @@ def encode_dispatch(
         text_of_digest(dispatch.payload_sha256),
         sha256_of(payload),
         dispatch.server_deaths,
+        dispatch.pause_requested_at,
+        dispatch.retry_requested_at,
     )
     packed = _pack(rest)
     parts += (_LENGTH.pack(len(packed)), packed)

@@ -64,6 +64,19 @@ local function rest(job)
   return job.rest
 end
 
+-- What the worker of a job is to stop it for, if anything. A cancel comes before the others, which are seldom in the rest:
+-- that is not unpacked for every heartbeat.
+local function stop_of(job)
+  if job.cancel_requested_at then
+    return 'cancel'
+  end
+  if not job.packed_rest:find('_requested_at', 1, true) then
+    return nil
+  end
+  local values = rest(job)
+  return values.pause_requested_at and 'pause' or values.retry_requested_at and 'retry' or nil
+end
+
 local function set_rest(job, name, value)
   local values = rest(job)
   values[name] = value

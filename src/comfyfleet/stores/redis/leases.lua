@@ -185,7 +185,7 @@ local function extend(s, job, till)
   job.revision = job.revision + 1
   set_due(s, job, was_due)
   save(s, job)
-  return job.cancel_requested_at and 2 or 1
+  return stop_of(job) and 2 or 1
 end
 
 -- job, then as `lease_next`
@@ -304,7 +304,7 @@ define('peek', function(s, args)
   return answer
 end)
 
--- ttl, then job, round, number, epoch and token of each lease → for each 0 lost, 1 alive, 2 alive and to be cancelled
+-- ttl, then job, round, number, epoch and token of each lease → for each 0 lost, 1 alive, 2 alive and to be stopped
 define('heartbeat', function(s, args)
   local till, answer, workers = now(s) + tonumber(args[4]), {}, {}
   for place = 5, #args, 5 do

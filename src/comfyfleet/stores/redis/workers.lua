@@ -190,7 +190,7 @@ define('worker_progress', function(s, args)
   call('SET', job_key(s, job.job_id) .. ':progress', args[9], 'EX', PROGRESS_S)
   call('XADD', stream, 'MAXLEN', '~', PROGRESS_KEPT, '*', 'progress', args[9])
   call('EXPIRE', stream, PROGRESS_S)
-  return job.cancel_requested_at and 2 or 1
+  return stop_of(job) and 2 or 1
 end, wants_ref)
 
 -- lease, result (JSON). What there is to learn from the run is left to an engine.
@@ -211,15 +211,21 @@ define('worker_complete', function(s, args)
     fact_line('completed', data))
 end, wants_ref)
 
--- lease, reason: back to its place, or cancelled if that was asked for
+-- lease, reason: back to its place, or cancelled or paused if that was asked for
 define('worker_release', function(s, args)
   local job, ref = held(s, args)
   if not job then
     return math.max(ended_as(s, ref, 'released'), ended_as(s, ref, 'cancelled'))
   end
-  if job.cancel_requested_at then
+  local stop = stop_of(job)
+  if stop == 'cancel' then
     return settle(s, ref, 'cancelled', {phase = 'cancelled'}, {'lease', 'wake_at'},
       {phase = 'cancelled', completed_at = now(s)}, {}, {}, fact_line('cancelled'))
+  elseif stop then
+    -- When to look at it again is an engine's to say: the time at which its worker should have confirmed stays for that.
+    return settle(s, ref, 'cancelled', {phase = 'queued', standing = stop == 'pause' and 'paused' or 'in_lane'},
+      {'lease', 'pause_requested_at', 'retry_requested_at'}, {phase = 'queued'}, {}, {},
+      stop == 'pause' and fact_line('paused') or fact_line('released', '{"reason":"retry"}'))
   end
   local reason = args[9] or ''
   if not is_text(reason) then
