@@ -387,6 +387,31 @@ async def test_a_profile_that_another_engine_took_for_unused_is_put_back() -> No
         assert await take(it.first, "gpu", "0") == job_id
 
 
+async def test_a_worker_that_registers_while_another_engine_drops_what_nobody_uses_gets_its_jobs() -> None:
+    """That engine has not heard of the worker yet, and takes its profile for unused."""
+    async with Engines() as it:
+        await register(it.first, "old", "KSampler")
+        await register(it.first, "gpu", "Other")
+        of_old = (await it.first.submit(Submission(graph("KSampler")))).job_id
+        await it.clock.advance(2)
+        await it.second._context.fleet.sync()
+        await register(it.second, "new", "KSampler", "Other")
+        job_id = (await it.second.submit(Submission(graph("Other"), priority=5))).job_id
+        rig = Rig()
+        rig.engine, rig.clock = it.second, it.clock
+        new = await it.store.get_worker(WorkerId("new"))
+        assert new is not None
+        mine = new.profile
+        assert mine in (await it.store.table()).profiles
+        await it.first.remove_worker(WorkerId("gpu"))
+        assert mine not in (await it.store.table()).profiles, "it was dropped, as the test wants it"
+        parked = rig.park("new")
+        await it.clock.advance(2)
+        leased = parked.result()
+        assert leased is not None and leased.job_id in (job_id, of_old)
+        assert mine in (await it.store.table()).profiles
+
+
 async def test_a_worker_that_registers_while_it_gets_another_profile_keeps_that(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
