@@ -190,6 +190,10 @@ class Engine:
         """The job that was made of exactly this before, if any."""
         return await self._submitting.repeat_of(submission)
 
+    async def holder_of(self, submission: Submission) -> Submitted | None:
+        """The job that has its reference, which must be a repeat; None where nobody has it."""
+        return await self._submitting.holder_of(submission)
+
     async def convert(
         self, workflow: Mapping[str, Any], tenant: TenantId = DEFAULT_TENANT
     ) -> dict[str, dict[str, Any]]:

@@ -86,10 +86,16 @@ class SubmitDesk:
             return _repeat(known)
         await apart(check_submission, submission, context.rules)
         sent = await apart(digest_of, submission)
-        submission, reading = await self._read(submission, is_own, is_large)
-        submission = msgspec.structs.replace(submission, sent=sent)
-        if submission.inputs or submission.after:
-            submission = await self._named(submission, apart)
+        try:
+            submission, reading = await self._read(submission, is_own, is_large)
+            submission = msgspec.structs.replace(submission, sent=sent)
+            if submission.inputs or submission.after:
+                submission = await self._named(submission, apart)
+        except Refusal as refusal:
+            if known is None:
+                raise
+            # Whatever it lacks, it is not what was sent before.
+            raise _differs(known, submission) from refusal
         if known is not None:
             return await apart(_same, known, submission)
         check_refused(reading.workflow_hash, submission.tenant, context.fleet.refused)
@@ -172,6 +178,11 @@ class SubmitDesk:
         """The job that was made of exactly this before, whatever has become of its files and workers."""
         known = await self._known(submission)
         return _repeat(known) if known is not None and is_repeat(known.payload, submission) else None
+
+    async def holder_of(self, submission: Submission) -> Submitted | None:
+        """The job that has its reference, which must be a repeat; None where nobody has it."""
+        known = await self._known(submission)
+        return None if known is None else _same(known, submission)
 
     async def _known(self, submission: Submission) -> Job | None:
         if submission.reference is None:
@@ -360,12 +371,16 @@ async def _in_a_thread(work: Callable[..., T], *arguments: Any) -> T:
 
 def _same(known: Job, submission: Submission) -> Submitted:
     if not is_repeat(known.payload, submission):
-        raise Refusal(
-            RefusalCode.DUPLICATE_DIFFERS,
-            f"a different job was submitted as {submission.reference!r} before; choose another id",
-            job_id=known.job_id,
-        )
+        raise _differs(known, submission)
     return _repeat(known)
+
+
+def _differs(known: Job, submission: Submission) -> Refusal:
+    return Refusal(
+        RefusalCode.DUPLICATE_DIFFERS,
+        f"a different job was submitted as {submission.reference!r} before; choose another id",
+        job_id=known.job_id,
+    )
 
 
 def _repeat(known: Job) -> Submitted:

@@ -36,7 +36,14 @@ class InputDesk:
         known = await self._engine.repeat_of(submission) if submission.inputs else None
         if known is not None:
             return known
-        return await self._engine.submit(await self._checked(submission), is_own=True, is_large=is_large)
+        try:
+            checked = await self._checked(submission)
+        except Refusal:
+            # Under a reference that is taken it is another job, whatever has become of its files.
+            if (known := await self._engine.holder_of(submission)) is None:
+                raise
+            return known
+        return await self._engine.submit(checked, is_own=True, is_large=is_large)
 
     async def _checked(self, submission: Submission) -> Submission:
         """With size and SHA-256 of each file, which is there, whole, and the tenant's own."""
