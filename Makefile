@@ -39,8 +39,9 @@ test: $(STAMP) ## everything that must hold, but for the slowest; about five min
 	@PYTHONHASHSEED=0 $(PYTEST) -m "not slow" $(OPTIONS)
 
 # Only what `test` leaves out. Where OPTIONS names tests of which none is slow or random, there is none to run (5).
+PROFILE ?= full
 test-all: test ## the same, then the slowest, and the random ones with new and more examples
-	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=full $(OPTIONS) || [ $$? -eq 5 ]
+	@$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=$(PROFILE) $(OPTIONS) || [ $$? -eq 5 ]
 
 check: $(STAMP) ## format, lint, strict types, layers
 	$(BIN)/ruff format --check .

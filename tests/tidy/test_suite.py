@@ -39,11 +39,14 @@ def test_every_test_is_run_by_make_test_or_by_what_make_test_all_adds() -> None:
     assert '-m "not slow"' in test and "--hypothesis-profile" not in test
     assert '-m "slow or hypothesis" --hypothesis-profile=full' in added
     run = (ROOT / ".ci" / "run").read_text()
-    assert re.findall(r"^make ([\w-]+)", run, re.MULTILINE) == ["test-all", "check"]
+    assert re.findall(r"^make (.*)$", run, re.MULTILINE) == [
+        "test test-all check OPTIONS=--no-new-skips PROFILE=verdict"
+    ]
 
 
 def test_make_test_plays_the_same_examples_each_time_and_test_all_more_and_new_ones() -> None:
-    fixed, full = settings.get_profile("fixed"), settings.get_profile("full")
+    fixed, full, verdict = map(settings.get_profile, ("fixed", "full", "verdict"))
+    assert (verdict.derandomize, verdict.max_examples) == (True, full.max_examples)
     assert (fixed.derandomize, full.derandomize) == (True, False)
     assert fixed.max_examples < full.max_examples
     assert "PYTHONHASHSEED=0" in commands("test")[0], "the order of a set is chance too"
