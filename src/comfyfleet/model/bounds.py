@@ -22,7 +22,8 @@ class ServerBounds(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_values: Bytes = 4_000_000
     """How many values there may be in it: decoded, an empty list takes twenty times its text."""
     max_message_bytes: Bytes = 128 * MEGABYTE
-    """What a message of the websocket may have, and all outputs together that are heard of one run."""
+    """What a message of the websocket may have, and all outputs together that are heard of one run, and all pictures
+    that one run sends."""
     max_file_bytes: Bytes = 64 * 1024 * MEGABYTE
     """What a file of the server may have that is saved on this machine."""
     max_fetch_bytes: Bytes = 1024 * MEGABYTE

@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 from urllib.parse import quote
 
 import aiohttp
@@ -61,7 +61,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Upload(msgspec.Struct, frozen=True):
-    """A file to place in the server's input folder."""
+    """A file to place in a folder of the server's."""
 
     filename: str
     data: bytes | Path
@@ -69,6 +69,7 @@ class Upload(msgspec.Struct, frozen=True):
     subfolder: str
     original: dict[str, str] | None = None
     """For a mask: the image it is laid upon."""
+    place: Literal["input", "output"] = "input"
 
 
 class Api:
@@ -154,7 +155,7 @@ class Api:
         form = aiohttp.FormData()
         form.add_field("image", content, filename=upload.filename, content_type="application/octet-stream")
         form.add_field("subfolder", upload.subfolder)
-        form.add_field("type", "input")
+        form.add_field("type", upload.place)
         form.add_field("overwrite", "true")
         path = "/upload/image"
         if upload.original is not None:

@@ -40,12 +40,13 @@ async def place(
         original = _reference(current.get(attachment.input)) if attachment.kind == "mask" else None
         content = attachment.data if isinstance(attachment, Attachment) else attachment.path
         upload = Upload(filename, content, folder, original)
-        answer = await _patiently(api, settings, upload)
+        answer = await upload_patiently(api, settings, upload)
         workflow = with_input(workflow, attachment.node, attachment.input, _name_in_graph(answer, filename))
     return workflow
 
 
-async def _patiently(api: Api, settings: ComfyUISettings, upload: Upload) -> Answer:
+async def upload_patiently(api: Api, settings: ComfyUISettings, upload: Upload) -> Answer:
+    """Through short absences of the server. Raises `ServiceFailed`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.unreachable_s
     while True:

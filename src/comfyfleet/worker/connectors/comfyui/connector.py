@@ -30,6 +30,7 @@ from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, Machine
 from comfyfleet.worker.connectors.comfyui.listener import Listener
 from comfyfleet.worker.connectors.comfyui.outputs import read_entry
 from comfyfleet.worker.connectors.comfyui.run import Run
+from comfyfleet.worker.connectors.comfyui.sent_pictures import SentPictures
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, parse_address
 from comfyfleet.worker.connectors.comfyui.stopping import Stopped, parse_version, stop
 from comfyfleet.worker.connectors.comfyui.submission import Accepted, Submission, Unwanted
@@ -175,9 +176,11 @@ class ComfyUI:
             workflow = await self._place(job, workflow, prompt_id)
             # Cached results are finished before the submit is answered: listen first.
             await listener.wait_open(self.settings.listen_s)
+            run.submitting()
             accepted = await self._submit(run, workflow.to_graph(), job.timeouts.accept_s)
             run.accepted(accepted.number)
             result = await run.until_end(lambda: self._take_back(prompt_id))
+            result = await run.with_pictures(result, f"{self.settings.subfolder}/{prompt_id}")
         except ServiceFailed as failed:
             if isinstance(failed, ServiceOccupied) and run.ahead is not None:
                 self._vitality.found_occupied(run.ahead, listener.losses)
@@ -214,6 +217,9 @@ class ComfyUI:
             return RunningAttempt(standing.state.value)
         outcome = read_entry(standing.entry, self.address.base, included=job.include_outputs)
         if isinstance(outcome, JobResult):
+            if SentPictures(job.workflow, job.include_outputs, 0).are_wanted:
+                # They were sent to whoever listened, and the history does not have them.
+                return RunningAttempt("failed")
             return RunningAttempt("completed", outcome)
         return RunningAttempt("interrupted" if outcome.kind is FailureKind.INTERRUPTED else "failed")
 

@@ -66,6 +66,8 @@ class Listener:
         """When the socket was last lost against our will, on the event loop's clock."""
         self.losses = 0
         self.reopened = 0
+        self.connections = 0
+        """How many there were so far; the last of them is the one that is open, if one is."""
         self._foreign_sign: tuple[str, float] | None = None
 
     def start(self) -> None:
@@ -173,6 +175,7 @@ class Listener:
 
     def _opened(self, had_failures: bool) -> None:
         self._is_reopening = False
+        self.connections += 1
         self._open.set()
         if had_failures and self.lost_at is not None:
             self._on_restart()

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from comfyfleet.model.calls import LeasedJob, Report
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
@@ -19,6 +21,7 @@ from comfyfleet.worker.connectors.comfyui.api import Api, TooMuch, Unreachable
 from comfyfleet.worker.connectors.comfyui.listener import Listener
 from comfyfleet.worker.connectors.comfyui.messages import Message
 from comfyfleet.worker.connectors.comfyui.outputs import read_entry
+from comfyfleet.worker.connectors.comfyui.sent_pictures import with_pictures
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
 from comfyfleet.worker.connectors.comfyui.truth import Standing, State, look_up
@@ -87,11 +90,14 @@ class Run:
         now = self._loop.time()
         self._sign_at = self._quiet_since = now
         self._reopens = 0
+        if message.kind == "executing" and message.node is not None:
+            self._tracker.sent.begins(message.node, self._listener.connections)
         for news in self._tracker.hear(message, now, time.time()):
             self._tell(news)
         if self._started_at is None:
             self._started_at = now
         if self._tracker.is_end_told:
+            self._tracker.sent.ended(self._listener.connections)
             self._end_told.set()
             self._look_now = True
             self._wake.set()
@@ -124,6 +130,21 @@ class Run:
         held, self._held = self._held or [], None
         for news in [News(NewsKind.ACCEPTED, {"prompt_id": self.prompt_id, "number": number}), *held]:
             self._tell(news)
+
+    def submitting(self) -> None:
+        """From here on the server may send."""
+        self._tracker.sent.submitted(self._listener.connections if self._listener.is_open else None)
+
+    async def with_pictures(self, result: JobResult, folder: str) -> JobResult:
+        """With what the server sent and did not save. Raises `ServiceFailed`."""
+        sent = self._tracker.sent
+        if not sent.are_wanted:
+            return result
+        result = await with_pictures(result, sent, self._api, self._settings, folder)
+        for node in sent.by_node:
+            files = [msgspec.to_builtins(file) for file in result.files if file.node_id == node]
+            self._tell(News(NewsKind.OUTPUT, {"node": node, "output": result.outputs[node], "files": files}))
+        return result
 
     async def until_end(self, stop: Callable[[], Any]) -> JobResult:
         """Raises `ServiceFailed`. `stop` takes the prompt back before a timeout is raised."""
@@ -225,7 +246,10 @@ class Run:
         if not self._listener.is_open:
             return
         try:
-            async with asyncio.timeout(self._settings.end_news_s):
+            # Pictures come before it, and may be many: nobody else has them.
+            is_patient = self._tracker.sent.are_wanted
+            settings = self._settings
+            async with asyncio.timeout(settings.unresponsive_s if is_patient else settings.end_news_s):
                 await self._end_told.wait()
         except TimeoutError:
             self._listener.reopen()

@@ -19,6 +19,7 @@ from comfyfleet.model.job import JobResult, NodeTiming
 from comfyfleet.worker.connectors.comfyui import failures
 from comfyfleet.worker.connectors.comfyui.messages import Message, text_or_none
 from comfyfleet.worker.connectors.comfyui.outputs import MAX_FILES, build_result, files_of, is_included
+from comfyfleet.worker.connectors.comfyui.sent_pictures import SentPictures
 
 MAX_NODES_HEARD = 20_000
 
@@ -53,7 +54,9 @@ class Tracker:
         included: tuple[str, ...] = (),
         max_output_size: int = 1 << 27,
     ) -> None:
-        """`max_output_size`: of what is told of outputs, no more is kept. The history has it all."""
+        """`max_output_size`: of what is told of outputs, no more is kept. The history has it all, but for pictures that
+        were sent."""
+        self.sent = SentPictures(graph, included, max_output_size)
         self._output_room = max_output_size
         self._nodes = frozenset(graph)
         self._base = base
@@ -114,7 +117,8 @@ class Tracker:
                 self._failure = failures.interrupted(data)
             case "preview":
                 node = message.node or self._node
-                news.append(News(NewsKind.PREVIEW, {**data, "node": node}, message.image))
+                if not self.sent.hear(node, str(data.get("format")), message.image):
+                    news.append(News(NewsKind.PREVIEW, {**data, "node": node}, message.image))
             case "text":
                 news.append(self._progress(str(data.get("text", "")), self._shown(message.node)))
         return news
