@@ -268,6 +268,27 @@ def test_keys_are_made_listed_rotated_and_revoked(run: Run, hub: Address) -> Non
     assert hub.keys[Role.ADMIN] not in listing
 
 
+def test_files_and_jobs_that_have_ended_are_listed_and_deleted(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "edit.json").write_text(json.dumps(edit()))
+    (tmp_path / "photo.png").write_bytes(b"a photo")
+    run("queue", "pause")
+    job_id = run(
+        "submit", tmp_path / "edit.json", "--attach", f"10.image={tmp_path}/photo.png"
+    ).output.strip()
+    (file,) = run("files", "list", "--kind", "input", "--json").json["files"][-1:]
+    assert (file["name"], file["size"]) == ("photo.png", 7)
+    assert "photo.png" in run("files", "list").output
+    refused = run("files", "delete", file["id"])
+    assert (refused.code, "cancel it" in refused.errors) == (3, True)
+    refused = run("job", "delete", job_id)
+    assert (refused.code, "cancel it first" in refused.errors) == (3, True)
+    run("job", "cancel", job_id)
+    assert run("files", "delete", file["id"]).output == f"{file['id']} deleted\n"
+    assert run("job", "delete", job_id).output == f"{job_id} deleted\n"
+    assert run("job", "show", job_id).code == 3
+    run("queue", "resume")
+
+
 def test_webhooks_are_added_listed_and_removed(run: Run) -> None:
     made = run("webhook", "add", "https://example.com/hook?token=x", "--event", "queued", "--name", "billing")
     assert made.code == 0

@@ -52,6 +52,13 @@ class RecordKeeper:
         cabinet = await self.cabinet(owner)
         return None if cabinet is self._central else await _get(cabinet, file_id)
 
+    async def whole(self, record: FileRecord) -> FileRecord:
+        """Of a stub, the record; the stub itself while its tenant's database is away."""
+        try:
+            return await self.get(record.file_id) or record if record.is_apart else record
+        except Fault:
+            return record
+
     async def change(
         self,
         file_id: str,

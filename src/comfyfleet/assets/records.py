@@ -81,6 +81,12 @@ class FileRecords:
     async def derived(self, record: FileRecord, after: str = "", limit: int = PAGE) -> FilePage:
         return await self._lineage.derived(record, after, limit)
 
+    async def listing(self, after: str, limit: int, tenant: TenantId | None = None) -> FilePage:
+        """A tenant's, or all there are, the oldest first."""
+        page = await self._records.page(after, limit, tenant)
+        found = [await self._records.whole(each) for each in page if tenant in (None, each.tenant)]
+        return FilePage(found, page[-1].file_id if len(page) == limit else None)
+
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
         return await self._records.get(file_id, tenant) if is_file_id(file_id) else None
 
@@ -163,6 +169,10 @@ class FileRecords:
                     await self._forget(record)
                     count += 1
         return count
+
+    async def forget(self, record: FileRecord) -> None:
+        """With its bytes and its thumbnails, now. Whether anybody needs it is the hub's to ask."""
+        await self._forget(record)
 
     async def _forget(self, record: FileRecord) -> None:
         if record.is_apart:

@@ -48,6 +48,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "job explain 9ac945c2",
         "job cancel 9ac945c2 77ee86bf",
     ),
+    "files": ("files list --kind input", "files delete f_…"),
     "workers": ("workers", "workers show gpu-a", "workers drain gpu-a"),
     "key": ("key invite --uses 4", "key create tenant --tenant acme --days 90", "key list"),
     "tenant": ("tenant create acme", "tenant show acme", "tenant suspend acme"),

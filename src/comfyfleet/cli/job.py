@@ -147,6 +147,28 @@ def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
         echo(f"{answer.id} {state}")
 
 
+@command.command("delete")
+@click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=values.job_ids)
+@as_json
+@settings(*TO_REACH)
+def delete(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+    """Forget jobs that have ended, with payload and result; cancel others first. Files stay."""
+    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.client.fleet import FleetClient
+
+    async def each(client: FleetClient) -> list[str]:
+        whole = [await whole_id(client, job_id) for job_id in job_ids]
+        for job_id in whole:
+            await client.delete(job_id)
+            if not as_json:
+                echo(f"{job_id} deleted")
+        return whole
+
+    found = ask(flags, each)
+    if as_json:
+        print_json({"deleted": found})
+
+
 @command.command("retry")
 @click.argument("job_id", shell_complete=values.job_ids)
 @as_json

@@ -19,7 +19,7 @@ from comfyfleet.cli.printing import LineFormatter, echo
 
 _SECTIONS = {
     "Run a fleet": ("up", "hub", "worker", "demo"),
-    "Jobs": ("submit", "jobs", "job", "queue", "dead"),
+    "Jobs": ("submit", "jobs", "job", "files", "queue", "dead"),
     "Look after a fleet": ("top", "workers", "blocks", "store", "encryption", "reconcile", "audit"),
     "Keys and tenants": ("key", "tenant", "credits", "usage", "webhook"),
     "Tools": ("run", "hash", "convert", "config", "completion", "fake-comfyui"),

@@ -10,13 +10,12 @@ import contextlib
 import ssl
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack
 
 import msgspec
 
-from comfyfleet.client import downloading
+from comfyfleet.client.files import FileCalls
 from comfyfleet.client.keys import KeyCalls
 from comfyfleet.client.link import Link, Tries, filled
 from comfyfleet.client.options import (
@@ -31,13 +30,11 @@ from comfyfleet.client.options import (
 )
 from comfyfleet.client.sse import EventParser
 from comfyfleet.client.tenants import TenantCalls
-from comfyfleet.client.uploading import FileLike, upload
+from comfyfleet.client.uploading import FileLike
 from comfyfleet.client.webhooks import WebhookCalls
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.job import OutputFile
 from comfyfleet.wire import answers, bodies
-from comfyfleet.wire.files import FileView
 from comfyfleet.wire.payloads import PayloadBody
 from comfyfleet.wire.problems import refusal_in
 
@@ -53,7 +50,7 @@ _NOTHING_LEFT = 204
 T = TypeVar("T")
 
 
-class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
+class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
     """An async context manager; closing twice is harmless.
 
     A hub that is away or says "not now" is tried again for `patience_s`, where that cannot do anything twice: every
@@ -164,17 +161,6 @@ class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
         """The API-format graph of a workflow of the ComfyUI editor, where a live worker has its nodes."""
         body = bodies.ConvertBody(read_workflow(workflow))
         return (await self._link.ask("convert", bodies.ConvertBody, body=body)).workflow
-
-    async def upload(
-        self,
-        source: FileLike,
-        *,
-        name: str | None = None,
-        content_type: str | None = None,
-        tenant: str | None = None,
-    ) -> FileView:
-        """A file, by its path or its content, for the `inputs` of any number of jobs: name it by its `id`."""
-        return await upload(self._link, source, name, content_type, tenant)
 
     async def _attach(self, attach: Mapping[str, FileLike] | None, options: SubmitOptions) -> None:
         if not attach:
@@ -301,18 +287,14 @@ class FleetClient(TenantCalls, KeyCalls, WebhookCalls):
                     return
             await asyncio.sleep(_LOOK_S)
 
-    async def fetch(self, file: OutputFile) -> bytes:
-        """A file of a result, from the hub that keeps it or from where it lies. Our key does not travel there."""
-        return await downloading.fetch(self._link, file)
-
-    async def save(self, file: OutputFile, path: str | Path) -> int:
-        """The same to a path, however large it is; what lies there is replaced once all of it has come."""
-        return await downloading.save_as(self._link, file, Path(path))
-
     # change
 
     async def cancel(self, job_id: str) -> answers.CancelBody:
         return await self._link.ask("cancel_job", answers.CancelBody, job_id=job_id)
+
+    async def delete(self, job_id: str) -> None:
+        """Forgets a job that has ended; one that has not is refused: cancel it first. Its files stay."""
+        await self._link.ask("delete_job", type(None), job_id=job_id)
 
     async def retry(self, job_id: str) -> answers.SubmittedBody:
         return await self._link.ask("retry_job", answers.SubmittedBody, job_id=job_id)

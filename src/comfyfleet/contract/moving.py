@@ -16,13 +16,12 @@ from comfyfleet.contract.bench import (
     tenant,
     unknown_class,
 )
-from comfyfleet.model.dispatch import Change, Dispatch, Phase, Standing
+from comfyfleet.model.dispatch import TOMBSTONE_S, Change, Dispatch, Phase, Standing
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.lesson import Duration, Lesson
 from comfyfleet.model.whole import WholeJob
 from comfyfleet.ports import Movable, Moving
-from comfyfleet.stores.tombstones import TOMBSTONE_S
 
 
 async def whole(bench: Bench, job_id: JobId) -> WholeJob:

@@ -11,9 +11,8 @@ import msgspec
 
 from comfyfleet.contract.bench import QUEUED, A, Bench, completion, failure, unknown_class
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import Change, Dispatch, HeldBy, Phase, Standing, Write, Written
+from comfyfleet.model.dispatch import TOMBSTONE_S, Change, Dispatch, HeldBy, Phase, Standing, Write, Written
 from comfyfleet.model.ids import JobId
-from comfyfleet.stores.tombstones import TOMBSTONE_S
 
 RETRIED = Change(phase=Phase.QUEUED, round=2, standing=Standing.IN_LANE, settled_at=None)
 

@@ -92,13 +92,13 @@ class Dependencies:
                     if dispatch.is_held:
                         await self._give_up(awaited)
                     if dispatch.is_awaited:
-                        await self._tell_dependents(awaited)
+                        await self.tell_dependents(awaited)
                 except Exception:
                     log_failure(_LOG, "who waits for job %s was not told; the next sweep looks", awaited)
         finally:
             self._running = None
 
-    async def _tell_dependents(self, awaited: JobId) -> None:
+    async def tell_dependents(self, awaited: JobId) -> None:
         async for document in self._dependents(awaited):
             job_id = JobId(document.name.partition("/")[2])
             if await self.look(job_id):

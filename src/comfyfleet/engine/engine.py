@@ -21,11 +21,12 @@ from comfyfleet.engine.following import Follower
 from comfyfleet.engine.foreign import ForeignDesk
 from comfyfleet.engine.gate import Gate
 from comfyfleet.engine.inputs import Inputs
+from comfyfleet.engine.inputs import forget as forget_uses
 from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.missing import MissingDesk
 from comfyfleet.engine.newest import Newest
-from comfyfleet.engine.purging import purge
+from comfyfleet.engine.purging import ended_job, forget, purge
 from comfyfleet.engine.refusing import Refusals
 from comfyfleet.engine.relaying import Relaying
 from comfyfleet.engine.rounds import Rounds
@@ -310,6 +311,17 @@ class Engine:
 
     async def retry(self, job_id: JobId) -> Submitted:
         return await self._jobs.retry(job_id)
+
+    async def forget(self, job_id: JobId) -> Dispatch:
+        """A job that has ended, whatever its age. Those who waited for it have heard of its end before."""
+        dispatch = await ended_job(self.store, job_id)
+        job = await self.store.records.get(job_id)
+        if dispatch.is_awaited:
+            await self._dependencies.tell_dependents(job_id)
+        forgotten = await forget(self.store, job_id)
+        if job is not None:
+            await forget_uses(self.store.cabinet, job)
+        return forgotten
 
     async def pause(self, job_id: JobId) -> None:
         await self._jobs.pause(job_id)

@@ -18,6 +18,7 @@ from comfyfleet.hub.audit import Audit, Kind
 from comfyfleet.hub.body import Bodies
 from comfyfleet.hub.credentials import Credentials, KeyWatch
 from comfyfleet.hub.credits import CreditHandlers
+from comfyfleet.hub.deleting import DeleteHandlers
 from comfyfleet.hub.delivering import Delivering
 from comfyfleet.hub.door import Door, Handler
 from comfyfleet.hub.events import FleetFeed
@@ -133,6 +134,7 @@ class Hub:
         health = HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping)
         handlers: dict[str, Handler] = {
             **JobHandlers(engine, assets, inputs).bound(),
+            **DeleteHandlers(engine, estate.homes).bound(),
             **FileHandlers(engine, assets).bound(),
             **WebhookHandlers(engine, webhooks, book, guard, sender, self._delivering.wake).bound(),
             **self._streams.bound(),

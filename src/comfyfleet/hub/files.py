@@ -21,6 +21,7 @@ from comfyfleet.model.access import Caller
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
+from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Assets
 from comfyfleet.wire import bodies
 from comfyfleet.wire import files as wire
@@ -28,6 +29,8 @@ from comfyfleet.wire.route import CALLERS
 from comfyfleet.wire.worker import lease_ref
 
 _SHOWN = 100
+_MAX_LOOKED_AT = 2_000
+_PAGE = 200
 _GUARDS = {
     # What somebody else uploaded is never shown as a page of this hub.
     "x-content-type-options": "nosniff",
@@ -47,6 +50,8 @@ class FileHandlers:
     def bound(self) -> dict[str, Handler]:
         return {
             "create_file": self.create,
+            "list_files": self.listing,
+            "delete_file": self.delete,
             "get_file": self.get,
             "list_derived": self.derived,
             "get_thumbnail": self.thumbnail,
@@ -90,6 +95,50 @@ class FileHandlers:
             derived_from=() if body.source is None else (body.source,),
         )
         return Reply(201, await self._to_put(record), made=record.file_id)
+
+    async def listing(self, call: Call[wire.FilesQuery]) -> Reply:
+        """Looks at so many and no more: a page with a cursor may be short, or empty."""
+        asked, tenant = call.given, call.caller.scope
+        if asked.tenant is not None:
+            if not call.caller.sees(TenantId(asked.tenant)):
+                return Reply(200, wire.FileList(()))
+            tenant = TenantId(asked.tenant)
+        found: list[wire.FileView] = []
+        after, looked_at = asked.cursor or "", 0
+        while looked_at < _MAX_LOOKED_AT:
+            page, further = await self._assets.listing(after, _PAGE, tenant)
+            for record in page:
+                if len(found) == asked.limit:
+                    return Reply(200, wire.FileList(tuple(found), after))
+                after = record.file_id
+                if _is_wanted(record, asked):
+                    found.append(await self._seen(record))
+            if further is None:
+                return Reply(200, wire.FileList(tuple(found)))
+            looked_at, after = looked_at + _PAGE, further
+        return Reply(200, wire.FileList(tuple(found), after))
+
+    async def _seen(self, record: FileRecord) -> wire.FileView:
+        is_there = record.received_at is not None
+        return wire.view(record, await self._assets.grant(record, "GET") if is_there else None)
+
+    async def delete(self, call: Call[None]) -> Reply:
+        record = await self._mine(call)
+        if await self._engine.uses_file(record.file_id) or await self._is_of_open_job(record):
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"a job that has not ended needs the file {record.file_id!r}: wait for its end or cancel it, then "
+                "delete the file",
+            )
+        await self._assets.forget(record)
+        return Reply(204)
+
+    async def _is_of_open_job(self, record: FileRecord) -> bool:
+        """What a run leaves before it is completed: its completion would be refused."""
+        if record.kind != "output" or record.job_id is None:
+            return False
+        dispatch = await self._engine.store.load(record.job_id)
+        return dispatch is not None and not dispatch.phase.is_final
 
     async def get(self, call: Call[None]) -> Reply:
         record = await self._mine(call)
@@ -188,6 +237,12 @@ class FileHandlers:
     @property
     def _desk(self) -> OutputDesk:
         return OutputDesk(self._engine, self._assets)
+
+
+def _is_wanted(record: FileRecord, asked: wire.FilesQuery) -> bool:
+    if asked.job_id is not None and record.job_id != asked.job_id:
+        return False
+    return record.kind == asked.kind if asked.kind is not None else record.kind != "thumbnail"
 
 
 def _holders(caller: Caller, dispatch: Dispatch) -> Dispatch:

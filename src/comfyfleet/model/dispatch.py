@@ -28,6 +28,10 @@ from comfyfleet.model.ids import (
 )
 from comfyfleet.model.terms import DEFAULT_CHARGE_S
 
+TOMBSTONE_S = 60.0
+"""So long the end of a dispatch whose record lies apart is kept once it is settled: a relay gives up what it read more
+than 30 s ago (decision 0015), and one that was held up for less must find the end, or it would bring the round back."""
+
 
 class Phase(StrEnum):
     QUEUED = "queued"

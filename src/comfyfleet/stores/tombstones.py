@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from comfyfleet.model.dispatch import Dispatch
-
-# A relay gives up what it read longer ago than 30 s (decision 0015). One that was held up for less must still find the
-# end of the round, or it would bring the round back.
-TOMBSTONE_S = 60.0
+from comfyfleet.model.dispatch import TOMBSTONE_S, Dispatch
 
 
 def last_to_go(before: float, now: float) -> float:

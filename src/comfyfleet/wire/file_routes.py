@@ -29,6 +29,23 @@ FILES = of_noun(
         refuses=(RefusalCode.NOT_FOUND, RefusalCode.TOO_LARGE),
     ),
     get_route(
+        "list_files",
+        "/api/files",
+        "List files, the oldest first",
+        READERS,
+        files.FileList,
+        query=files.FilesQuery,
+    ),
+    Route(
+        "delete_file",
+        "DELETE",
+        "/api/files/{file_id}",
+        "Delete a file with its thumbnails; refused while a job that has not ended needs it",
+        CALLERS,
+        answers={204: None},
+        refuses=(RefusalCode.WRONG_PHASE,),
+    ),
+    get_route(
         "get_file", "/api/files/{file_id}", "What is known of a file, with a link", READERS, files.FileDetails
     ),
     get_route(

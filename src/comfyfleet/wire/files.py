@@ -72,6 +72,17 @@ class LinkQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signature: Name
 
 
+class FilesQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Thumbnails are listed where they are asked for: each goes with its picture."""
+
+    kind: FileKind | None = None
+    job_id: Name | None = None
+    """What this job left."""
+    tenant: Name | None = None
+    cursor: Name | None = None
+    limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+
+
 class ThumbnailQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=1, le=1024)] = 256
     """The square it fits into: 64, 128, 256, 512 or 1024, or else the next larger one of these."""

@@ -199,6 +199,16 @@ JOBS = of_noun(
         answers={200: answers.JobDetails},
         refuses=_PHASE,
     ),
+    Route(
+        "delete_job",
+        "DELETE",
+        "/api/jobs/{job_id}",
+        "Forget a job that has ended, with payload and result; one that has not is cancelled first",
+        CALLERS,
+        aliases=("/jobs/{job_id}",),
+        answers={204: None},
+        refuses=_PHASE,
+    ),
 )
 
 QUEUE = of_noun(
