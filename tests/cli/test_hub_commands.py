@@ -268,6 +268,16 @@ def test_keys_are_made_listed_rotated_and_revoked(run: Run, hub: Address) -> Non
     assert hub.keys[Role.ADMIN] not in listing
 
 
+def test_jobs_that_nobody_can_run_are_listed_by_themselves(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text(json.dumps(graph()))
+    run("queue", "pause")
+    job_id = run("submit", tmp_path / "odd.json").output.strip()
+    assert job_id not in run("jobs", "--unrunnable").output
+    assert run("jobs", "--unrunnable", "--json").json == {"jobs": [], "cursor": None}
+    run("job", "cancel", job_id)
+    run("queue", "resume")
+
+
 def test_files_and_jobs_that_have_ended_are_listed_and_deleted(run: Run, tmp_path: Path) -> None:
     (tmp_path / "edit.json").write_text(json.dumps(edit()))
     (tmp_path / "photo.png").write_bytes(b"a photo")

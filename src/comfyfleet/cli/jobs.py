@@ -68,6 +68,7 @@ _SHOWN = 60
 @click.option(
     "--metadata", "labels", multiple=True, metavar="NAME=VALUE", help="Only those labelled so. Repeatable."
 )
+@click.option("--unrunnable", is_flag=True, help="Only those that wait though no worker can run them.")
 @click.option(
     "-n", "--limit", type=click.IntRange(1), default=50, show_default=True, help="At most so many, …"
 )
@@ -87,6 +88,7 @@ def command(
     tenant: str | None,
     workflow_hash: str | None,
     labels: tuple[str, ...],
+    unrunnable: bool,
     limit: int,
     cursor: str | None,
     order: str,
@@ -105,6 +107,7 @@ def command(
         "workflow_hash": workflow_hash,
         "submitted_after": None if since is None else time.time() - since * 3600,
         "metadata": dict(map(label, labels)),
+        "unrunnable": unrunnable,
         "order": order,
     }
     jobs, after = ask(flags, lambda client: _list(client, wanted, limit, cursor))

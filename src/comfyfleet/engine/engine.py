@@ -33,6 +33,7 @@ from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.shell import SystemChance, SystemClock
 from comfyfleet.engine.submitting import SubmitDesk
 from comfyfleet.engine.sweeper import Sweeper
+from comfyfleet.engine.unrunnable import Unrunnable
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.engine.workers import WorkerDesk
 from comfyfleet.model.block import EVERY_WORKER, Block, Pair
@@ -123,6 +124,7 @@ class Engine:
             self._catalogs,
         )
         self._follower = Follower(self._context)
+        self._unrunnable = Unrunnable(self._context)
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
         self._foreign = ForeignDesk(self._context, self._workers)
         self._sweeper = Sweeper(
@@ -215,7 +217,18 @@ class Engine:
         *,
         newest_first: bool = False,
     ) -> JobPage:
-        return await list_jobs(self.store.records, filter_, limit, after, newest_first=newest_first)
+        if filter_.unrunnable:
+            if filter_.phase not in (None, Phase.QUEUED):
+                return JobPage(())
+            filter_ = msgspec.structs.replace(filter_, phase=Phase.QUEUED)
+        among = self._unrunnable.among if filter_.unrunnable else None
+        return await list_jobs(
+            self.store.records, filter_, limit, after, newest_first=newest_first, among=among
+        )
+
+    async def unrunnable(self) -> int:
+        """How many jobs wait though no worker which is here may take them: of the oldest, within a bound."""
+        return await self._unrunnable.count()
 
     async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | News, None]:
         """The facts after that number, then what happens, to the end of the job. No gap and no repeat.

@@ -8,6 +8,7 @@ list that begins at a time begins at the first id of that time and looks at noth
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 import msgspec
 
@@ -28,12 +29,19 @@ _OUT_OF_ORDER_S = 5.0
 
 
 async def list_jobs(
-    records: Records, wanted: JobFilter, limit: int, after: JobId | None, *, newest_first: bool = False
+    records: Records,
+    wanted: JobFilter,
+    limit: int,
+    after: JobId | None,
+    *,
+    newest_first: bool = False,
+    among: Callable[[Sequence[Job]], Awaitable[Container[JobId]]] | None = None,
 ) -> JobPage:
+    """`among`: which of a page are wanted, where their records alone do not say."""
     found: list[Job] = []
     looked_at = 0
     after = _start(wanted, after, newest_first)
-    looks_inside = bool(wanted.workflow_hash or wanted.metadata)
+    looks_inside = bool(wanted.workflow_hash or wanted.metadata or among)
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + _LONGEST_S
     while looked_at < MAX_LOOKED_AT and (loop.time() < ends_at or not looked_at):
@@ -41,10 +49,11 @@ async def list_jobs(
         page = await records.listing(
             tenant=wanted.tenant, phase=wanted.phase, limit=size, after=after, newest_first=newest_first
         )
+        chosen = None if among is None else await among(page)
         for job in page:
             if _is_past(job, wanted, newest_first):
                 return JobPage(tuple(found))
-            if _is_wanted(job, wanted):
+            if _is_wanted(job, wanted) and (chosen is None or job.job_id in chosen):
                 if len(found) == limit:
                     return JobPage(tuple(found), after)
                 found.append(job)

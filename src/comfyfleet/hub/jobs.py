@@ -172,6 +172,7 @@ class JobHandlers:
             query.metadata,
             bodies.seconds_of(query.submitted_after),
             bodies.seconds_of(query.submitted_before),
+            query.unrunnable,
         )
         after = None if query.cursor is None else JobId(query.cursor)
         newest_first = query.order == "newest"

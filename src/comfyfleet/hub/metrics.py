@@ -55,6 +55,7 @@ class Standing(msgspec.Struct, frozen=True):
     is_paused: bool
     workers: Mapping[WorkerStatus, int]
     slots: int
+    unrunnable: int
 
 
 class Metrics:
@@ -183,6 +184,11 @@ def _in_store(standing: Standing) -> Iterator[GaugeMetricFamily]:
         waiting.add_metric([name], getattr(counts, name))
     yield waiting
     yield GaugeMetricFamily(
+        "comfyfleet_jobs_unrunnable",
+        "Jobs that wait though no worker which is here can run them, of the 2,000 that have waited longest",
+        standing.unrunnable,
+    )
+    yield GaugeMetricFamily(
         "comfyfleet_open_payload_bytes", "What the payloads of all open jobs take", counts.payload_bytes
     )
     yield GaugeMetricFamily(
@@ -226,4 +232,5 @@ class MetricsHandlers:
         held = await self._engine.leases(worker for worker in workers if not worker.is_offline)
         statuses = Tally(worker_status(worker, held.get(worker.worker_id, [])) for worker in workers)
         slots = sum(worker.slots for worker in workers if not worker.is_offline)
-        return Standing(await store.counts(), await store.is_queue_paused(), statuses, slots)
+        unrunnable = await self._engine.unrunnable()
+        return Standing(await store.counts(), await store.is_queue_paused(), statuses, slots, unrunnable)

@@ -46,6 +46,8 @@ class JobFilter(msgspec.Struct, frozen=True, omit_defaults=True):
     metadata: dict[str, str] = {}
     submitted_after: float | None = None
     submitted_before: float | None = None
+    unrunnable: bool = False
+    """Only those that wait though no worker which is here may take them."""
 
 
 class JobPage(msgspec.Struct, frozen=True):

@@ -200,6 +200,8 @@ class ListQuery(_Sent, frozen=True):
     metadata: dict[str, str] = {}
     submitted_after: Time | None = None
     submitted_before: Time | None = None
+    unrunnable: bool = False
+    """Only jobs that wait though no worker which is here can run them."""
     order: Literal["newest", "oldest"] = "newest"
     """Which come first, by submission."""
     cursor: Name | None = None
