@@ -26,6 +26,7 @@ from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.body import Bodies, Bound, Reading
 from comfyfleet.hub.connections import ANSWER
 from comfyfleet.hub.credentials import Credentials
+from comfyfleet.hub.forms import is_form
 from comfyfleet.hub.json_bounds import PIECE_BYTES
 from comfyfleet.hub.limits import HungUp, Limits, Rate
 from comfyfleet.hub.paths import Found, Paths
@@ -240,7 +241,10 @@ class Door:
                 )
         else:
             self._rate.take(call.address)
-        if route.body is not None:
+        if route.takes_form and is_form(call.headers):
+            assert route.decodes is not None, "what a form says could be said without one"
+            call.given = route.decodes()
+        elif route.body is not None:
             key_id = call.caller.key_id if route.roles else call.address
             with Reading(self._bodies, self._bounds[route.name], key_id) as reading:
                 call.given = await self._body(call, reading)

@@ -14,9 +14,11 @@ from comfyfleet.assets.local import LocalAssets, elsewhere
 from comfyfleet.assets.thumbnails import Thumbnails
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.forms import Form, boundary_in, is_form
 from comfyfleet.hub.limits import HungUp
 from comfyfleet.hub.outputs import OutputDesk
 from comfyfleet.hub.owners import owner_for
+from comfyfleet.hub.uploading import FormUpload
 from comfyfleet.model.access import Caller
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -77,15 +79,10 @@ class FileHandlers:
         return self._assets
 
     async def create(self, call: Call[wire.FileBody]) -> Reply:
+        if is_form(call.headers):
+            return await self._create_whole(call)
         body, owner = call.given, owner_for(call.caller, call.given.tenant)
-        if body.source is not None:
-            origin = await self._assets.get(body.source, owner)
-            if origin is None or origin.tenant != owner:
-                raise Refusal(
-                    RefusalCode.INVALID_REQUEST,
-                    f"there is no file {body.source!r} (any more)",
-                    field="source",
-                )
+        await self._check_source(body, owner)
         record = await self._assets.reserve(
             owner,
             name=body.name,
@@ -95,6 +92,25 @@ class FileHandlers:
             derived_from=() if body.source is None else (body.source,),
         )
         return Reply(201, await self._to_put(record), made=record.file_id)
+
+    async def _create_whole(self, call: Call[wire.FileBody]) -> Reply:
+        upload = FormUpload(Form(_pieces(call), boundary_in(call.headers)), self._assets)
+        body = await upload.head()
+        owner = owner_for(call.caller, body.tenant)
+        await self._check_source(body, owner)
+        record = await upload.received(body, owner)
+        link = await self._assets.grant(record, "GET")
+        return Reply(201, wire.view(record, link), made=record.file_id)
+
+    async def _check_source(self, body: wire.FileBody, owner: TenantId) -> None:
+        if body.source is not None:
+            origin = await self._assets.get(body.source, owner)
+            if origin is None or origin.tenant != owner:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"there is no file {body.source!r} (any more)",
+                    field="source",
+                )
 
     async def listing(self, call: Call[wire.FilesQuery]) -> Reply:
         """Looks at so many and no more: a page with a cursor may be short, or empty."""
@@ -256,7 +272,7 @@ def _has_it(named: str, mark: str) -> bool:
     return any(each.strip().removeprefix("W/") in (mark, "*") for each in named.split(","))
 
 
-async def _pieces(call: Call[wire.LinkQuery]) -> AsyncIterator[bytes]:
+async def _pieces(call: Call[Any]) -> AsyncIterator[bytes]:
     while True:
         message = await call.receive()
         if message["type"] == "http.disconnect":

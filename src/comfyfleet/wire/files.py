@@ -19,6 +19,10 @@ ContentType = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.+-]{1,64}/[A-Za-z0-9_.+
 """It becomes a header: ASCII alone, and no new line behind."""
 
 
+FORM_FILE = "file"
+"""What the file is called in a form, whose other fields are those of `FileBody` and stand before it."""
+
+
 class FileBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What is said of a file beforehand; what is said must hold."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from comfyfleet.wire.files import FORM_FILE
 from comfyfleet.wire.problems import CONTENT_TYPE, INCIDENT, KINDS, Problem
 from comfyfleet.wire.route import SMALL_BYTES, Route
 
@@ -100,9 +101,25 @@ def _operation(route: Route, by_type: dict[int, Any], components: dict[str, Any]
             "description": f"At most {said_bytes(route.max_bytes)}, packed or unpacked",
             "x-max-bytes": route.max_bytes,
         }
+    if route.takes_form and route.body is not None:
+        operation["requestBody"]["content"]["multipart/form-data"] = {
+            "schema": _form(components[route.body.__name__])
+        }
     if route.takes_bytes:
         operation["requestBody"] = {"required": True, "content": _BYTES}
     return operation
+
+
+def _form(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the body, then the file."""
+    fields = {name: _without_null(schema) for name, schema in body["properties"].items()}
+    return {
+        "type": "object",
+        "properties": {**fields, FORM_FILE: {"type": "string", "format": "binary"}},
+        "required": [FORM_FILE],
+        "additionalProperties": False,
+        "description": "What is said of the file stands before it",
+    }
 
 
 def _in_path(route: Route) -> list[dict[str, Any]]:

@@ -57,6 +57,8 @@ class Route(msgspec.Struct, frozen=True):
     """Its body is a list whose items are decoded, and bounded, one by one."""
     only_reads: bool = False
     """It changes nothing, for all that it is a POST."""
+    takes_form: bool = False
+    """Its body may also be a form with a file in it, and is then read by the handler piece by piece."""
     takes_bytes: bool = False
     """Its body is a file, and is read by the handler piece by piece."""
     parks: bool = False

@@ -1,0 +1,146 @@
+"""A file that comes in one request, as a form: what is said of it, then the file, received while it arrives.
+
+Into a folder it goes at once. A storage wants to know its length first: where nobody said it, the file lies on the
+hub's own disk on its way. Where anything fails, nothing of it stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import mimetypes
+import re
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import PurePosixPath
+from typing import IO
+
+import msgspec
+
+from comfyfleet.assets.local import LocalAssets
+from comfyfleet.hub.forms import Form, Part
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.file import FileRecord
+from comfyfleet.model.ids import TenantId
+from comfyfleet.ports import Assets
+from comfyfleet.wire.files import FORM_FILE, FileBody
+
+MAX_FIELD_BYTES = 1_024
+MAX_SPOOLED_BYTES = 2**30
+_IN_MEMORY_BYTES = 1 << 20
+_PIECE = 1 << 20
+_TYPE = re.compile(r"[A-Za-z0-9_.+-]{1,64}/[A-Za-z0-9_.+-]{1,64}")
+_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+class FormUpload:
+    """One form: `head` is read first, then `received` is, into whatever was reserved by it."""
+
+    def __init__(self, form: Form, assets: Assets) -> None:
+        self._parts = form.parts()
+        self._assets = assets
+        self._file: Part | None = None
+
+    async def head(self) -> FileBody:
+        """What is said of the file, up to its first byte."""
+        said: dict[str, str] = {}
+        async for part in self._parts:
+            if part.name == FORM_FILE:
+                self._file = part
+                return _body(said, part)
+            if part.filename is not None:
+                raise _wrong(
+                    f"the file's field is called {FORM_FILE!r}, not {part.name!r:.80}: -F {FORM_FILE}=@…"
+                )
+            if part.name in said:
+                raise _wrong(f"{part.name!r:.80} stands in the form twice")
+            said[part.name] = await _text(part)
+        raise _wrong(f"the form has no field {FORM_FILE!r} with the file in it: -F {FORM_FILE}=@…")
+
+    async def received(self, body: FileBody, owner: TenantId) -> FileRecord:
+        if isinstance(self._assets, LocalAssets) or body.size is not None:
+            return await self._take(body, owner, self._pieces())
+        with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES) as spool:
+            size, digest = await _spooled(self._pieces(), spool)
+            if body.sha256 is not None and body.sha256 != digest:
+                raise _wrong("what came has another SHA-256 than was said: send it again")
+            known = msgspec.structs.replace(body, size=size, sha256=digest)
+            return await self._take(known, owner, _read(spool))
+
+    async def _take(self, body: FileBody, owner: TenantId, pieces: AsyncIterator[bytes]) -> FileRecord:
+        record = await self._assets.reserve(
+            owner,
+            name=body.name,
+            content_type=body.type,
+            size=body.size,
+            sha256=body.sha256,
+            derived_from=() if body.source is None else (body.source,),
+        )
+        try:
+            await self._assets.receive(record, pieces)
+            return await self._assets.complete(record.file_id)
+        except BaseException:
+            await asyncio.shield(self._assets.forget(record))
+            raise
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        """To the end of the form: what breaks off behind the file was not sent whole."""
+        assert self._file is not None, "its head was read"
+        async with aclosing(self._parts) as parts:
+            async for piece in self._file.content:
+                yield piece
+            async for part in parts:
+                raise _wrong(f"{part.name!r:.80} stands behind the file: what is said of it comes before it")
+
+
+def _body(said: dict[str, str], part: Part) -> FileBody:
+    given: dict[str, object] = {name: value for name, value in said.items() if value != ""}
+    given.setdefault("name", _name(part.filename or ""))
+    if "type" not in given:
+        guessed = mimetypes.guess_type(str(given["name"]))[0] or "application/octet-stream"
+        given["type"] = part.content_type if _TYPE.fullmatch(part.content_type) else guessed
+    try:
+        return msgspec.convert(given, FileBody, strict=False)
+    except msgspec.ValidationError as error:
+        raise _wrong(f"the form is not what is expected: {error}") from error
+
+
+def _name(filename: str) -> str:
+    name = PurePosixPath(filename.replace("\\", "/")).name
+    return _STEERING.sub("", name)[-256:] or "file"
+
+
+async def _text(part: Part) -> str:
+    text = b""
+    async for piece in part.content:
+        text += piece
+        if len(text) > MAX_FIELD_BYTES:
+            raise _wrong(f"the field {part.name!r:.80} has more than {MAX_FIELD_BYTES} bytes")
+    return text.decode("utf-8", "replace")
+
+
+async def _spooled(pieces: AsyncIterator[bytes], spool: IO[bytes]) -> tuple[int, str]:
+    size, digest = 0, hashlib.sha256()
+    async for piece in pieces:
+        size += len(piece)
+        if size > MAX_SPOOLED_BYTES:
+            raise Refusal(
+                RefusalCode.TOO_LARGE,
+                f"a form of more than {MAX_SPOOLED_BYTES} bytes says the size before the file (-F size=…), or the file "
+                "is announced first",
+                max_bytes=MAX_SPOOLED_BYTES,
+            )
+        digest.update(piece)
+        await asyncio.to_thread(spool.write, piece)
+    return size, digest.hexdigest()
+
+
+async def _read(spool: IO[bytes]) -> AsyncIterator[bytes]:
+    await asyncio.to_thread(spool.seek, 0)
+    while piece := await asyncio.to_thread(spool.read, _PIECE):
+        yield piece
+
+
+def _wrong(why: str) -> Refusal:
+    return Refusal(RefusalCode.INVALID_REQUEST, why)
