@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 from typing import Any
 
 import pytest
 from PIL import Image
+from tests.sim import _mp4
 from tests.sim._client import Client, Graph, fake, plain, text_to_image
+
+from comfyfleet.sim.fake_comfyui import pictures
+from comfyfleet.sim.fake_comfyui.values import FakeImage
 
 IMAGES = {"class_type": "EmptyImage", "inputs": {"width": 16, "height": 16, "batch_size": 3, "color": 255}}
 
@@ -80,6 +85,39 @@ async def test_an_animation_has_all_its_frames() -> None:
         record = (await client.run(graph))["outputs"]["6"]["images"][0]
         _, content = await view(client, record)
         assert getattr(Image.open(io.BytesIO(content)), "n_frames", 1) == 3
+
+
+@pytest.mark.parametrize(("graph", "key"), [(VIDEO, "images"), (GIFS, "gifs")])
+async def test_a_video_plays_with_its_length_its_size_and_its_colours(graph: Graph, key: str) -> None:
+    async with fake() as client:
+        (record,) = (await client.run(graph))["outputs"]["2"][key]
+        _, content = await view(client, record)
+    video = _mp4.read(content)
+    assert (video.width, video.height, video.seconds) == (16, 16, 3 / 8)
+    assert len(video.frames) == 3
+    for frame in video.frames:
+        # Blue in the range of video (BT.601).
+        assert frame.is_key and frame.bright == [bytes((41,)) * 16] * 16
+        assert (frame.blue, frame.red) == (240, 110)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "shown"), [(100, 50, (64, 32)), (17, 33, (16, 32)), (1, 1, (2, 2))]
+)
+async def test_a_video_of_any_size_and_length_is_small_and_all_of_its_frames_are_there(
+    width: int, height: int, shown: tuple[int, int]
+) -> None:
+    image = FakeImage(width=width, height=height, batch=100, seed=7)
+    content = pictures.mp4(image, 24.0)
+    assert len(content) < 200_000
+    video = _mp4.read(content)
+    assert (video.width, video.height) == shown
+    assert len(video.frames) == 100 and abs(video.seconds - 100 / 24) < 0.001
+    assert all(one.idr_id != next_.idr_id for one, next_ in itertools.pairwise(video.frames)), (
+        "two key frames in a row are told apart"
+    )
+    if width > 2:
+        assert video.frames[0].bright != video.frames[1].bright, "it moves"
 
 
 async def test_text_is_reported_as_text() -> None:

@@ -13,12 +13,14 @@ import struct
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from comfyfleet.sim.fake_comfyui import video
 from comfyfleet.sim.fake_comfyui.values import FakeAudio, FakeImage, FakeLatent
 
 if TYPE_CHECKING:
     from PIL import Image as PillowImage
 
 _PREVIEW_EDGE = 64
+_VIDEO_EDGE = 64
 _ANIMATION_FRAMES_MAX = 24
 _FLAC_BLOCK = 4096
 
@@ -131,16 +133,9 @@ def size_of(source: bytes) -> tuple[int, int]:
 
 
 def mp4(image: FakeImage, frames_per_second: float) -> bytes:
-    """An MP4 container without tracks, its pictures as JPEGs in the data box: right to look at for a file scanner."""
-    duration_ms = round(1000 * image.batch / frames_per_second)
-    header = (
-        struct.pack(">IIIII", 0, 0, 0, 1000, duration_ms) + struct.pack(">IH", 0x00010000, 0x0100) + bytes(10)
-    )
-    matrix = struct.pack(">9I", 0x10000, 0, 0, 0, 0x10000, 0, 0, 0, 0x40000000)
-    movie = _box(b"mvhd", header + matrix + bytes(24) + struct.pack(">I", 1))
-    frames = b"".join(preview(image.color + index, 1.0) for index in range(min(image.batch, 2)))
-    brand = _box(b"ftyp", b"isom" + struct.pack(">I", 512) + b"isomiso2mp41")
-    return brand + _box(b"moov", movie) + _box(b"mdat", frames)
+    """A video of the batch, small enough to be quick."""
+    frames = [draw(image, index, _VIDEO_EDGE) for index in range(min(image.batch, _ANIMATION_FRAMES_MAX))]
+    return video.mp4(frames, image.batch, frames_per_second)
 
 
 def flac(audio: FakeAudio) -> bytes:
@@ -189,10 +184,6 @@ def _pattern(seed: int, progress: float) -> PillowImage.Image:
         for channel in tint:
             pixels.append(int(noise * (1 - progress) + progress * (channel + slope) / 2))
     return Image.frombytes("RGB", (edge, edge), bytes(pixels))
-
-
-def _box(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content) + 8) + kind + content
 
 
 def _flac_frame(number: int, samples: int, channels: int) -> bytes:
