@@ -134,7 +134,8 @@ def test_a_running_job_is_paused_and_retried(run: Run, hub: Address, workflow: P
         as_worker("poll", poll_id="1", wait_s=10)
         assert run("job", "pause", job_id).output == f"{job_id} is being stopped, to be paused\n"
         assert run("job", "retry", job_id).output == f"{job_id} is being stopped, to run again\n"
-        assert run("job", "cancel", job_id).output == f"{job_id} is being cancelled\n"
+        assert run("job", "cancel", job_id, "--reason", "by hand").output == f"{job_id} is being cancelled\n"
+        assert "cancelled  by hand" in run("job", "show", job_id).output
         assert "being cancelled" in run("job", "pause", job_id).errors
         as_worker("unregister")
     finally:

@@ -8,6 +8,7 @@ from tests.engine._rig import Rig
 from comfyfleet.model.calls import Release
 from comfyfleet.model.dispatch import AttemptOutcome, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId, WorkerId
 
 
@@ -138,3 +139,34 @@ async def test_cancelling_twice_is_cancelling_once_and_an_unknown_job_is_refused
         with pytest.raises(Refusal) as refused:
             await rig.engine.cancel(JobId("nobody"))
         assert refused.value.code is RefusalCode.NOT_FOUND
+
+
+@pytest.mark.parametrize("is_confirmed", [True, False])
+async def test_the_reason_of_a_cancel_is_told_to_the_worker_kept_and_told_at_the_end(
+    is_confirmed: bool,
+) -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        await rig.engine.cancel(job_id, "the customer left")
+        beat = await rig.engine.heartbeat(WorkerId("a"), [leased.ref])
+        assert [command.reason for command in beat.commands] == ["the customer left"]
+        if is_confirmed:
+            await rig.engine.release(Release(leased.ref, "cancelled"))
+        else:
+            await rig.clock.advance(30)
+        told = [event.data for event in rig.events if isinstance(event, Fact)][-2:]
+        assert [(data or {}).get("reason") for data in told] == ["the customer left"] * 2
+        assert (await rig.engine.get(job_id)).dispatch.cancel_reason == "the customer left"
+        await rig.engine.retry(job_id)
+        assert (await rig.engine.get(job_id)).dispatch.cancel_reason == ""
+
+
+async def test_a_waiting_job_is_cancelled_with_its_reason_and_a_long_one_is_cut() -> None:
+    async with Rig() as rig:
+        job_id = await rig.submit()
+        await rig.engine.cancel(job_id, "x" * 2_000)
+        assert (await rig.engine.get(job_id)).dispatch.cancel_reason == "x" * 500
+        (fact,) = [event for event in rig.events if isinstance(event, Fact)][-1:]
+        assert fact.data == {"reason": "x" * 500}

@@ -10,6 +10,7 @@ from tests.engine._rig import Rig, graph, offers
 from comfyfleet.model.block import BlockReason
 from comfyfleet.model.calls import LeasedJob, RegisterWorker
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.fact import Fact
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, WorkerId
 
@@ -296,3 +297,21 @@ async def test_a_strategy_of_ones_own_is_asked_for_each_worker(refused: str) -> 
         }
         explanation = await rig.engine.explain(await rig.submit())
         assert [miss.worker_id for miss in explanation.workers] == [refused]
+
+
+async def test_a_failure_and_a_retry_are_told_with_the_number_of_the_attempt() -> None:
+    async with Rig(max_attempts=2) as rig:
+        await rig.worker("a")
+        await rig.worker("b")
+        job_id = await rig.submit(retry_delay_s=0)
+        for _ in range(2):
+            leased = await rig.poll("a") or await rig.poll("b")
+            assert leased is not None
+            await rig.engine.heartbeat(leased.worker_id, [leased.ref])
+            await rig.fail(leased)
+        told = {
+            event.kind.value: (event.data or {}).get("attempt")
+            for event in rig.events
+            if isinstance(event, Fact) and event.job_id == job_id
+        }
+        assert (told["retrying"], told["failed"]) == (1, 2)

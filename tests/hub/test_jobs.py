@@ -12,7 +12,7 @@ import pytest_asyncio
 from tests.hub._hub import TENANT, HubRig, graph, hub_in_process, submission
 
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker
+from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker, Release
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
@@ -396,3 +396,16 @@ async def test_a_job_waits_for_another_of_its_tenant_and_for_nobody_elses(rig: H
 async def test_a_reference_that_only_some_databases_keep_is_refused(rig: HubRig) -> None:
     answer = await rig.post("/api/jobs", submission(reference="order\0seven"))
     assert (answer.status, answer.code) == (400, "invalid_request")
+
+
+async def test_the_reason_of_a_cancel_is_shown_with_the_job(rig: HubRig) -> None:
+    job_id = await rig.submit()
+    leased = await take(rig)
+    await rig.post(f"/api/jobs/{job_id}/cancel", {"reason": "the customer left"})
+    assert (await rig.get(f"/api/jobs/{job_id}")).body["cancel_reason"] == "the customer left"
+    commands = await rig.post("/api/worker/commands", {"worker_id": "gpu-a", "wait_s": 0}, role=Role.WORKER)
+    assert [each["reason"] for each in commands.body["commands"]] == ["the customer left"]
+    await rig.engine.release(Release(leased.ref, "cancelled"))
+    seen = (await rig.get(f"/api/jobs/{job_id}")).body
+    assert (seen["status"], seen["cancel_reason"]) == ("cancelled", "the customer left")
+    assert (await rig.post(f"/api/jobs/{job_id}/cancel", {"why": "?"})).code == "invalid_request"

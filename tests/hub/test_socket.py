@@ -230,30 +230,6 @@ async def test_a_worker_is_told_at_once_that_its_job_is_cancelled_and_why(rig: H
         assert (await line.until("worker_command"))["action"] == "drain"
 
 
-async def test_a_running_job_is_paused_and_retried_over_the_socket(rig: HubRig) -> None:
-    async with connected(rig, Role.WORKER) as line, connected(rig) as caller:
-        await line.ask("register_worker", worker_id="gpu-a", capabilities=CAPABILITIES)
-        job_id = await rig.submit()
-        await line.ask("request_job", worker_id="gpu-a")
-        updated = await caller.ask("pause_job", job_id=job_id)
-        assert (updated["status"], updated["pause_requested"]) == ("assigned", True)
-        told = await line.until("job_cancelled")
-        assert (told["job_id"], told["reason"]) == (job_id, "paused")
-        released = await line.ask("release_job", job_id=job_id, reason="cancelled")
-        assert (released["status"], released["will_retry"]) == ("pending", True)
-        assert (await line.ask("request_job", worker_id="gpu-a"))["type"] == "no_job"
-        updated = await caller.ask("resume_job", job_id=job_id)
-        assert (updated["status"], updated["is_paused"]) == ("pending", False)
-        assert (await line.ask("request_job", worker_id="gpu-a"))["job_id"] == job_id
-        updated = await caller.ask("retry_job", job_id=job_id)
-        assert (updated["status"], updated["retry_requested"]) == ("assigned", True)
-        told = await line.until("worker_command")
-        assert (told["action"], told["job_id"]) == ("retry", job_id)
-        await line.ask("release_job", job_id=job_id, reason="retry")
-        assigned = await line.ask("request_job", worker_id="gpu-a")
-        assert assigned["job_data"]["attempt"] == 3
-
-
 async def test_a_connection_that_ends_gives_a_parked_request_up_and_leaves_leases_to_a_new_one(
     rig: HubRig,
 ) -> None:

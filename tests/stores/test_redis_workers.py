@@ -431,7 +431,7 @@ async def test_a_reason_that_is_no_text_leaves_the_facts_readable(bench: Bench, 
     worker.lease_next("p1")
     assert worker.call("release", *worker.lease, b"stopped by Andr\xe9") == 1
     released = (await bench.store.facts(job.job_id))[-1]
-    assert released.data == {"reason": "stopped by Andr?"}
+    assert released.data == {"reason": "stopped by Andr?", "attempt": 1}
 
 
 async def test_nothing_is_kept_of_a_removed_worker_though_it_still_calls(

@@ -54,6 +54,7 @@ def show(job_id: str, as_json: bool, **flags: Any) -> None:
         "worker": job.worker_id,
         "submitted": f"{ago(job.submitted_at, now)} ago",
         "metadata": job.metadata,
+        "cancelled": job.cancel_reason or None,
         "unreadable": job.unreadable,
     }
     for name, value in told.items():
@@ -123,9 +124,10 @@ def watch(job_id: str, out: Path | None, as_json: bool, **flags: Any) -> None:
 
 @command.command("cancel")
 @click.argument("job_ids", nargs=-1, required=True, metavar="JOB_ID...", shell_complete=values.job_ids)
+@click.option("--reason", default="", metavar="TEXT", help="Why: told to the worker, and kept with the job.")
 @as_json
 @settings(*TO_REACH)
-def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
+def cancel(job_ids: tuple[str, ...], reason: str, as_json: bool, **flags: Any) -> None:
     """Cancel jobs: at once while they wait, else their workers are told."""
     from comfyfleet.cli.reach import ask, print_json
     from comfyfleet.client.fleet import FleetClient
@@ -134,7 +136,7 @@ def cancel(job_ids: tuple[str, ...], as_json: bool, **flags: Any) -> None:
     async def each(client: FleetClient) -> list[CancelBody]:
         # All are known before the first is cancelled.
         whole = [await whole_id(client, job_id) for job_id in job_ids]
-        return [await client.cancel(job_id) for job_id in whole]
+        return [await client.cancel(job_id, reason) for job_id in whole]
 
     found = ask(flags, each)
     if as_json:

@@ -291,8 +291,9 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
 
     # change
 
-    async def cancel(self, job_id: str) -> answers.CancelBody:
-        return await self._link.ask("cancel_job", answers.CancelBody, job_id=job_id)
+    async def cancel(self, job_id: str, reason: str = "") -> answers.CancelBody:
+        body = bodies.CancelRequest(reason) if reason else None
+        return await self._link.ask("cancel_job", answers.CancelBody, body=body, job_id=job_id)
 
     async def delete(self, job_id: str) -> None:
         """Forgets a job that has ended; one that has not is refused: cancel it first. Its files stay."""

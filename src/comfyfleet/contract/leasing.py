@@ -33,6 +33,7 @@ from comfyfleet.model.dispatch import (
     LeaseRef,
     Phase,
     Standing,
+    Stop,
     Write,
 )
 from comfyfleet.model.fact import FactDraft, FactKind
@@ -325,7 +326,10 @@ class LeasingContract:
     @pytest.mark.parametrize(
         ("asked", "taken_back"),
         [
-            (Change(cancel_requested_at=1.0), Change(cancel_requested_at=None)),
+            (
+                Change(cancel_requested_at=1.0, cancel_reason="by hand"),
+                Change(cancel_requested_at=None, cancel_reason=""),
+            ),
             (Change(pause_requested_at=1.0), Change(pause_requested_at=None)),
             (Change(retry_requested_at=1.0), Change(retry_requested_at=None)),
         ],
@@ -342,6 +346,7 @@ class LeasingContract:
         found = await bench.store.load(ref.job_id)
         assert found is not None
         assert found.stop_requested_at == 1.0
+        assert found.cancel_reason == ("by hand" if found.stop is Stop.CANCEL else "")
         assert await bench.change(found, taken_back) is not None
         (state,) = await bench.store.heartbeat([ref], 60)
         assert (state.is_alive, state.is_to_stop) == (True, False)

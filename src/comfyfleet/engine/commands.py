@@ -51,7 +51,8 @@ class CommandDesk:
 
     async def tell_to_stop(self, dispatch: Dispatch, stop: Stop) -> None:
         assert dispatch.lease is not None
-        command = Command(stop.value, dispatch.job_id, dispatch.lease.number)
+        reason = dispatch.cancel_reason if stop is Stop.CANCEL else ""
+        command = Command(stop.value, dispatch.job_id, dispatch.lease.number, reason)
         await self.tell(command, dispatch.lease.worker_id)
 
     def hear(self, worker_id: WorkerId, command: Command) -> None:

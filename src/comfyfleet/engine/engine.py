@@ -319,8 +319,8 @@ class Engine:
         """For whatever is kept beside the queue: hubs on several machines compare such times."""
         return self._context.clock
 
-    async def cancel(self, job_id: JobId) -> CancelAnswer:
-        return await self._jobs.cancel(job_id)
+    async def cancel(self, job_id: JobId, reason: str = "") -> CancelAnswer:
+        return await self._jobs.cancel(job_id, reason)
 
     async def retry(self, job_id: JobId) -> Submitted:
         return await self._jobs.retry(job_id)

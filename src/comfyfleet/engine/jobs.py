@@ -46,6 +46,8 @@ from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.terms import under_terms
 from comfyfleet.policy.timing import asked_to_stop, wake_at
 
+_MAX_REASON = 500
+
 
 class JobDesk:
     def __init__(
@@ -79,20 +81,22 @@ class JobDesk:
 
     # change
 
-    async def cancel(self, job_id: JobId) -> CancelAnswer:
+    async def cancel(self, job_id: JobId, reason: str = "") -> CancelAnswer:
         """A waiting job is cancelled at once. For a running one the request is the truth, and its worker is told."""
-        context = self._context
+        context, reason = self._context, reason[:_MAX_REASON]
+        told = {"reason": reason} if reason else None
 
         def decide(dispatch: Dispatch, now: float) -> Write | None:
             if dispatch.phase.is_final or dispatch.cancel_requested_at is not None:
                 return None
             if dispatch.phase is Phase.LEASED:
-                change = asked_to_stop(dispatch, Stop.CANCEL, now, context.rules)
-                return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED))
+                asked = asked_to_stop(dispatch, Stop.CANCEL, now, context.rules)
+                change = msgspec.structs.replace(asked, cancel_reason=reason)
+                return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED, told))
             return _write(
                 dispatch,
-                cancelled(dispatch),
-                FactDraft(FactKind.CANCELLED),
+                msgspec.structs.replace(cancelled(dispatch), cancel_reason=reason),
+                FactDraft(FactKind.CANCELLED, told),
                 job={"phase": Phase.CANCELLED, "completed_at": now},
             )
 
@@ -176,6 +180,7 @@ class JobDesk:
                 cancel_requested_at=None,
                 pause_requested_at=None,
                 retry_requested_at=None,
+                cancel_reason="",
                 not_before=None,
                 deadline_at=None,
                 expires_at=None,

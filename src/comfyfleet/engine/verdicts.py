@@ -147,7 +147,7 @@ class Verdicts:
                 guard,
                 change,
                 attempt_end=AttemptEnd(AttemptOutcome.RELEASED, used_s=used_s(dispatch.lease, now)),
-                facts=(FactDraft(FactKind.RELEASED, {"reason": reason}),),
+                facts=(FactDraft(FactKind.RELEASED, {"reason": reason, "attempt": dispatch.attempts}),),
                 blocks=blocks,
                 job={"phase": Phase.QUEUED},
             )
@@ -172,16 +172,18 @@ class Verdicts:
         context = self._context
         now = await context.store.now()
         job: dict[str, object] = {"phase": Phase.QUEUED}
-        told = {"reason": reason} if reason else {}
+        told: dict[str, object] = {"reason": reason} if reason else {}
         match dispatch.stop:
             case Stop.CANCEL:
+                if dispatch.cancel_reason:
+                    told = {"reason": dispatch.cancel_reason, **({"note": reason} if reason else {})}
                 change, kind = cancelled(dispatch), FactKind.CANCELLED
                 job = {"phase": Phase.CANCELLED, "completed_at": now}
             case Stop.PAUSE:
                 change, kind = self._returned(dispatch, now), FactKind.PAUSED
             case _:
                 change, kind = self._returned(dispatch, now), FactKind.RELEASED
-                told = {"reason": f"retry: {reason}" if reason else "retry"}
+                told = {"reason": f"retry: {reason}" if reason else "retry", "attempt": dispatch.attempts}
         written = await context.store.write(
             Write(
                 dispatch.job_id,
@@ -431,6 +433,7 @@ def _holder(dispatch: Dispatch) -> WorkerId | None:
 
 def _told(failure: Failure, why: str, dispatch: Dispatch) -> dict[str, object]:
     told: dict[str, object] = {"kind": failure.kind.value, "message": failure.message, "why": why}
+    told["attempt"] = dispatch.attempts
     if dispatch.lease is not None:
         told |= {"worker_id": dispatch.lease.worker_id, "lease": dispatch.lease.number}
     if failure.node_id is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from comfyfleet.engine import inputs
+from comfyfleet.engine import inputs, kept_out
 from comfyfleet.engine.best_effort import best_effort
 from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.commands import CommandDesk
@@ -42,20 +42,17 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
-from comfyfleet.model.ids import PollId, ProfileKey, WorkerId, prompt_id_of
+from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of
 from comfyfleet.model.job import Job
 from comfyfleet.model.payload_digest import lease_sha256, runnable_workflow
 from comfyfleet.model.sealed import in_payload
 from comfyfleet.model.trace import traceparent_of
-from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import lifted_by_inventory
 from comfyfleet.policy.learning import of_run, warmed
 from comfyfleet.policy.lifecycle import completed
 
 _MAX_REASON = 500
-
-KEPT_OUT = "removed_workers"
-"""Workers that an operator removed while they were there: not admitted until one lets them back."""
 
 
 class WorkerDesk:
@@ -82,7 +79,7 @@ class WorkerDesk:
             words = f"{EVERY_WORKER!r} stands for every worker: give this one another name"
             raise Refusal(RefusalCode.INVALID_REQUEST, words)
         known = context.fleet.workers.get(call.worker_id)
-        await self._check_wanted(call.worker_id)
+        await kept_out.check(context.store.cabinet, call.worker_id)
         now = await context.store.now()
         record = await context.fleet.put(call, now, context.rules.worker_lost_s)
         await self._catalogs.tidy_after(known, record)
@@ -118,26 +115,15 @@ class WorkerDesk:
         self._rounds.dismiss(worker_id)
         self._context.tell("offline", worker_id, reason=reason)
 
-    async def _check_wanted(self, worker_id: WorkerId) -> None:
-        if await self._context.store.cabinet.get(KEPT_OUT, worker_id) is not None:
-            raise Refusal(
-                RefusalCode.NOT_ALLOWED,
-                f"an operator removed worker {worker_id!r}: `comfyfleet workers resume {worker_id}` lets it back",
-            )
-
     async def let_back(self, worker_id: WorkerId) -> WorkerRecord | None:
-        """As it was when it was removed; it registers by itself. None: it was not kept out."""
-        document = await self._context.store.cabinet.get(KEPT_OUT, worker_id)
-        if document is None or not await self._context.store.cabinet.remove(KEPT_OUT, worker_id):
-            return None
-        return msgspec.json.decode(document.body, type=WorkerRecord)
+        return await kept_out.let_back(self._context.store.cabinet, worker_id)
 
     async def remove(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
         """`is_kept_out`: until an operator lets it back. Else one that comes back is welcome."""
         if is_kept_out:
             # First: its agent notices at once, and registers again.
-            body = msgspec.json.encode(_removed(worker_id, await self._context.fleet.newest(worker_id)))
-            await self._context.store.cabinet.put(KEPT_OUT, worker_id, body, version=None)
+            newest = await self._context.fleet.newest(worker_id)
+            await kept_out.keep_out(self._context.store.cabinet, worker_id, newest)
         self._rounds.dismiss(worker_id)
         # Before the rest: one that comes back meanwhile tells it again.
         await self._catalogs.forget(worker_id)
@@ -285,7 +271,9 @@ class WorkerDesk:
         for state in states:
             ref = state.ref
             if state.is_alive and state.is_to_stop and (ref.job_id, ref.number) not in told:
-                commands.append(Command("cancel", ref.job_id, ref.number))
+                dispatch = await context.store.load(ref.job_id)
+                reason = "" if dispatch is None else dispatch.cancel_reason
+                commands.append(Command("cancel", ref.job_id, ref.number, reason))
         worker = context.fleet.workers.get(worker_id)
         if worker is not None and worker.is_draining:
             commands.append(Command("drain"))
@@ -481,19 +469,3 @@ def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, ...]:
     """The blocks that a success disproves: the job's, its tenant's, and everybody's. Another tenant's block is about
     that tenant's inputs, and stays."""
     return tuple(Pair(worker_id, block_target) for block_target in dispatch.block_targets)
-
-
-def _removed(worker_id: WorkerId, worker: WorkerRecord | None) -> WorkerRecord:
-    """Without what it offered, which may be long: it says so again when it is let back."""
-    services = () if worker is None else tuple(Service(each.name) for each in worker.capabilities.services)
-    seen_at = 0.0 if worker is None else worker.last_seen_at
-    return WorkerRecord(
-        worker_id,
-        Capabilities(services),
-        ProfileKey(""),
-        1,
-        seen_at,
-        seen_at,
-        is_offline=True,
-        offline_reason="removed by an operator",
-    )

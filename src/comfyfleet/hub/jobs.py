@@ -216,9 +216,9 @@ class JobHandlers:
 
     # change
 
-    async def cancel(self, call: Call[None]) -> Reply:
+    async def cancel(self, call: Call[bodies.CancelRequest]) -> Reply:
         job_id = await self._mine(call)
-        answer = await self._engine.cancel(job_id)
+        answer = await self._engine.cancel(job_id, call.given.reason)
         return Reply(200, answers.CancelBody(job_id, spell(answer.phase), answer.cancel_requested))
 
     async def retry(self, call: Call[None]) -> Reply:
@@ -239,7 +239,7 @@ class JobHandlers:
 
     # whose
 
-    async def _mine(self, call: Call[None] | Call[bodies.ChangeBody]) -> JobId:
+    async def _mine(self, call: Call[None] | Call[bodies.ChangeBody] | Call[bodies.CancelRequest]) -> JobId:
         job_id = JobId(call.parameters["job_id"])
         if call.caller.scope is not None:
             dispatch = await self._engine.store.load(job_id)

@@ -316,7 +316,7 @@ class Session:
                 return {"type": "unsubscribed", "job_id": job_id}
         await self._check_mine(job_id)
         change: dict[str, Callable[[JobId], Awaitable[object]]] = {
-            "cancel_job": engine.cancel,
+            "cancel_job": lambda job_id: engine.cancel(job_id, body.reason),
             "retry_job": engine.retry,
             "pause_job": engine.pause,
             "resume_job": engine.resume,

@@ -158,6 +158,8 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """While it is leased: its worker is to stop it, then it waits as paused."""
     retry_requested_at: float | None = None
     """While it is leased: its worker is to stop it, then it waits at its place in line. Of the two only one is set."""
+    cancel_reason: str = ""
+    """Why it is to be cancelled, or was, in the words of whoever asked for it."""
 
     @property
     def stop(self) -> Stop | None:
@@ -279,6 +281,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     server_deaths: int | UnsetType = UNSET
     pause_requested_at: float | UnsetType | None = UNSET
     retry_requested_at: float | UnsetType | None = UNSET
+    cancel_reason: str | UnsetType = UNSET
 
     def apply(self, dispatch: Dispatch) -> Dispatch:
         values = {name: value for name in _CHANGEABLE if (value := getattr(self, name)) is not UNSET}

@@ -11,9 +11,9 @@
 | `job:preview` | `client_id`, `node`, `image`, `image_type` |
 | `job:output` | `client_id`, `node`, `output`, `files` |
 | `job:completed` | `client_id`, `result` |
-| `job:failed` | `client_id`, `failure`, `message`, `will_retry`: only `will_retry=False` is final |
-| `job:retrying` | `retry_at`, `message` |
-| `job:cancelled` | |
+| `job:failed` | `client_id`, `failure`, `message`, `attempt`, `will_retry`: only `will_retry=False` is final |
+| `job:retrying` | `retry_at`, `message`, `attempt`: the number of the one that ended |
+| `job:cancelled` | `reason`, where one was given |
 | `client:state` | `client_id`, `state`, `message` |
 | `client:blocked_workflow` | `client_id`, `workflow_hash`, `blocked_until`, `failures`, `reason`, `message` |
 | `client:unblocked_workflow` | `client_id`, `workflow_hash`, `reason`: why it ended |
@@ -76,6 +76,7 @@ class PoolEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     failure: Failure | None = None
     will_retry: bool | None = None
     retry_at: float | None = None
+    attempt: int | None = None
     state: str | None = None
     blocked_until: float | None = None
     failures: int | None = None

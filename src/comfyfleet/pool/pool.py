@@ -307,9 +307,9 @@ class WorkflowPool:
     async def get_job(self, job_id: str) -> JobRecord:
         return record_of(await self._engine.get(await self._inner(job_id)))
 
-    async def cancel(self, job_id: str) -> bool:
+    async def cancel(self, job_id: str, reason: str = "") -> bool:
         """True: it is cancelled or will be (the record tells). False: it had ended before."""
-        answer = await self._engine.cancel(await self._inner(job_id))
+        answer = await self._engine.cancel(await self._inner(job_id), reason)
         return answer.cancel_requested or answer.phase.value == "cancelled"
 
     async def retry(self, job_id: str) -> None:

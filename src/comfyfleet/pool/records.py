@@ -48,6 +48,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     is_paused: bool = False
     pause_requested: bool = False
     retry_requested: bool = False
+    cancel_reason: str = ""
 
     @property
     def node_timings(self) -> tuple[NodeTiming, ...]:
@@ -145,4 +146,5 @@ def record_of(view: JobView) -> JobRecord:
         is_paused=dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.PAUSED,
         pause_requested=dispatch.phase is Phase.LEASED and dispatch.stop is Stop.PAUSE,
         retry_requested=dispatch.phase is Phase.LEASED and dispatch.stop is Stop.RETRY,
+        cancel_reason=dispatch.cancel_reason,
     )

@@ -75,14 +75,17 @@ def of_fact(
                 failure=failure or _failure(data),
                 message=str(data.get("why", "")),
                 will_retry=will_retry,
+                attempt=data.get("attempt"),
             )
             if will_retry:
                 retry_at = data.get("not_before") or fact.at
-                yield event("job:retrying", retry_at=retry_at, message=str(data["message"]))
+                message = str(data["message"])
+                yield event("job:retrying", retry_at=retry_at, message=message, attempt=data.get("attempt"))
         case FactKind.RELEASED:
-            yield event("job:retrying", retry_at=fact.at, message=str(data.get("reason", "")))
+            message = str(data.get("reason", ""))
+            yield event("job:retrying", retry_at=fact.at, message=message, attempt=data.get("attempt"))
         case FactKind.CANCELLED:
-            yield event("job:cancelled")
+            yield event("job:cancelled", reason=data.get("reason"))
         case _:
             # Leases, pauses and priorities are seen in the job's record.
             return

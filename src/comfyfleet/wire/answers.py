@@ -97,6 +97,8 @@ class JobDetails(JobBody, frozen=True):
     attempts: int = 0
     is_paused: bool = False
     cancel_requested: bool = False
+    cancel_reason: str = ""
+    """Why it is to be cancelled, or was, where somebody said."""
     pause_requested: bool = False
     """It runs, and its worker is told to stop it: then it is paused."""
     retry_requested: bool = False
@@ -230,6 +232,7 @@ def details(view: JobView) -> JobDetails:
             "attempts": dispatch.attempts,
             "is_paused": dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.PAUSED,
             "cancel_requested": dispatch.cancel_requested_at is not None,
+            "cancel_reason": dispatch.cancel_reason,
             "pause_requested": dispatch.phase is Phase.LEASED and dispatch.stop is Stop.PAUSE,
             "retry_requested": dispatch.phase is Phase.LEASED and dispatch.stop is Stop.RETRY,
             "not_before": dispatch.not_before,

@@ -34,6 +34,7 @@ IDEMPOTENCY_PREFIX = "idempotency-key:"
 """What a job with an Idempotency-Key is known by; a caller's own reference never begins so."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Reason = Annotated[str, Meta(max_length=500)]
 Names = Annotated[tuple[Name, ...], Meta(max_length=1_000)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Amount = Annotated[float, Meta(ge=0, le=1e6)]
@@ -182,6 +183,11 @@ class BatchBody(_Sent, frozen=True):
 
 class ChangeBody(_Sent, frozen=True):
     priority: Priority
+
+
+class CancelRequest(_Sent, frozen=True):
+    reason: Reason = ""
+    """Told to the worker and to whoever watches, and kept with the job."""
 
 
 class PurgeBody(_Sent, frozen=True):

@@ -160,6 +160,8 @@ JOBS = of_noun(
         CALLERS,
         answers.CancelBody,
         aliases=("/jobs/{job_id}/cancel",),
+        body=bodies.CancelRequest,
+        is_body_optional=True,
     ),
     post_route(
         "retry_job",

@@ -15,7 +15,7 @@ from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult
-from comfyfleet.wire.bodies import Name, Seconds, SpelledSubmit
+from comfyfleet.wire.bodies import Name, Reason, Seconds, SpelledSubmit
 from comfyfleet.wire.progress import FactBody, FleetBody, NewsBody, ProgressBody
 from comfyfleet.wire.route import CALLERS, READERS, WORKERS
 from comfyfleet.wire.spelling import Face, spell, understood
@@ -31,6 +31,10 @@ class _Said(msgspec.Struct, frozen=True):
 
 class OfJob(_Said, frozen=True):
     job_id: Name
+
+
+class CancelJob(OfJob, frozen=True):
+    reason: Reason = ""
 
 
 class Monitor(_Said, frozen=True):
@@ -104,7 +108,7 @@ KINDS: dict[str, Kind] = {
     "submit_job": Kind(CALLERS, SpelledSubmit, is_old=True),
     "subscribe_progress": Kind(READERS, OfJob, is_old=True),
     "unsubscribe_progress": Kind(READERS, OfJob, is_old=True),
-    "cancel_job": Kind(CALLERS, OfJob, is_old=True),
+    "cancel_job": Kind(CALLERS, CancelJob, is_old=True),
     "retry_job": Kind(CALLERS, OfJob, is_old=True),
     "pause_job": Kind(CALLERS, OfJob, is_old=True),
     "resume_job": Kind(CALLERS, OfJob, is_old=True),
@@ -210,6 +214,7 @@ def message_of(event: Any) -> dict[str, Any] | None:
                 "status": "failed",
                 "error": error,
                 "failure": event.error,
+                "attempt": (event.data or {}).get("attempt"),
             }
         case FactBody(kind="cancelled"):
             reason = (event.data or {}).get("reason", "")

@@ -69,6 +69,7 @@ class _Rest(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     server_deaths: int = 0
     pause_requested_at: float | None = None
     retry_requested_at: float | None = None
+    cancel_reason: str = ""
 
 
 _pack = msgspec.msgpack.encode
@@ -149,6 +150,7 @@ def decode_kept(data: bytes, start: int) -> Kept:
         rest.server_deaths,
         rest.pause_requested_at,
         rest.retry_requested_at,
+        rest.cancel_reason,
     )
     return Kept(dispatch, facts, ended_at, lease is not None and not is_noted)
 
@@ -245,6 +247,7 @@ def encode_dispatch(
         dispatch.server_deaths,
         dispatch.pause_requested_at,
         dispatch.retry_requested_at,
+        dispatch.cancel_reason,
     )
     packed = _pack(rest)
     parts += (_LENGTH.pack(len(packed)), packed)

@@ -211,6 +211,10 @@ define('worker_complete', function(s, args)
     fact_line('completed', data))
 end, wants_ref)
 
+local function reason_of(reason)
+  return reason and reason ~= '' and '{"reason":' .. cjson.encode(reason) .. '}' or nil
+end
+
 -- lease, reason: back to its place, or cancelled or paused if that was asked for
 define('worker_release', function(s, args)
   local job, ref = held(s, args)
@@ -220,19 +224,20 @@ define('worker_release', function(s, args)
   local stop = stop_of(job)
   if stop == 'cancel' then
     return settle(s, ref, 'cancelled', {phase = 'cancelled'}, {'lease', 'wake_at'},
-      {phase = 'cancelled', completed_at = now(s)}, {}, {}, fact_line('cancelled'))
+      {phase = 'cancelled', completed_at = now(s)}, {}, {}, fact_line('cancelled', reason_of(rest(job).cancel_reason)))
   elseif stop then
     -- When to look at it again is an engine's to say: the time at which its worker should have confirmed stays for that.
     return settle(s, ref, 'cancelled', {phase = 'queued', standing = stop == 'pause' and 'paused' or 'in_lane'},
       {'lease', 'pause_requested_at', 'retry_requested_at'}, {phase = 'queued'}, {}, {},
-      stop == 'pause' and fact_line('paused') or fact_line('released', '{"reason":"retry"}'))
+      stop == 'pause' and fact_line('paused')
+        or fact_line('released', string.format('{"reason":"retry","attempt":%d}', job.attempts)))
   end
   local reason = args[9] or ''
   if not is_text(reason) then
     reason = reason:gsub('[\128-\255]', '?')
   end
   return settle(s, ref, 'released', {phase = 'queued', releases = (rest(job).releases or 0) + 1}, {'lease'},
-    {phase = 'queued'}, {}, {}, fact_line('released', '{"reason":' .. cjson.encode(reason) .. '}'))
+    {phase = 'queued'}, {}, {}, fact_line('released', string.format('{"reason":%s,"attempt":%d}', cjson.encode(reason), job.attempts)))
 end, wants_ref)
 
 -- lease, failure (JSON): kept for an engine, whose verdict it is; if none comes, the lease runs out
