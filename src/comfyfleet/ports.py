@@ -46,7 +46,7 @@ from comfyfleet.model.dispatch import (
     Write,
     Written,
 )
-from comfyfleet.model.fact import Event, Fact, FactDraft, News
+from comfyfleet.model.fact import Event, Fact, FactDraft, News, RunNote
 from comfyfleet.model.file import FilePage, FileRecord, FileSaid, Grant, InputFile, PartPlan
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, OutputFile, Submission
@@ -295,8 +295,8 @@ class Relay(Protocol):
 
     def listen(self, hear: Callable[[bytes], None]) -> None: ...
     async def say(self, message: bytes) -> None: ...
-    async def keep_progress(self, job_id: JobId, progress: bytes) -> None:
-        """The newest progress of a job, a JSON object, for whoever looks for it within the hour."""
+    async def keep_progress(self, job_id: JobId, note: RunNote) -> None:
+        """The newest of a run, and its progress, for whoever looks for it within the hour."""
 
     async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
         """What engines kept, or workers without one told."""

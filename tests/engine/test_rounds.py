@@ -331,3 +331,18 @@ async def test_of_two_that_were_overtaken_for_too_long_the_older_comes_first_wha
         await rig.clock.advance(3)
         await rig.submit(graph("Warm", seed=2))
         assert [(await rig.take("a")).job_id for _ in range(2)] == [older, younger]
+
+
+@pytest.mark.parametrize("idle", ["a", "b"])
+async def test_of_two_workers_alike_the_one_that_says_it_runs_less_gets_the_job(idle: str) -> None:
+    async with Rig() as rig:
+        polls = {}
+        for name in ("a", "b"):
+            await rig.worker(name, slots=4)
+            call = Poll(WorkerId(name), PollId(name), 1e9, current_load=0 if name == idle else 3)
+            polls[name] = asyncio.get_running_loop().create_task(rig.engine.poll(call))
+        await rig.settle()
+        job_id = await rig.submit()
+        async with asyncio.timeout(60):
+            leased = await polls[idle]
+        assert leased is not None and leased.job_id == job_id

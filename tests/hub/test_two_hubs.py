@@ -16,7 +16,9 @@ from tests.hub._watching import GPU, complete, lease, register, report, watching
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.model.access import Role
+from comfyfleet.model.calls import Release
 from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.ids import JobId
 from comfyfleet.outbound.guard import Allowed, Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.store import RedisStore
@@ -274,3 +276,34 @@ async def test_a_webhook_is_told_once_whichever_hub_knows_what(server: str) -> N
         # Both know of it, and either sends it again.
         found = (await b.get(f"/api/jobs/{jobs[0]}/deliveries")).body["deliveries"]
         assert (await a.get(f"/api/jobs/{jobs[0]}/deliveries")).body["deliveries"] == found
+
+
+@pytest.mark.parametrize("is_completed", [True, False])
+async def test_the_stream_of_a_job_tells_of_a_run_by_a_hubs_worker_too(
+    hubs: Hubs, is_completed: bool
+) -> None:
+    job_id = await hubs.a.submit()
+    await register(hubs.a)
+    leased = await lease(hubs.a)
+    await report(hubs.a, leased, NewsKind.STARTED)
+    await report(hubs.a, leased, NewsKind.PROGRESS, value=1, max=4)
+    if is_completed:
+        await complete(hubs.a, leased)
+    else:
+        await hubs.a.engine.retry(JobId(job_id))
+        await hubs.a.engine.release(Release(leased.ref, "retry"))
+    store = hubs.a.engine.store
+    assert isinstance(store, RedisStore)
+    last = "completed" if is_completed else "pending"
+    async with asyncio.timeout(60):
+        while True:
+            found = await store.diagnose("XRANGE", f"{store._address.prefix}progress:{job_id}", "-", "+")
+            assert isinstance(found, list)
+            entries = [dict(zip(fields[::2], fields[1::2], strict=True)) for _, fields in found]
+            if entries and entries[-1][b"status"] == last.encode():
+                break
+            await asyncio.sleep(0.01)
+    assert [entry[b"status"].decode() for entry in entries] == ["started", "assigned", last]
+    assert {entry[b"worker_id"].decode() for entry in entries} == {GPU}
+    assert all(float(entry[b"timestamp"]) > 1e9 for entry in entries)
+    assert msgspec.json.decode(entries[1][b"progress"])["value"] == 1

@@ -381,3 +381,13 @@ async def test_a_key_of_one_worker_does_nothing_with_the_lease_of_another_over_a
                 assert told["code"] == "not_allowed", (message, answer)
         view = await rig.engine.get(JobId(job_id))
         assert view.dispatch.lease is not None and view.dispatch.lease.worker_id == "gpu-a"
+
+
+async def test_a_command_says_when_it_was_told(rig: HubRig) -> None:
+    await register(rig)
+    assert (await call(rig, "commands", worker_id="gpu-a", wait_s=0)).body["commands"] == []
+    await rig.post("/api/workers/gpu-a/drain")
+    told = await call(rig, "commands", worker_id="gpu-a", wait_s=0)
+    (command,) = told.body["commands"]
+    assert command["action"] == "drain"
+    assert command["timestamp"] == pytest.approx(rig.engine.now(), abs=60)

@@ -1,11 +1,11 @@
-"""What a worker with a Redis client alone does with a job that is to be stopped."""
+"""A run of a worker with a Redis client alone: its beginning, its stream, and how it is stopped."""
 
 from __future__ import annotations
 
 import pytest
 from tests.stores.test_redis_workers import Worker, admit, bench, server, worker
 
-from comfyfleet.contract.bench import Bench
+from comfyfleet.contract.bench import A, Bench
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase, Standing
 
 __all__ = ["bench", "server", "worker"]
@@ -50,3 +50,44 @@ async def test_a_job_that_is_to_be_stopped_is_paused_or_back_in_line_when_it_is_
     assert [fact.kind.value for fact in await bench.store.facts(job.job_id)][-1] == (
         "paused" if asked == "pause" else "released"
     )
+
+
+async def test_a_job_has_started_with_the_first_heartbeat_and_its_stream_tells_of_each_step(
+    bench: Bench, worker: Worker
+) -> None:
+    await admit(bench)
+    job = await bench.enqueue()
+    assert worker.lease_next("p1") == job.job_id
+    assert worker.call("heartbeat", *worker.lease, 60) == 1
+    record = await bench.store.records.get(job.job_id)
+    assert record is not None
+    started_at = record.started_at
+    assert started_at == pytest.approx(await bench.store.now(), abs=60)
+    assert worker.call("heartbeat", *worker.lease, 60) == 1
+    assert worker.call("progress", *worker.lease, '{"percentage": 25}') == 1
+    assert worker.call("complete", *worker.lease, "{}") == 1
+    record = await bench.store.records.get(job.job_id)
+    assert record is not None and record.started_at == started_at
+    found = worker.send("XREAD", "STREAMS", f"{{cf}}:progress:{job.job_id}", "0")
+    assert isinstance(found, list)
+    entries = [entry for _, entry in found[0][1]]
+    assert [(entry["status"], entry["worker_id"], entry["progress"]) for entry in entries] == [
+        ("started", A, "{}"),
+        ("assigned", A, '{"percentage": 25}'),
+        ("completed", A, "{}"),
+    ]
+    times = [float(entry["timestamp"]) for entry in entries]
+    assert times == sorted(times) and times[0] == started_at
+
+
+async def test_a_job_that_was_completed_without_a_heartbeat_started_with_its_lease(
+    bench: Bench, worker: Worker
+) -> None:
+    await admit(bench)
+    job = await bench.enqueue()
+    assert worker.lease_next("p1") == job.job_id
+    leased = await bench.store.load(job.job_id)
+    assert leased is not None and leased.lease is not None
+    assert worker.call("complete", *worker.lease, "{}") == 1
+    record = await bench.store.records.get(job.job_id)
+    assert record is not None and record.started_at == leased.lease.leased_at

@@ -190,6 +190,7 @@ async def test_a_command_is_read_from_the_workers_stream_under_its_own_user(
     found = await reading
     assert isinstance(found, list)
     ((_, ((_, told),)),) = found
+    assert float(told.pop("timestamp")) == pytest.approx(await bench.store.now(), abs=60)
     assert told == {"action": "cancel", "job_id": "job-1", "lease": "3", "reason": "by hand"}
     for _ in range(500):
         await bench.store.tell(A, command)

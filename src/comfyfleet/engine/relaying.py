@@ -19,7 +19,7 @@ from comfyfleet.engine.following import Follower
 from comfyfleet.engine.newest import Newest
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.fact import Event, Fact, FleetEvent, News, NewsKind
+from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, News, NewsKind, RunNote
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.ports import Relay, Timer
 from comfyfleet.tracing import in_background, log_failure
@@ -34,6 +34,18 @@ _MAX_PENDING = 10_000
 _JOBS_A_MESSAGE = 1_000
 _MAX_IMAGE_BYTES = 1024 * 1024
 _REPLACEABLE = frozenset({NewsKind.PROGRESS, NewsKind.PREVIEW})
+
+_STATUSES = {
+    FactKind.COMPLETED: "completed",
+    FactKind.FAILED: "failed",
+    FactKind.CANCELLED: "cancelled",
+    FactKind.RETRYING: "pending",
+    FactKind.RELEASED: "pending",
+    FactKind.PAUSED: "pending",
+}
+"""How the end of a run is noted."""
+_JUDGED = frozenset({FactKind.FAILED, FactKind.RETRYING})
+"""Also of a run that another told of: of one whose worker has the store alone."""
 
 
 class _Wants(msgspec.Struct, frozen=True, tag="wants"):
@@ -52,6 +64,11 @@ _decoder: msgspec.msgpack.Decoder[_Wants | _Told] = msgspec.msgpack.Decoder(_Wan
 _kept_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
+async def _in_order(relay: Relay, job_id: JobId, notes: list[RunNote]) -> None:
+    for note in notes:
+        await relay.keep_progress(job_id, note)
+
+
 class Relaying:
     def __init__(self, context: Context, follower: Follower, newest: Newest) -> None:
         self._context = context
@@ -66,7 +83,9 @@ class Relaying:
         self._asked: dict[JobId, None] = {}
         self._is_asking_all = False
         self._kept_at: dict[JobId, float] = {}
-        self._to_keep: dict[JobId, News] = {}
+        self._workers: dict[JobId, WorkerId | None] = {}
+        """Of the runs that were noted from here."""
+        self._to_keep: dict[JobId, list[RunNote]] = {}
         self._seen: dict[JobId, bytes] = {}
         self._sending: asyncio.Task[None] | None = None
         self._timer: Timer | None = None
@@ -117,7 +136,11 @@ class Relaying:
             if now < self._everything_until:
                 self._put(event)
             return
-        if isinstance(event, News) and event.kind is NewsKind.PROGRESS:
+        if isinstance(event, Fact):
+            self._note_end(event)
+        elif event.kind is NewsKind.STARTED:
+            self._note(event.job_id, RunNote("started", event.at, event.worker_id))
+        elif event.kind is NewsKind.PROGRESS:
             self._keep(event, now)
         if now < self._everything_until or now < self._wanted.get(event.job_id, now):
             self._put(event)
@@ -143,8 +166,25 @@ class Relaying:
             self._kept_at[news.job_id] = now
             if len(self._kept_at) > _MAX_PENDING:
                 del self._kept_at[next(iter(self._kept_at))]
-            self._to_keep[news.job_id] = news
-            self._send()
+            known = {"at": news.at, "worker_id": news.worker_id, "lease": news.lease_number}
+            progress = msgspec.json.encode({**news.data, **known})
+            self._note(news.job_id, RunNote("assigned", news.at, news.worker_id, progress))
+
+    def _note(self, job_id: JobId, note: RunNote) -> None:
+        self._workers.pop(job_id, None)
+        self._workers[job_id] = note.worker_id
+        if len(self._workers) > _MAX_PENDING:
+            del self._workers[next(iter(self._workers))]
+        self._to_keep.setdefault(job_id, []).append(note)
+        self._send()
+
+    def _note_end(self, fact: Fact) -> None:
+        status = _STATUSES.get(fact.kind)
+        if status is None or not (fact.job_id in self._workers or fact.kind in _JUDGED):
+            return
+        worker_id = (fact.data or {}).get("worker_id") or self._workers.get(fact.job_id)
+        self._note(fact.job_id, RunNote(status, fact.at, worker_id))
+        del self._workers[fact.job_id]
 
     def _ask(self, job_id: JobId) -> None:
         self._asked[job_id] = None
@@ -184,9 +224,8 @@ class Relaying:
                     )
                 )
             )
-        for news in keep.values():
-            known = {"at": news.at, "worker_id": news.worker_id, "lease": news.lease_number}
-            yield relay.keep_progress(news.job_id, msgspec.json.encode({**news.data, **known}))
+        for job_id, notes in keep.items():
+            yield _in_order(relay, job_id, notes)
 
     def _arm(self) -> None:
         if self._timer is None and self._relay is not None and not self._is_closed:

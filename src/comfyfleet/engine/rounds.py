@@ -43,10 +43,10 @@ class Grant(NamedTuple):
 class Slot:
     """One parked poll."""
 
-    __slots__ = ("answer", "offer", "poll_id", "worker_id")
+    __slots__ = ("answer", "load", "offer", "poll_id", "worker_id")
 
-    def __init__(self, worker_id: WorkerId, poll_id: PollId) -> None:
-        self.worker_id, self.poll_id = worker_id, poll_id
+    def __init__(self, worker_id: WorkerId, poll_id: PollId, load: int | None = None) -> None:
+        self.worker_id, self.poll_id, self.load = worker_id, poll_id, load
         self.offer: LeaseOffer | None = None  # with which a job was last asked for
         self.answer: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
 
@@ -413,14 +413,14 @@ class Rounds:
         cls, worker = fleet.classes[lane.class_key], fleet.workers[slot.worker_id]
         lesson = context.known_lesson(lane.workflow_hash)
         seconds = expected_s(lesson, worker.capabilities.worker_class)
-        load = 1 - self._parked_of[worker.worker_id] / max(1, worker.slots)
+        busy = worker.slots - self._parked_of[worker.worker_id] if slot.load is None else slot.load
         may_overtake = context.rules.affinity_wait_s > 0
         return rank_key(
             is_overdue=False,
             is_preferred=may_overtake and worker.worker_id in cls.preferences.workers,
             warmth=warmth(cls, lane.workflow_hash, worker.live) if may_overtake else 0,
             selectivity=fleet.selectivity(lane.class_key),
-            score=score(cls, worker, load, context.rules.weights, seconds),
+            score=score(cls, worker, busy / max(1, worker.slots), context.rules.weights, seconds),
             sequence=candidate.sequence,
         )
 

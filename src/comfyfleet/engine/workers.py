@@ -162,7 +162,7 @@ class WorkerDesk:
     async def poll(self, call: Poll) -> LeasedJob | None:
         # Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
         poll_id = PollId(f"{call.worker_id}/{call.poll_id}")
-        slot = self._asking[poll_id] = Slot(call.worker_id, poll_id)
+        slot = self._asking[poll_id] = Slot(call.worker_id, poll_id, call.current_load)
         try:
             return await self._poll(call, slot)
         except BaseException:

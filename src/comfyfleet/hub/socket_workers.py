@@ -133,13 +133,14 @@ class SocketWorkers:
         for command in commands:
             if command.action != "cancel" or command.job_id is None:
                 said = {"action": command.action, "job_id": command.job_id, "reason": command.reason}
-                self._tell({"type": "worker_command", **said})
+                self._tell({"type": "worker_command", "timestamp": self._engine.now(), **said})
             elif (command.job_id, command.lease_number) not in self._told:
                 self._told.add((command.job_id, command.lease_number))
                 self._cancelled(command.job_id, command.reason or "it was asked to be cancelled")
 
     def _cancelled(self, job_id: JobId, reason: str) -> None:
-        self._tell({"type": "job_cancelled", "job_id": job_id, "reason": reason})
+        now = self._engine.now()
+        self._tell({"type": "job_cancelled", "job_id": job_id, "reason": reason, "timestamp": now})
 
     # work
 
@@ -154,6 +155,7 @@ class SocketWorkers:
             worker_id,
             PollId(body.poll_id or secrets.token_hex(8)),
             min(body.wait_s, self._max_wait_s),
+            current_load=body.current_load,
         )
         if not poll.wait_s:
             await self._lease(poll)

@@ -130,7 +130,7 @@ class WorkerHandlers:
         if slots is not None and body.current_load is not None and body.current_load >= slots:
             return Reply(204)
         job = await self._engine.poll(
-            Poll(worker_id, PollId(body.poll_id), self._wait_s(body), body.instance or "")
+            Poll(worker_id, PollId(body.poll_id), self._wait_s(body), body.instance or "", body.current_load)
         )
         if job is None:
             return Reply(204)
@@ -159,18 +159,18 @@ class WorkerHandlers:
             # Most commands are handed out once, to whichever of the two came first.
             beat = msgspec.structs.replace(beat, commands=tuple(dict.fromkeys(told + beat.commands)))
         inputs = await self._inputs.renewed(beat.alive) if body.inputs else ()
-        return Reply(200, wire.beat_answer(beat, inputs))
+        return Reply(200, wire.beat_answer(beat, self._engine.now(), inputs))
 
     async def progress(self, call: Call[wire.ProgressBatch]) -> Reply:
         refs = [wire.lease_ref(each.lease) for each in call.given.reports]
         await check_holder(self._engine, call.caller, refs)
         beat = await self._engine.progress(await _reports(call))
-        return Reply(200, wire.beat_answer(beat))
+        return Reply(200, wire.beat_answer(beat, self._engine.now()))
 
     async def commands(self, call: Call[wire.CommandsBody]) -> Reply:
         worker_id = as_worker(call.caller, call.given.worker_id)
         commands = await self._engine.commands(worker_id, self._wait_s(call.given))
-        return Reply(200, wire.CommandsAnswer(wire.command_bodies(commands)))
+        return Reply(200, wire.CommandsAnswer(wire.command_bodies(commands, self._engine.now())))
 
     # how it ends
 

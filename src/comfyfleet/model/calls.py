@@ -101,6 +101,8 @@ class Poll(msgspec.Struct, frozen=True, omit_defaults=True):
     poll_id: PollId
     wait_s: float = 30.0
     instance: str = ""
+    current_load: int | None = None
+    """How many of its slots are taken, as it says itself. None: all but those that ask here."""
 
 
 class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -75,6 +75,17 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     image: bytes | None = None
 
 
+class RunNote(msgspec.Struct, frozen=True):
+    """A run as the store shows it to readers of its own: what became of it, and how far it is."""
+
+    status: str
+    """`started`, `assigned` with progress, `completed`, `failed`, `cancelled`, or `pending` when it waits again."""
+    at: float
+    worker_id: WorkerId | None = None
+    progress: bytes | None = None
+    """A JSON object. None: there is none to tell."""
+
+
 class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """Something about a worker rather than a job: state, block, unblock."""
 

@@ -19,7 +19,7 @@ from comfyfleet.wire.bodies import Name, Reason, Seconds, SpelledSubmit
 from comfyfleet.wire.progress import FactBody, FleetBody, NewsBody, ProgressBody
 from comfyfleet.wire.route import CALLERS, READERS, WORKERS
 from comfyfleet.wire.spelling import Face, spell, understood
-from comfyfleet.wire.worker import LeaseBody, Slots, Wait, lease_body
+from comfyfleet.wire.worker import LeaseBody, Load, Slots, Wait, lease_body
 
 _BESIDE = frozenset({"type", "request_id", "message_id", "timestamp", "client_id", "traceparent"})
 """May stand in any message: what kind it is, and what its sender knows it by."""
@@ -64,6 +64,7 @@ class RequestJob(_Said, frozen=True):
     capabilities: dict[str, Any] | None = None
     poll_id: Name | None = None
     wait_s: Wait = 0.0
+    current_load: Load | None = None
 
 
 class OfLease(_Said, frozen=True):

@@ -34,6 +34,7 @@ MAX_WAIT_S = 60.0
 MAX_CLASSES = 50_000
 
 Slots = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
+Load = Annotated[int, Meta(ge=0, le=MAX_SLOTS)]
 Wait = Annotated[float, Meta(ge=0, le=MAX_WAIT_S)]
 
 
@@ -84,7 +85,8 @@ class PollBody(_Call, frozen=True):
     environment: Environment | None = None
     slots: Slots | None = None
     max_concurrency: Slots | None = None
-    current_load: Annotated[int, Meta(ge=0, le=MAX_SLOTS)] | None = None
+    current_load: Load | None = None
+    """How many jobs it runs, whoever gave them: of two that suit a job alike the less loaded one gets it."""
     providers: Annotated[tuple[Name, ...], Meta(max_length=100)] = ()
     live: LiveState | None = None
     instance: Name | None = None
@@ -213,6 +215,8 @@ class CommandBody(msgspec.Struct, frozen=True, omit_defaults=True):
     job_id: str | None = None
     lease_number: int = 0
     reason: str = ""
+    timestamp: float = 0.0
+    """When the hub told it."""
 
 
 class BeatAnswer(msgspec.Struct, frozen=True):
@@ -333,19 +337,21 @@ def leased_job(answer: LeaseAnswer) -> LeasedJob:
     )
 
 
-def beat_answer(beat: Beat, inputs: tuple[LeaseInputs, ...] = ()) -> BeatAnswer:
+def beat_answer(beat: Beat, at: float, inputs: tuple[LeaseInputs, ...] = ()) -> BeatAnswer:
     return BeatAnswer(
         beat.ttl_s,
         tuple(map(lease_body, beat.alive)),
         tuple(map(lease_body, beat.lost)),
-        command_bodies(beat.commands),
+        command_bodies(beat.commands, at),
         inputs,
         beat.missing,
     )
 
 
-def command_bodies(commands: Iterable[Command]) -> tuple[CommandBody, ...]:
-    return tuple(CommandBody(each.action, each.job_id, each.lease_number, each.reason) for each in commands)
+def command_bodies(commands: Iterable[Command], at: float) -> tuple[CommandBody, ...]:
+    return tuple(
+        CommandBody(each.action, each.job_id, each.lease_number, each.reason, at) for each in commands
+    )
 
 
 def commands_in(bodies: Iterable[CommandBody]) -> tuple[Command, ...]:

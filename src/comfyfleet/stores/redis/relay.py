@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from comfyfleet.model.fact import RunNote
 from comfyfleet.model.ids import JobId
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
 
 CHANNEL = "channel:news"
 _KEEP_S = 3600
+_NOTES_KEPT = 100
 
 
 class RedisRelay:
@@ -31,8 +33,15 @@ class RedisRelay:
     async def say(self, message: bytes) -> None:
         await self._call("PUBLISH", self._prefix + CHANNEL, self._me + message)
 
-    async def keep_progress(self, job_id: JobId, progress: bytes) -> None:
-        await self._call("SET", f"{self._prefix}job:{job_id}:progress", progress, "EX", _KEEP_S)
+    async def keep_progress(self, job_id: JobId, note: RunNote) -> None:
+        if note.progress is not None:
+            await self._call("SET", f"{self._prefix}job:{job_id}:progress", note.progress, "EX", _KEEP_S)
+        stream = f"{self._prefix}progress:{job_id}"
+        told = ("worker_id", note.worker_id or "", "timestamp", repr(note.at), "status", note.status)
+        await self._call(
+            "XADD", stream, "MAXLEN", "~", _NOTES_KEPT, "*", "progress", note.progress or b"{}", *told
+        )
+        await self._call("EXPIRE", stream, _KEEP_S)
 
     async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
         if not job_ids:

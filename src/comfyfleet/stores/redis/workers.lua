@@ -169,14 +169,27 @@ end, function(s, args, names)
   wants_worker(s, s.offer, names)
 end)
 
--- lease, seconds to extend it to
+-- What became of a run, for whoever reads its stream.
+local function tell_run(s, job_id, worker_id, status, progress)
+  local stream = s.p .. 'progress:' .. job_id
+  call('XADD', stream, 'MAXLEN', '~', PROGRESS_KEPT, '*', 'progress', progress or '{}', 'worker_id', worker_id,
+    'timestamp', now_text(s), 'status', status)
+  call('EXPIRE', stream, PROGRESS_S)
+end
+
+-- lease, seconds to extend it to. The first one says that the worker has begun.
 define('worker_heartbeat', function(s, args)
   local job = held(s, args)
   if not job then
     return 0
   end
-  seen(s, job.lease.worker_id)
-  return extend(s, job, now(s) + seconds(args[9]))
+  local lease, till = job.lease, now(s) + seconds(args[9])
+  seen(s, lease.worker_id)
+  if not lease.is_acknowledged then
+    job.record = changed_record(job.record, {started_at = now(s), worker_id = lease.worker_id})
+    tell_run(s, job.job_id, lease.worker_id, 'started')
+  end
+  return extend(s, job, till)
 end, wants_ref)
 
 -- lease, progress (JSON)
@@ -186,10 +199,8 @@ define('worker_progress', function(s, args)
     return 0
   end
   object(args[9], 'CFREPORT', 'the progress')
-  local stream = s.p .. 'progress:' .. job.job_id
   call('SET', job_key(s, job.job_id) .. ':progress', args[9], 'EX', PROGRESS_S)
-  call('XADD', stream, 'MAXLEN', '~', PROGRESS_KEPT, '*', 'progress', args[9])
-  call('EXPIRE', stream, PROGRESS_S)
+  tell_run(s, job.job_id, job.lease.worker_id, 'assigned', args[9])
   return stop_of(job) and 2 or 1
 end, wants_ref)
 
@@ -206,8 +217,10 @@ define('worker_complete', function(s, args)
   call('RPUSH', finished, string.format(
     '{"job_id":%s,"worker_id":%s,"seconds":%.17g}', cjson.encode(ref.job_id), cjson.encode(worker_id), seconds))
   call('LTRIM', finished, -REPORTS_KEPT, -1)
+  tell_run(s, ref.job_id, worker_id, 'completed')
+  local started_at = not job.lease.is_acknowledged and job.lease.leased_at or nil
   return settle(s, ref, 'completed', {phase = 'completed'}, {'lease', 'wake_at'},
-    {phase = 'completed', worker_id = worker_id, completed_at = now(s)}, {result = args[9]}, {'failure'},
+    {phase = 'completed', worker_id = worker_id, completed_at = now(s), started_at = started_at}, {result = args[9]}, {'failure'},
     fact_line('completed', data))
 end, wants_ref)
 
@@ -222,6 +235,7 @@ define('worker_release', function(s, args)
     return math.max(ended_as(s, ref, 'released'), ended_as(s, ref, 'cancelled'))
   end
   local stop = stop_of(job)
+  tell_run(s, ref.job_id, job.lease.worker_id, stop == 'cancel' and 'cancelled' or 'pending')
   if stop == 'cancel' then
     return settle(s, ref, 'cancelled', {phase = 'cancelled'}, {'lease', 'wake_at'},
       {phase = 'cancelled', completed_at = now(s)}, {}, {}, fact_line('cancelled', reason_of(rest(job).cancel_reason)))
@@ -310,10 +324,11 @@ end)
 define('tell', function(s, args)
   local stream = s.p .. 'commands:' .. args[4]
   call('XADD', stream, 'MAXLEN', '~', COMMANDS_KEPT, '*', 'action', args[5], 'job_id', args[6], 'lease', args[7],
-    'reason', args[8])
+    'reason', args[8], 'timestamp', now_text(s))
   call('EXPIRE', stream, COMMANDS_S)
   local told = cjson.encode({
     worker_id = args[4], action = args[5], job_id = args[6], lease = tonumber(args[7]), reason = args[8], from = args[9],
+    timestamp = now(s),
   })
   call('PUBLISH', s.p .. 'channel:worker:' .. args[4], told)
   call('PUBLISH', s.p .. 'channel:workers:all', told)
