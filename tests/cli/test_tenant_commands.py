@@ -87,6 +87,7 @@ def test_every_term_can_be_taken_away_and_is_then_what_a_new_tenant_has(run: Run
         ("--region", "eu"),
         ("--compliance", "gdpr"),
         ("--allow-direct",),
+        ("--unrunnable-after", "3600"),
         ("--node-class", "Load*"),
         ("--deny-node-class", "Save*"),
         ("--model", "sd*"),

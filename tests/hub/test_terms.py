@@ -391,3 +391,22 @@ async def test_two_hubs_on_redis_count_together(server: str, tmp_path: Path) -> 
             *(rig.post("/api/jobs", submission(), role=Role.TENANT) for rig in (here, there) * 6)
         )
         assert sorted(answer.status for answer in answers) == [201] * 5 + [429] * 7
+
+
+async def test_terms_that_are_changed_over_the_wire_are_kept_to_by_jobs_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comfyfleet.tenancy.judging.REMEMBER_S", 0.0)
+    async with running_hub(pools=pools_in(tmp_path)) as rig:
+        await set_up(rig)
+        high = await rig.submit(priority=50, role=Role.TENANT)
+        ended = await rig.ask("PATCH", f"/api/tenants/{TENANT}", {"caps": {"max_priority": 10}})
+        assert ended.status == 200, ended.content
+        async with asyncio.timeout(60):
+            while (await rig.engine.get(JobId(high))).dispatch.priority != 10:
+                await asyncio.sleep(0.01)
+        await rig.ask("PATCH", f"/api/tenants/{TENANT}", {"denied_node_classes": ["KSampler"]})
+        async with asyncio.timeout(60):
+            async for _ in rig.engine.watch(JobId(high)):
+                """To its end."""
+        assert (await rig.engine.get(JobId(high))).dispatch.phase is Phase.FAILED

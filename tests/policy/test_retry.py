@@ -26,6 +26,7 @@ FINAL = {
     FailureKind.TOTAL_TIMEOUT,
     FailureKind.DEADLINE_PASSED,
     FailureKind.DEPENDENCY_FAILED,
+    FailureKind.UNRUNNABLE,
     FailureKind.UNREADABLE,
 }
 WORKER_CANNOT = {FailureKind.MISSING_NODE, FailureKind.MISSING_MODEL}

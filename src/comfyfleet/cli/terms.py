@@ -30,6 +30,7 @@ CLEARED: dict[str, tuple[str, str | None, Any]] = {
     "tier": ("tier", None, 0),
     "isolation": ("isolation", None, "none"),
     "allow-direct": ("allows_direct", None, False),
+    "unrunnable-after": ("unrunnable_after", None, None),
     "node-class": ("node_classes", None, None),
     "deny-node-class": ("denied_node_classes", None, []),
     "model": ("models", None, None),
@@ -71,6 +72,12 @@ def term_options(command: F) -> F:
             "allows_direct",
             default=None,
             help="Whether workers directly on the store may read its payloads.",
+        ),
+        click.option(
+            "--unrunnable-after",
+            type=click.FloatRange(0, min_open=True),
+            metavar="SECONDS",
+            help="Fail its waiting jobs that no known worker can run for so long; as the hub says unless given.",
         ),
         click.option(
             "--node-class",
@@ -121,7 +128,9 @@ def given(flags: dict[str, Any]) -> dict[str, Any]:
     label, price, region = flags.pop("label"), flags.pop("price"), flags.pop("region")
     compliance = flags.pop("compliance")
     terms: dict[str, Any] = {"name": label}
-    terms |= {name: flags.pop(name) for name in ("weight", "tier", "isolation", "allows_direct")}
+    terms |= {
+        name: flags.pop(name) for name in ("weight", "tier", "isolation", "allows_direct", "unrunnable_after")
+    }
     terms |= {name: flags.pop(name) or None for name in _LISTS}
     caps = {name: value for name in _CAPS if (value := flags.pop(name)) is not None}
     found = {name: value for name, value in terms.items() if value is not None}

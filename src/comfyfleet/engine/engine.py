@@ -23,6 +23,7 @@ from comfyfleet.engine.gate import Gate
 from comfyfleet.engine.inputs import Inputs
 from comfyfleet.engine.inputs import forget as forget_uses
 from comfyfleet.engine.jobs import JobDesk
+from comfyfleet.engine.judging import Judge
 from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.missing import MissingDesk
 from comfyfleet.engine.newest import Newest
@@ -123,6 +124,7 @@ class Engine:
             self._inputs,
             self._catalogs,
         )
+        self.judge = Judge(self._context, self._rounds, self._verdicts)
         self._follower = Follower(self._context)
         self._unrunnable = Unrunnable(self._context)
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))

@@ -43,7 +43,7 @@ from comfyfleet.policy.inputs import check_inputs
 from comfyfleet.policy.lifecycle import standing_at
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.repeating import digest_of, is_repeat
-from comfyfleet.policy.terms import under_terms, with_terms
+from comfyfleet.policy.terms import under_new_terms, under_terms, with_terms
 from comfyfleet.policy.timing import wake_at
 from comfyfleet.policy.visibility import asker_of, name_for
 
@@ -163,9 +163,11 @@ class SubmitDesk:
             relaxed_class=None if place.later is None else context.fleet.key_of(place.later),
             relax_at=None if dispatch.is_held else place.relax_at,
         )
-        placed = msgspec.structs.replace(
-            placed, wake_at=wake_at(placed, await context.store.now(), context.rules)
-        )
+        now = await context.store.now()
+        if tenant is not None:
+            placed = under_new_terms(placed, job, tenant, now, context.rules).apply(placed)
+            placed = msgspec.structs.replace(placed, revision=dispatch.revision)
+        placed = msgspec.structs.replace(placed, wake_at=wake_at(placed, now, context.rules))
         for _ in range(_TRIES):
             for each in place.classes:
                 await context.fleet.ensure_class(each)

@@ -45,6 +45,7 @@ from comfyfleet.hub.suspending import Suspending
 from comfyfleet.hub.tenant_duties import TenantDuties
 from comfyfleet.hub.tenants import TenantHandlers
 from comfyfleet.hub.terms import TermsGate
+from comfyfleet.hub.unrunnable_jobs import UnrunnableJobs
 from comfyfleet.hub.upkeep import Upkeep
 from comfyfleet.hub.usage import UsageHandlers
 from comfyfleet.hub.webhooks import WebhookHandlers
@@ -55,6 +56,7 @@ from comfyfleet.policy.retention import DAY_S, Retention
 from comfyfleet.ports import Assets, Cabinet, Clock
 from comfyfleet.tenancy.deliveries import Deliveries
 from comfyfleet.tenancy.estate import Estate
+from comfyfleet.tenancy.judging import TermsJudge
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.tenancy.leaving import Belongings, Leaver
 from comfyfleet.tenancy.moving import Mover
@@ -128,7 +130,9 @@ class Hub:
         mover = Mover(tenants, pools, asyncio.sleep)
         leaver = Leaver(engine.store, estate.homes, self.keys, webhooks, book, belongings, asyncio.sleep)
         stats = StatsDesk(engine, time.monotonic)
-        self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, shares, self.audit)
+        judge = TermsJudge(estate.apart.central, tenants, engine.judge.judge_again, asyncio.sleep)
+        self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, judge, shares, self.audit)
+        self.unrunnable = UnrunnableJobs(engine, tenants, cabinet, engine.clock)
         inputs = InputDesk(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs, keyed)
         health = HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping)
@@ -201,6 +205,7 @@ class Hub:
         self._delivering.start()
         self._key_watch.start()
         self._tenant_duties.start()
+        self.unrunnable.start()
         self.upkeep.start()
 
     async def finish(self) -> None:
@@ -208,6 +213,7 @@ class Hub:
         await self._delivering.close()
         await self._key_watch.close()
         await self._tenant_duties.close()
+        await self.unrunnable.close()
         await self.upkeep.close()
         await self.audit.close()
         self._bodies.close()

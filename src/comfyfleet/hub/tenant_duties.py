@@ -1,5 +1,5 @@
-"""Sees to tenants that are on their way: to another pool, or for good. What one hub leaves undone another takes up, and
-the store knows the terms of all of them."""
+"""Sees to tenants that are on their way, to another pool or for good, and to jobs of those whose terms have changed.
+What one hub leaves undone another takes up, and the store knows the terms of all of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.ports import Cabinet, Clock
 from comfyfleet.tenancy.claims import Claim, claim
+from comfyfleet.tenancy.judging import TermsJudge
 from comfyfleet.tenancy.leaving import Leaver
 from comfyfleet.tenancy.moving import Mover
 from comfyfleet.tenancy.shares import ShareKeeper
@@ -35,6 +36,7 @@ class TenantDuties:
         tenants: Tenants,
         mover: Mover,
         leaver: Leaver,
+        judge: TermsJudge,
         shares: ShareKeeper,
         audit: Audit,
         look_s: float = _LOOK_S,
@@ -44,6 +46,7 @@ class TenantDuties:
         self._tenants = tenants
         self._mover = mover
         self._leaver = leaver
+        self._judge = judge
         self._shares = shares
         self._audit = audit
         self._look_s = look_s
@@ -118,8 +121,10 @@ class TenantDuties:
                 tenant = await self._mover.move(tenant, mine)
                 await self._shares.keep(tenant)
                 _LOG.info("tenant %s lies in the pool %s now", tenant_id, tenant.pool)
-            else:
+            elif tenant.moved_from is not None:
                 tenant = await self._mover.tidy(tenant, mine)
+            else:
+                tenant = await self._judge.judge(tenant, mine)
         return tenant is None
 
     async def _delete(self, tenant: Tenant, mine: Claim) -> None:
@@ -132,4 +137,5 @@ class TenantDuties:
 
 
 def is_due(tenant: Tenant) -> bool:
-    return tenant.state in (TenantState.MOVING, TenantState.LEAVING) or tenant.moved_from is not None
+    is_on_its_way = tenant.state in (TenantState.MOVING, TenantState.LEAVING) or tenant.moved_from is not None
+    return is_on_its_way or tenant.judged_number < tenant.terms_number

@@ -69,7 +69,10 @@ class TenantHandlers:
 
     async def change(self, call: Call[wire.TenantChange]) -> Reply:
         fields = wire.asked_for(call.given)
-        return await self._changed(call, lambda tenant: policy.changed(tenant, fields))
+        reply = await self._changed(call, lambda tenant: policy.changed(tenant, fields))
+        # Jobs that wait are judged again.
+        self._wake()
+        return reply
 
     async def suspend(self, call: Call[None]) -> Reply:
         return await self._changed(call, policy.suspended)

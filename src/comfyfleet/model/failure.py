@@ -37,6 +37,7 @@ class FailureKind(StrEnum):
     TOTAL_TIMEOUT = "total_timeout"
     DEADLINE_PASSED = "deadline_passed"
     DEPENDENCY_FAILED = "dependency_failed"
+    UNRUNNABLE = "unrunnable"
     # what arrived at the worker is not what was submitted, so it was not run
     PAYLOAD_MISMATCH = "payload_mismatch"
     # what was sealed cannot be opened any more

@@ -13,6 +13,7 @@ from comfyfleet.model.ledger import Price
 from comfyfleet.model.requirement import Isolation, LocationNeed
 
 Bound = Annotated[int, Meta(ge=0, le=10**9)]
+Wait = Annotated[float, Meta(gt=0, le=10 * 365 * 24 * 3600)]
 Weight = Annotated[float, Meta(gt=0, le=1_000_000)]
 
 
@@ -69,6 +70,12 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
     """The only ones it may use, as patterns. None: any."""
     denied_models: tuple[str, ...] = ()
     caps: TenantCaps = TenantCaps()
+    unrunnable_after: Wait | None = None
+    """Waiting jobs that no known worker can run fail after so many seconds. None: as the hub's setting says."""
+    terms_number: int = 0
+    """Grows with each change of what its jobs are judged by …"""
+    judged_number: int = 0
+    """… and this follows, once those that waited were judged again."""
     moving_to: str | None = None
     moving_since: float | None = None
     returns_to: TenantState = TenantState.ACTIVE

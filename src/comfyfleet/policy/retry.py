@@ -65,6 +65,7 @@ TABLE: dict[FailureKind, Row] = {
     FailureKind.TOTAL_TIMEOUT: _JOBS_OWN_LIMIT,
     FailureKind.DEADLINE_PASSED: _JOBS_OWN_LIMIT,
     FailureKind.DEPENDENCY_FAILED: _JOBS_OWN_LIMIT,
+    FailureKind.UNRUNNABLE: _JOBS_OWN_LIMIT,
     FailureKind.PAYLOAD_MISMATCH: _NOBODYS_FAULT,
     FailureKind.UNREADABLE: _JOBS_OWN_LIMIT,
 }

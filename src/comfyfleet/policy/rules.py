@@ -92,6 +92,10 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_look_cap_s: float = 900.0
     """… and then ever more seldom, down to this."""
 
+    # jobs that nobody can run
+    unrunnable_after: float = 24 * 3600.0
+    """A hub fails a waiting job that no known worker can run for so long; tenants may have a term of their own."""
+
     # webhooks
     delivery_base_s: float = 5.0
     """A delivery that failed is tried again after about this long, then three times as long each time …"""
@@ -134,6 +138,8 @@ def problem_of(rules: Rules) -> tuple[str, str] | None:
             f"must be at least {SHORTEST_LOST_S:g} seconds: an idle worker is heard of about every "
             f"{IDLE_HEARTBEAT_S:g}, and with less it would be taken for lost and come back again and again"
         )
+    if not rules.unrunnable_after > 0:
+        return "unrunnable_after", "must be more than 0 seconds"
     if not rules.max_attempts >= 1:
         return "max_attempts", "must be at least 1"
     return None

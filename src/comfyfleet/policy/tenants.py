@@ -16,13 +16,31 @@ from comfyfleet.model.terms import TenantTerms
 from comfyfleet.policy import accounting
 
 _AGAIN_S = 5.0
+_JUDGED_BY = (
+    "tier",
+    "isolation",
+    "location",
+    "allows_direct",
+    "node_classes",
+    "denied_node_classes",
+    "models",
+    "denied_models",
+    "caps",
+)
 
 
 def changed(tenant: Tenant, fields: dict[str, Any]) -> Tenant:
     _check_stays(tenant)
     made = replace(tenant, **fields)
     check_terms(made)
+    if any(getattr(made, name) != getattr(tenant, name) for name in _JUDGED_BY):
+        made = replace(made, terms_number=made.terms_number + 1)
     return made
+
+
+def judged(tenant: Tenant, number: int) -> Tenant:
+    """Its waiting jobs were judged by the terms of that number."""
+    return replace(tenant, judged_number=max(tenant.judged_number, number))
 
 
 def check_terms(tenant: Tenant) -> None:

@@ -12,12 +12,16 @@ from typing import Any
 
 import msgspec
 
+from comfyfleet.model.dispatch import Change, Dispatch, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.job import Submission
-from comfyfleet.model.requirement import Isolation, LocationNeed, Requirements
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.requirement import Isolation, LocationNeed, RequirementClass, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
 from comfyfleet.model.variants import with_nodes
 from comfyfleet.model.workflow import Node, Workflow, check_workflow, files_of
+from comfyfleet.policy.priority import effective_priority
+from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.timing import wake_at
 
 _STRICTNESS: tuple[Isolation, ...] = ("none", "loose", "strict")
 _MEGAPIXEL = 1024 * 1024
@@ -31,11 +35,42 @@ def under_terms(submission: Submission, tenant: Tenant) -> Submission:
     """Judged, and as it is placed. What is kept of it is what was asked for: so a repeat is known again, and a retry is
     judged by the terms of its own time."""
     check_state(tenant)
+    check_kept(submission, tenant)
+    return with_terms(submission, tenant)
+
+
+def check_kept(submission: Submission, tenant: Tenant) -> None:
+    """Whether a job keeps to the terms, new or waiting; whether anything new is taken now is not asked."""
     check_graph(tenant, submission.workflow)
     for variant in submission.variants:
         check_graph(tenant, with_nodes(submission.workflow, variant))
     check_region(tenant, submission.requirements)
-    return with_terms(submission, tenant)
+
+
+def judged_again(cls: RequirementClass, submission: Submission, tenant: Tenant) -> RequirementClass:
+    """The class of a job that waits, as its tenant's terms are now. Whether direct workers may take it was decided with
+    where its payload lies: that can be withdrawn, and not be given later."""
+    needs = with_terms(submission, tenant).requirements
+    changed = msgspec.structs.replace(
+        cls.requirements,
+        isolation=needs.isolation,
+        location=needs.location,
+        needs_hub=needs.needs_hub or cls.requirements.needs_hub,
+    )
+    return msgspec.structs.replace(cls, requirements=changed)
+
+
+def under_new_terms(dispatch: Dispatch, job: Job, tenant: Tenant, now: float, rules: Rules) -> Change:
+    """Its priority, as tier and ceiling are now."""
+    asked, ceiling = job.payload, tenant.caps.max_priority
+    own = asked.priority if job.priority is None else job.priority
+    base = effective_priority(own, asked.tier + tenant.tier, asked.urgency, None, now, rules, ceiling)
+    placed = msgspec.structs.replace(dispatch, base_priority=base, priority_ceiling=ceiling)
+    change = Change(base_priority=base, priority_ceiling=ceiling)
+    if dispatch.phase is not Phase.QUEUED:
+        return change
+    priority = effective_priority(base, 0, "normal", dispatch.deadline_at, now, rules, ceiling)
+    return msgspec.structs.replace(change, priority=priority, wake_at=wake_at(placed, now, rules))
 
 
 def check_state(tenant: Tenant) -> None:

@@ -9,7 +9,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from comfyfleet.model.ledger import Price
 from comfyfleet.model.requirement import Isolation, LocationNeed
-from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState, Weight
+from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState, Wait, Weight
 from comfyfleet.wire.bodies import LocationBody, Name, Names, Priority
 
 TenantName = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._@-]{0,127}$")]
@@ -33,6 +33,8 @@ class TenantBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     models: Names | None = None
     denied_models: Names = ()
     caps: TenantCaps = TenantCaps()
+    unrunnable_after: Wait | None = None
+    """Waiting jobs that no known worker can run fail after so many seconds; as the hub's setting says unless given."""
 
 
 class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -51,6 +53,7 @@ class TenantChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     models: Names | UnsetType | None = UNSET
     denied_models: Names | UnsetType = UNSET
     caps: TenantCaps | UnsetType = UNSET
+    unrunnable_after: Wait | UnsetType | None = UNSET
 
 
 class MoveBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,6 +84,7 @@ class TenantView(msgspec.Struct, frozen=True):
     denied_models: tuple[str, ...]
     caps: TenantCaps
     moving_to: str | None = None
+    unrunnable_after: float | None = None
 
 
 class TenantList(msgspec.Struct, frozen=True):
