@@ -187,10 +187,13 @@ def move(tenant_id: str, pool: str, no_wait: bool, as_json: bool, **flags: Any) 
     from comfyfleet.cli.reach import ask, print_json
 
     async def moving(client: FleetClient) -> TenantView:
-        tenant = await client.move_tenant(tenant_id, pool)
+        tenant, told = await client.move_tenant(tenant_id, pool), None
         while tenant.state == "moving" and not no_wait:
             await asyncio.sleep(_LOOK_S)
             tenant = await client.tenant(tenant_id)
+            if tenant.waits_for is not None and tenant.waits_for != told:
+                told = tenant.waits_for
+                echo(f"it waits for {told}", err=True)
         return tenant
 
     tenant = ask(flags, moving)

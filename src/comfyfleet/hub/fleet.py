@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.listing import records_of
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.scoped_stats import StatsDesk
 from comfyfleet.hub.seen_workers import details, may_see, workers_seen
@@ -56,8 +57,8 @@ class FleetHandlers:
     async def list_dead(self, call: Call[bodies.PageQuery]) -> Reply:
         limit, after = call.given.limit, call.given.cursor
         dead = await self._engine.dead_letter(limit, None if after is None else JobId(after))
-        records = [await self._engine.store.records.get(dispatch.job_id) for dispatch in dead]
-        jobs = [answers.job(record) for record in records if record and call.caller.sees(record.tenant)]
+        records = await records_of(self._engine.store.records, [dispatch.job_id for dispatch in dead])
+        jobs = [answers.job(record) for record in records if call.caller.sees(record.tenant)]
         return Reply(200, answers.JobList(tuple(jobs), dead[-1].job_id if len(dead) == limit else None))
 
     async def retry_dead(self, call: Call[None]) -> Reply:

@@ -24,6 +24,8 @@ from comfyfleet.tracing import in_background, log_failure
 _LOG = logging.getLogger(__name__)
 
 _LOOK_S = 10.0
+AT_ONCE = 8
+"""So many tenants are seen to at the same time; the others have their turn when one is done."""
 
 
 class TenantDuties:
@@ -53,6 +55,8 @@ class TenantDuties:
         self._woken = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._under_way: dict[TenantId, asyncio.Task[None]] = {}
+        self._last = TenantId("")
+        """The one that was begun last: those behind it are next, so that nobody is in front of the others for ever."""
 
     def start(self) -> None:
         if self._running is None:
@@ -75,9 +79,10 @@ class TenantDuties:
             try:
                 everybody = await self._tenants.everybody()
                 await self._shares.compare(everybody)
-                for tenant in everybody:
-                    if is_due(tenant) and tenant.tenant_id not in self._under_way:
-                        self._begin(tenant.tenant_id)
+                due = [each.tenant_id for each in everybody if is_due(each)]
+                for tenant_id in sorted(due, key=lambda each: (each <= self._last, each)):
+                    if tenant_id not in self._under_way and len(self._under_way) < AT_ONCE:
+                        self._begin(tenant_id)
             except ComfyFleetError as error:
                 _LOG.warning("tenants are looked at later: %s", error)
             except Exception:
@@ -88,8 +93,14 @@ class TenantDuties:
 
     def _begin(self, tenant_id: TenantId) -> None:
         task = in_background(self._see_to(tenant_id), name=f"tenant {tenant_id}")
-        self._under_way[tenant_id] = task
-        task.add_done_callback(lambda _: self._under_way.pop(tenant_id, None))
+        self._under_way[tenant_id], self._last = task, tenant_id
+        task.add_done_callback(lambda _: self._done(tenant_id))
+
+    def _done(self, tenant_id: TenantId) -> None:
+        if len(self._under_way) >= AT_ONCE:
+            # Somebody may have been waiting for this one's place.
+            self.wake()
+        self._under_way.pop(tenant_id, None)
 
     async def _see_to(self, tenant_id: TenantId) -> None:
         try:
@@ -98,10 +109,11 @@ class TenantDuties:
                 return
             try:
                 is_gone = await self._do(tenant_id, mine)
-            except BaseException:
+            except BaseException as error:
                 # Taken up again at once, by whoever looks first.
+                why = f"another try, after: {error}" if isinstance(error, ComfyFleetError) else ""
                 with contextlib.suppress(ComfyFleetError):
-                    await mine.give_back()
+                    await mine.give_back(why)
                 raise
             if not is_gone:
                 await mine.give_back()

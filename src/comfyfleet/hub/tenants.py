@@ -8,9 +8,10 @@ from typing import Any
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.tenant import Tenant
+from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy import tenants as policy
 from comfyfleet.ports import Clock
+from comfyfleet.tenancy.claims import waits_for
 from comfyfleet.tenancy.estate import Estate
 from comfyfleet.tenancy.shares import ShareKeeper
 from comfyfleet.tenancy.tenants import Tenants, not_found
@@ -65,7 +66,10 @@ class TenantHandlers:
         return Reply(201, wire.view(made), made=made.tenant_id)
 
     async def get(self, call: Call[None]) -> Reply:
-        return Reply(200, wire.view(await known(self._tenants, call.parameters["tenant_id"])))
+        tenant = await known(self._tenants, call.parameters["tenant_id"])
+        is_on_its_way = tenant.state in (TenantState.MOVING, TenantState.LEAVING)
+        doing = await waits_for(self._estate.cabinet, tenant.tenant_id) if is_on_its_way else None
+        return Reply(200, wire.view(tenant, doing))
 
     async def change(self, call: Call[wire.TenantChange]) -> Reply:
         fields = wire.asked_for(call.given)

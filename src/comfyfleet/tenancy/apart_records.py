@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from comfyfleet.model.dispatch import Phase
@@ -104,6 +106,14 @@ class ApartRecords:
         page = await self._central.records.listing(
             tenant=tenant, phase=phase, limit=limit, after=after, newest_first=newest_first
         )
+        return await self._filled(page, is_one_tenants=tenant is not None)
+
+    async def many(self, job_ids: Sequence[JobId]) -> list[Job]:
+        """Those that are there. A tenant whose database is away is answered without what lies there."""
+        stubs = [await self._central.records.get(job_id) for job_id in job_ids]
+        return await self._filled([each for each in stubs if each is not None], is_one_tenants=False)
+
+    async def _filled(self, page: Sequence[Job], *, is_one_tenants: bool) -> list[Job]:
         of_tenants: dict[TenantId, list[JobId]] = {}
         for stub in page:
             of_tenants.setdefault(stub.tenant, []).append(stub.job_id)
@@ -117,7 +127,7 @@ class ApartRecords:
                     jobs |= await home.database.get_many(job_ids)
                     said |= await home.database.failures_of([each for each in job_ids if each in unsaid])
             except Fault:
-                if tenant is not None:
+                if is_one_tenants:
                     raise
         whole = [texts.job_with(stub, said) for stub in page]
         return [filled(stub, jobs[stub.job_id]) if stub.job_id in jobs else stub for stub in whole]

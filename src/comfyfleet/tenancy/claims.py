@@ -16,9 +16,10 @@ DRAWER = "tenant_claims"
 CLAIM_S = 30.0
 
 
-class _Claim(msgspec.Struct, frozen=True):
+class _Claim(msgspec.Struct, frozen=True, omit_defaults=True):
     fence: int
     until: float
+    waits_for: str = ""
 
 
 class Claim:
@@ -28,7 +29,14 @@ class Claim:
         self._tenant = tenant
         self._version = version
         self._renew_at = clock.monotonic() + CLAIM_S / 3
+        self._waits_for = ""
         self.fence = fence
+
+    async def say(self, waits_for: str) -> None:
+        """What is being done, for whoever waits for it; and kept with that."""
+        self._waits_for = waits_for
+        self._renew_at = float("-inf")
+        await self.keep()
 
     async def keep(self) -> None:
         """Said again and again by whoever has it. Raises `Fault` if another has taken it up."""
@@ -36,11 +44,16 @@ class Claim:
             await self._put(self._clock.now() + CLAIM_S)
             self._renew_at = self._clock.monotonic() + CLAIM_S / 3
 
-    async def give_back(self) -> None:
+    async def give_back(self, waits_for: str = "") -> None:
+        self._waits_for = waits_for
         await self._put(0.0)
 
+    async def rest(self, seconds: float) -> None:
+        """It is done, and nobody need do it again for so long."""
+        await self._put(self._clock.now() + seconds)
+
     async def _put(self, until: float) -> None:
-        body = msgspec.json.encode(_Claim(self.fence, until))
+        body = msgspec.json.encode(_Claim(self.fence, until, self._waits_for))
         if not await self._cabinet.put(DRAWER, self._tenant, body, version=self._version):
             raise lost(self._tenant)
         self._version += 1
@@ -59,6 +72,13 @@ async def claim(cabinet: Cabinet, clock: Clock, tenant: TenantId) -> Claim | Non
     if not await cabinet.put(DRAWER, tenant, body, version=version):
         return None
     return Claim(cabinet, clock, tenant, fence, version + 1)
+
+
+async def waits_for(cabinet: Cabinet, tenant: TenantId) -> str | None:
+    """What whoever sees to it has said last."""
+    document = await cabinet.get(DRAWER, tenant)
+    known = None if document is None else msgspec.json.decode(document.body, type=_Claim)
+    return None if known is None or not known.waits_for else known.waits_for
 
 
 def lost(tenant: TenantId) -> Fault:

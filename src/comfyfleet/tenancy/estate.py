@@ -42,8 +42,13 @@ class Estate:
         self.pools = Pools(pools, clock, open_database, around)
         self.homes = Homes(self.tenants, self.pools)
         self.apart = ApartStore(central, self.homes)
-        self.reconciler = Reconciler(self.apart)
+        self.reconciler = Reconciler(self.apart, clock)
         self.forgetting = Forgetting(central, self.homes, retention or Retention())
+
+    @property
+    def cabinet(self) -> Cabinet:
+        """The central store's."""
+        return self._central.cabinet
 
     @property
     def store(self) -> Store:

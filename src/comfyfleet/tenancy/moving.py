@@ -36,6 +36,7 @@ class Mover:
         tenant_id = tenant.tenant_id
         source, target = await self._pools.of(tenant), await self._pools.get(tenant.moving_to)
         # So that callers hear of it from their hubs, and not from a book that is closed.
+        await claim.say("every hub to hear of it")
         await self._sleep(REMEMBER_S)
         await claim.keep()
         await _close(source, tenant_id, claim)
@@ -76,6 +77,7 @@ class Mover:
         self, tenant: TenantId, source: TenantDatabase, target: TenantDatabase, claim: Claim
     ) -> None:
         for part in PARTS:
+            await claim.say(f"its {part} to be copied")
             last: Row | None = None
             while page := await source.rows_of(tenant, part, after=last, limit=_PAGE):
                 await claim.keep()
@@ -90,6 +92,7 @@ class Mover:
     ) -> str | None:
         """The first part that is not the same on both sides."""
         for part in PARTS:
+            await claim.say(f"its {part} to be compared")
             last: Row | None = None
             while True:
                 await claim.keep()

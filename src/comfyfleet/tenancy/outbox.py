@@ -30,6 +30,9 @@ LOOK_S = 1.0
 LIFE_S = 30.0
 """What was read longer ago is not brought to the store any more: a tombstone is kept for twice as long."""
 _PAGE = 200
+PAGES = 5
+"""Of ends that wait to be settled, in one look: while a database is away there may be any number. The next look goes on
+where this one ended."""
 
 Admit = Callable[[Job, Dispatch, Callable[[Dispatch], Awaitable[Written | None]]], Awaitable[None]]
 
@@ -41,6 +44,11 @@ class OutboxRelay:
         self._store = store
         self._admit = admit
         self._seen: set[HoldId] = set()
+        self._ends: set[HoldId] = set()
+        """Those that were seen in the last look through all of them …"""
+        self._ends_now: set[HoldId] = set()
+        """… and in this one, which may take several."""
+        self._last_end: JobId | None = None
         self._is_due = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         store.left_behind = self.wake
@@ -84,7 +92,7 @@ class OutboxRelay:
             await self._store.homes.open()
         # Beside each other: a database that does not answer keeps nobody else's jobs waiting.
         pools = [self._send_of(each, before, at_once) for each in self._store.homes.pools.asked]
-        ends = await asyncio.gather(*pools, self._settle(before, at_once), return_exceptions=True)
+        ends = await asyncio.gather(*pools, self._settle(at_once), return_exceptions=True)
         # Only now: what went on behind a look that failed would be in the way of the next one.
         for end in ends:
             if end is not None:
@@ -142,17 +150,17 @@ class OutboxRelay:
 
     # T1, T2
 
-    async def _settle(self, before: set[HoldId], at_once: bool) -> None:
-        after: JobId | None = None
-        while True:
-            page = await self._store.central.unsettled(_PAGE, after)
+    async def _settle(self, at_once: bool) -> None:
+        for _ in range(PAGES):
+            page = await self._store.central.unsettled(_PAGE, self._last_end)
             for dispatch in page:
                 hold_id = hold_of(dispatch)
-                self._seen.add(hold_id)
-                if (at_once or hold_id in before) and not await self._is_away(dispatch.tenant):
+                self._ends_now.add(hold_id)
+                if (at_once or hold_id in self._ends) and not await self._is_away(dispatch.tenant):
                     await self._settle_one(dispatch)
-                after = dispatch.job_id
+                self._last_end = dispatch.job_id
             if len(page) < _PAGE:
+                self._ends, self._ends_now, self._last_end = self._ends_now, set(), None
                 return
 
     async def _settle_one(self, dispatch: Dispatch) -> None:

@@ -8,6 +8,7 @@ counts only if a second look, a moment later, says the same.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 
@@ -19,13 +20,19 @@ from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy.accounting import problems
 from comfyfleet.policy.reconciling import Finding, FindingKind, judge_dispatch, judge_open
 from comfyfleet.policy.settling import hold_of
+from comfyfleet.ports import Clock
 from comfyfleet.tenancy.apart import ApartStore
+from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database import TenantDatabase
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 
 EVERY_S = 60.0
+_ASK_AGAIN_S = 10.0
+"""So often it is asked whose turn it is: a hub that died is replaced."""
+CLAIM = TenantId("-reconciler")
+"""No tenant has a name like this."""
 LOOK_AGAIN_S = 2.0
 OLD_HOLD_S = 30 * 24 * 3600.0
 _PAGE = 200
@@ -34,8 +41,11 @@ _STAYING = (TenantState.ACTIVE, TenantState.SUSPENDED)
 
 
 class Reconciler:
-    def __init__(self, store: ApartStore) -> None:
+    """Every hub has one; each minute one of them looks."""
+
+    def __init__(self, store: ApartStore, clock: Clock) -> None:
         self._store = store
+        self._clock = clock
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -50,23 +60,43 @@ class Reconciler:
 
     async def _run(self) -> None:
         while True:
+            wait_s = EVERY_S
             try:
-                for finding in await self.reconcile(books=False):
+                found = await self.take_turn()
+                wait_s = EVERY_S if found is not None else _ASK_AGAIN_S
+                for finding in found or ():
                     _LOG.warning("%s: %s", finding.kind.value, finding.message)
             except Fault as fault:
                 _LOG.warning("the store and tenants' databases are compared later: %s", fault)
             except Exception:
                 log_failure(_LOG, "the store and tenants' databases could not be compared")
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(wait_s)
 
-    async def reconcile(self, *, is_dry: bool = False, books: bool = True) -> list[Finding]:
-        """What was found, and mended unless it `is_dry`. `books`: whether they are added up too."""
-        first = [each async for each in self._look()]
+    async def take_turn(self) -> list[Finding] | None:
+        """None: another hub does so now, or has within the last minute."""
+        mine = await claim(self._store.central.cabinet, self._clock, CLAIM)
+        if mine is None:
+            return None
+        try:
+            found = await self.reconcile(books=False, claim=mine)
+        except BaseException:
+            with contextlib.suppress(Fault):
+                await mine.give_back()
+            raise
+        await mine.rest(EVERY_S - CLAIM_S / 3)
+        return found
+
+    async def reconcile(
+        self, *, is_dry: bool = False, books: bool = True, claim: Claim | None = None
+    ) -> list[Finding]:
+        """What was found, and mended unless it `is_dry`. `books`: whether they are added up too. `claim`: where this is
+        one hub's turn; kept from page to page."""
+        first = [each async for each in self._look(claim)]
         found = []
         if first:
             await asyncio.sleep(LOOK_AGAIN_S)
             known = set(first)
-            found = [each async for each in self._look() if each in known]
+            found = [each async for each in self._look(claim) if each in known]
         if not is_dry:
             for each in found:
                 await self._mend(each)
@@ -76,32 +106,36 @@ class Reconciler:
 
     # looking
 
-    async def _look(self) -> AsyncIterator[Finding]:
+    async def _look(self, claim: Claim | None) -> AsyncIterator[Finding]:
         staying: dict[TenantId, Tenant] = {}
         for pool, tenants in (await self._store.homes.everyone()).items():
             here = {each.tenant_id: each for each in tenants if each.state in _STAYING}
             staying |= here
             try:
                 database = await self._store.homes.pools.get(pool)
-                async for finding in self._rounds(database, {each.tenant_id for each in tenants}):
+                async for finding in self._rounds(database, {each.tenant_id for each in tenants}, claim):
                     yield finding
             except Fault as fault:
                 _LOG.warning("the pool %s is not compared with the store: %s", pool, fault)
                 continue
             for tenant in here.values():
                 async for page in self._open(tenant):
-                    for finding in await self._compared(tenant, page):
+                    for finding in await self._compared(tenant, page, claim):
                         yield finding
         # Once for all of them: an end that cannot be settled now is not to be read again for each tenant.
         async for page in self._unconfirmed():
             for tenant_id in dict.fromkeys(each.tenant for each in page if each.tenant in staying):
                 its = [each for each in page if each.tenant == tenant_id]
-                for finding in await self._compared(staying[tenant_id], its):
+                for finding in await self._compared(staying[tenant_id], its, claim):
                     yield finding
 
-    async def _rounds(self, database: TenantDatabase, tenants: set[str]) -> AsyncIterator[Finding]:
+    async def _rounds(
+        self, database: TenantDatabase, tenants: set[str], claim: Claim | None
+    ) -> AsyncIterator[Finding]:
         after: HoldId | None = None
         while True:
+            if claim is not None:
+                await claim.keep()
             page = await database.outbox(is_sent=True, after=after, limit=_PAGE)
             there = await self._store.central.load_many([each.hold_id.job_id for each in page])
             for entry, dispatch in zip(page, there, strict=True):
@@ -120,9 +154,13 @@ class Reconciler:
                 return
             after = page[-1].hold_id
 
-    async def _compared(self, tenant: Tenant, dispatches: Sequence[Dispatch]) -> list[Finding]:
+    async def _compared(
+        self, tenant: Tenant, dispatches: Sequence[Dispatch], claim: Claim | None
+    ) -> list[Finding]:
         if not dispatches:
             return []
+        if claim is not None:
+            await claim.keep()
         try:
             database = await self._store.homes.pools.of(tenant)
             phases = await database.phases([hold_of(each) for each in dispatches])

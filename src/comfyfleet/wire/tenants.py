@@ -85,6 +85,8 @@ class TenantView(msgspec.Struct, frozen=True):
     caps: TenantCaps
     moving_to: str | None = None
     unrunnable_after: float | None = None
+    waits_for: str | None = None
+    """Of one that is being moved or deleted: what that waits for just now."""
 
 
 class TenantList(msgspec.Struct, frozen=True):
@@ -92,9 +94,10 @@ class TenantList(msgspec.Struct, frozen=True):
     cursor: str | None = None
 
 
-def view(tenant: Tenant) -> TenantView:
-    fields = {name: getattr(tenant, name) for name in TenantView.__struct_fields__ if name != "id"}
-    return TenantView(id=tenant.tenant_id, **fields)
+def view(tenant: Tenant, waits_for: str | None = None) -> TenantView:
+    own = ("id", "waits_for")
+    fields = {name: getattr(tenant, name) for name in TenantView.__struct_fields__ if name not in own}
+    return TenantView(id=tenant.tenant_id, **fields, waits_for=waits_for)
 
 
 def asked_for(body: TenantBody | TenantChange) -> dict[str, Any]:
