@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,8 @@ from comfyfleet.cli.main import main
 from comfyfleet.hub.inside import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.ports import WorkerApi
+from comfyfleet.policy.rules import Rules
+from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 
@@ -42,10 +43,15 @@ class Address(NamedTuple):
 
 @contextmanager
 def hub_with_a_worker(
-    folder: Path | None = None, *, pools: bool = False, is_open: bool = False
+    folder: Path | None = None,
+    *,
+    pools: bool = False,
+    is_open: bool = False,
+    rules: Rules | None = None,
+    connectors: Mapping[str, Connector] | None = None,
 ) -> Iterator[Address]:
-    """One simulated worker, `gpu`, which takes a moment for each job. With a folder the hub keeps files, and with
-    `pools` tenants, of which it has two there."""
+    """One simulated worker, `gpu`, which takes a moment for each job, unless `connectors` has others by name. With
+    a folder the hub keeps files, and with `pools` tenants, of which it has two there."""
     ready: list[Address] = []
     is_ready = threading.Event()
     loop = asyncio.new_event_loop()
@@ -55,10 +61,13 @@ def hub_with_a_worker(
         async with AsyncExitStack() as stack:
             names = ("default", "other") if pools else ()
             urls = {name: f"sqlite:///{folder}/{name}.db" for name in names}
-            rig = await stack.enter_async_context(running_hub(folder=folder, pools=urls, is_open=is_open))
+            rig = await stack.enter_async_context(
+                running_hub(folder=folder, pools=urls, is_open=is_open, rules=rules)
+            )
             api: WorkerApi = rig.engine if rig.assets is None else InsideApi(rig.engine, rig.assets)
-            agent = await stack.enter_async_context(Agent(api, WorkerId("gpu"), [SimulatedConnector()]))
-            await agent.first_verdict()
+            for name, connector in (connectors or {"gpu": SimulatedConnector()}).items():
+                agent = await stack.enter_async_context(Agent(api, WorkerId(name), [connector]))
+                await agent.first_verdict()
             ready.append(_address(rig))
             is_ready.set()
             await end.wait()

@@ -336,7 +336,7 @@ async def test_a_server_that_is_down_does_not_fail_the_start() -> None:
         ready = await told.until("pool:ready")
         assert ready.message == "0 of 1 server(s) online"
         job_id = await pool.enqueue(text_to_image())
-        assert "no worker is connected" in (await pool.explain(job_id)).summary
+        assert "is offline: connection refused" in (await pool.explain(job_id)).summary
 
 
 async def test_a_closed_pool_refuses_and_closing_twice_is_harmless() -> None:

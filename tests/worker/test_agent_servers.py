@@ -32,7 +32,10 @@ async def test_a_server_that_is_down_at_the_start_is_waited_for() -> None:
     told, listener = states()
     async with running(api, connector, on_state=listener) as agent:
         assert agent.state.status is AgentStatus.OFFLINE
-        assert not api.calls
+        # The other side knows of it, and why it takes nothing.
+        (announced,) = api.named("register")
+        assert announced.offline_reason and not announced.capabilities.services
+        assert api.names == ["register"]
         connector.is_healthy = True
         await until(lambda: api.parked == 1)
     assert [state.status for state in told] == ["offline", "online", "draining", "stopped"]

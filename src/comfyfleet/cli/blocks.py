@@ -51,7 +51,7 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
             block.worker_id,
             block.target,
             "one job" if block.workflow_hash is None else block.tenant or "everybody",
-            block.reason,
+            f"{block.reason}: lacks {', '.join(block.missing)}" if block.missing else block.reason,
             "until lifted" if block.blocked_until is None else f"{max(0.0, block.blocked_until - now):.0f} s",
         ]
         for block in blocks
@@ -62,13 +62,17 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
 @command.command("lift")
 @click.argument("worker_id", metavar="WORKER")
 @click.argument("target")
+@as_json
 @settings(*TO_REACH)
-def lift(worker_id: str, target: str, **flags: Any) -> None:
+def lift(worker_id: str, target: str, as_json: bool, **flags: Any) -> None:
     """Lift a block by hand, as the list names it. A workflow hash alone lifts it for every tenant.
 
     Quote the worker that stands for all: comfyfleet blocks lift '*' TARGET
     """
-    from comfyfleet.cli.reach import ask
+    from comfyfleet.cli.reach import ask, print_json
 
     ask(flags, lambda client: client.lift_block(worker_id, target))
+    if as_json:
+        print_json({"worker_id": worker_id, "target": target, "lifted": True})
+        return
     echo(f"lifted {target} for {'every worker' if worker_id == '*' else worker_id}")

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _WIDE = 80
 """Columns from which ids of jobs are shown whole."""
+_NOTES = 5
+"""Workers that something keeps from work, of which the reason is shown."""
 _FRAME = 8
 """Rows that are not a worker or a job: three lines of figures, two headings, what lies between, and the last."""
 
@@ -149,6 +151,7 @@ def _drawn(
 
     from comfyfleet.cli.job_ids import short_ids
     from comfyfleet.cli.reach import ago, rate
+    from comfyfleet.cli.worker_notes import notes_on
 
     now = time.time()
     styles = {
@@ -161,7 +164,8 @@ def _drawn(
     fleet = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for heading in ("worker", "status", "runs", "done", "failed", "per h", "seen"):
         fleet.add_column(heading, no_wrap=True)
-    room = len(workers) + len(jobs) if rows is None else max(2, rows - _FRAME)
+    notes = notes_on(workers, now)[:_NOTES]
+    room = len(workers) + len(jobs) if rows is None else max(2, rows - _FRAME - len(notes))
     shown_jobs = jobs[: max(room // 2, room - len(workers))]
     shown_workers = workers[: max(1, room - len(shown_jobs))]
     for worker in shown_workers:
@@ -199,5 +203,6 @@ def _drawn(
         Text(),
         fleet,
         Text(f"… and {left_out} more workers" if left_out else ""),
+        *(Text(escaped(note, is_line=True), no_wrap=True, overflow="ellipsis") for note in notes),
         running,
     )

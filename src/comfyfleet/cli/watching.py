@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from comfyfleet.cli.printing import echo, escaped
 from comfyfleet.cli.reach import print_json
 from comfyfleet.client.fleet import FleetClient
 from comfyfleet.client.options import JobUpdate
+from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.pool.saving import write_new
@@ -25,6 +27,10 @@ from comfyfleet.wire.answers import ResultBody
 
 _CALLERS_FAULT = (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT)
 _PATIENCE_S = 60.0
+_LOOK_S = 2.0
+_ENDLESS_S = 10 * 365 * 86_400.0
+_NUMBERS = re.compile(r"\d+(\.\d+)?")
+_WAITS = ("queued", "retrying", "released", "resumed")
 _AT_A_TIME = 50
 """Jobs that are watched together; the others' turn comes when one ends."""
 
@@ -81,14 +87,21 @@ async def watch_jobs(
     ended: dict[str, ResultBody] = {}
     saved: list[Path] = []
     unsaved: list[Refusal | Fault] = []
+    waiting: dict[str, None] = {}
+    """Jobs that no worker has; in their order."""
     gate = asyncio.Semaphore(_AT_A_TIME)
     with _told_at_the_end(saved, is_quiet=as_json), Bar("waiting for a worker") as bar:
 
         async def follow(job_id: str) -> None:
             async with gate:
+                waiting[job_id] = None
                 async for update in client.watch(job_id):
                     if previews is not None and update.kind == "preview":
                         await asyncio.to_thread(_keep_preview, previews, job_id, update)
+                    if update.kind in _WAITS:
+                        waiting[job_id] = None
+                    elif update.number is not None:
+                        waiting.pop(job_id, None)
                     _tell(bar, job_id, update, len(job_ids) == 1)
                 ended[job_id] = await client.result(job_id)
                 if len(job_ids) > 1:
@@ -105,8 +118,10 @@ async def watch_jobs(
         client.patience_s = _PATIENCE_S
         try:
             async with asyncio.TaskGroup() as group:
-                for job_id in job_ids:
-                    group.create_task(follow(job_id))
+                following = [group.create_task(follow(job_id)) for job_id in job_ids]
+                telling = group.create_task(_tell_waits(client, bar, waiting, len(job_ids) == 1))
+                await asyncio.wait(following, return_when=asyncio.FIRST_EXCEPTION)
+                telling.cancel()
         except ExceptionGroup as failed:
             # The first reason is the whole story.
             raise failed.exceptions[0] from None
@@ -130,13 +145,44 @@ def _tell(bar: Bar, job_id: str, update: JobUpdate, is_alone: bool) -> None:
         case "leased":
             bar.say(f"{where}runs on {update.worker_id}")
         case "retrying":
-            bar.say(f"{where}failed and is tried again: {update.message}")
+            bar.say(f"{where}{_failed(update)}")
         case "cancelled":
             bar.say(f"{where}was cancelled")
         case _:
             pass
     if is_alone and update.percentage is not None:
         bar.show(update.percentage, 100.0, update.worker_id or "running")
+
+
+def _failed(update: JobUpdate) -> str:
+    told = f"failed on {update.worker_id}" if update.worker_id else "failed"
+    if update.blocked_s is None:
+        return f"{told} and is tried again: {update.message}"
+    is_endless = update.blocked_s > _ENDLESS_S
+    blocked = (
+        "blocked there until it is lifted" if is_endless else f"blocked there for {update.blocked_s:.0f} s"
+    )
+    return f"{told}, {blocked}, waiting for another server: {update.message}"
+
+
+async def _tell_waits(client: FleetClient, bar: Bar, waiting: dict[str, None], is_alone: bool) -> None:
+    """Says why the first job that waits is given to no worker, once for each reason."""
+    before = ""
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        job_id = next(iter(waiting), None)
+        if job_id is None:
+            continue
+        try:
+            found = await client.explain(job_id)
+        except (Refusal, Fault):
+            continue
+        is_stuck = found.phase is Phase.QUEUED and not found.able and not found.able_others
+        # How long a block still lasts is no other reason.
+        told = _NUMBERS.sub("#", found.summary) if is_stuck else ""
+        if told and told != before and job_id in waiting:
+            bar.say(f"{'' if is_alone else f'{job_id}: '}waits: {found.summary}")
+        before = told
 
 
 def _keep_preview(folder: Path, job_id: str, update: JobUpdate) -> None:

@@ -40,6 +40,7 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
     import time
 
     from comfyfleet.cli.reach import ago, ask, print_json, print_table, rate, state_of
+    from comfyfleet.cli.worker_notes import notes_on
 
     workers = ask(flags, lambda client: client.workers())
     if as_json:
@@ -59,10 +60,9 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
         for worker in workers
     ]
     headings = ["worker", "status", "runs", "done", "failed", "per h", "seen"]
-    if any(worker.offline_reason for worker in workers):
-        headings.append("why")
-        rows = [[*row, worker.offline_reason] for row, worker in zip(rows, workers, strict=True)]
     print_table(headings, rows, empty="there are no workers: start one with `comfyfleet worker --server …`")
+    for note in notes_on(list(workers), now):
+        echo(note)
 
 
 @command.command("show")
@@ -71,15 +71,18 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
 @settings(*TO_REACH)
 def show(worker_id: str, as_json: bool, **flags: Any) -> None:
     """One worker, with what it offers."""
+    import time
+
     from comfyfleet.cli.reach import ask, plain, print_json, state_of
+    from comfyfleet.cli.worker_notes import note_on
 
     worker = ask(flags, lambda client: client.worker(worker_id))
     if as_json:
         print_json(worker)
         return
     echo(f"{worker.id}  {state_of(worker)}")
-    if worker.offline_reason:
-        echo(f"  {'why':<13} {plain(worker.offline_reason)}")
+    if note := note_on(worker, time.time()):
+        echo(f"  {'why':<13} {note}")
     for name in ("environment", "slots", "current_jobs", "completed", "failed", "per_hour", "disconnects"):
         echo(f"  {name:<13} {plain(getattr(worker, name))}")
     for service in worker.capabilities.services if worker.capabilities else ():

@@ -66,6 +66,8 @@ class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
     node: str | None = None
     message: str | None = None
     worker_id: str | None = None
+    blocked_s: float | None = None
+    """Of `retrying`: how long the worker that it failed on does not get it."""
     lease: int | None = None
     started_at: float | None = None
     updated_at: float | None = None

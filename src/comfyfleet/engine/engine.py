@@ -137,6 +137,7 @@ class Engine:
             self._commands,
             self._dependencies,
             DeadlyWorkflows(self._context, self._verdicts),
+            self._catalogs,
         )
 
     async def __aenter__(self) -> Engine:

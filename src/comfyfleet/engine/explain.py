@@ -9,6 +9,7 @@ from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.calls import Explanation, MissingFor
 from comfyfleet.model.dispatch import Dispatch, Phase, Standing
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
+from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.terms import TenantTerms
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.feasibility import REFUSES, Miss, misses, nearest_miss
@@ -33,7 +34,7 @@ async def explain(
     objections: dict[str | None, str | None] = {}
     """By signature: hundreds of workers may have the same."""
     for worker in list(context.fleet.workers.values()):
-        lacks = misses(cls, worker.worker_id, worker.capabilities)
+        lacks = _lacks(cls, worker)
         why = [miss.reason for miss in lacks] + await _kept_from(context, dispatch, worker, now)
         signature = None if job is None else signature_for(cls, worker)
         if job is not None and signature in cls.requirements.refused_by:
@@ -64,6 +65,14 @@ async def explain(
         position,
         _estimate_s(context, dispatch, able, position),
     )
+
+
+def _lacks(cls: RequirementClass, worker: WorkerRecord) -> tuple[Miss, ...]:
+    found = misses(cls, worker.worker_id, worker.capabilities)
+    if worker.capabilities.services:
+        return found
+    # Its server never answered, so what it has is unknown.
+    return tuple(miss for miss in found if miss.dimension in ("affinity", "tenant"))
 
 
 async def _became(context: Context, dispatch: Dispatch) -> str:

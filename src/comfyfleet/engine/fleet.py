@@ -15,15 +15,14 @@ import msgspec
 from comfyfleet.model.block import Block
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.dispatch import Dispatch
-from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerDelta, WorkerRecord
 from comfyfleet.policy.deadly import is_refusing
 from comfyfleet.policy.fakes import is_held_back
 from comfyfleet.policy.feasibility import is_feasible
-from comfyfleet.policy.learning import still_warm
 from comfyfleet.policy.projection import Vocabulary, profile_key
+from comfyfleet.policy.registering import capabilities_of, registered_again, registered_first
 from comfyfleet.ports import Clock, Store
 
 # After so many growths the vocabulary is made anew from what waits, so that words nobody uses any more are forgotten.
@@ -238,60 +237,21 @@ class Fleet:
             return await self._put(call, now, lost_s)
 
     async def _put(self, call: RegisterWorker, now: float, lost_s: float) -> WorkerRecord:
-        worker_id, capabilities, slots, live = call.worker_id, call.capabilities, call.slots, call.live
+        worker_id = call.worker_id
         if self._store.is_shared:
             await self._catch_up()
         known = self.workers.get(worker_id)
+        capabilities = capabilities_of(call, known)
         if known is not None and known.capabilities == capabilities:
             profile = known.profile
         else:
             profile = await self._admit(worker_id, capabilities)
-
-        def anew(stored: WorkerRecord) -> WorkerRecord:
-            if (
-                stored.is_other(call.instance)
-                and not stored.is_offline
-                and now < stored.last_seen_at + lost_s
-            ):
-                raise Refusal(
-                    RefusalCode.NOT_ALLOWED,
-                    f"another agent works as {worker_id!r} already: give this one a name of its own (--name), or stop "
-                    f"the other one. If that is gone, this one is let in {lost_s:g} s after its last sign of life",
-                )
-            return msgspec.structs.replace(
-                stored,
-                capabilities=capabilities,
-                # Another engine may have parted it from its equals meanwhile.
-                profile=stored.profile if stored.capabilities == capabilities else profile,
-                slots=slots,
-                live=live if stored.is_offline else still_warm(stored.live, live),
-                connected_at=now if stored.is_offline else stored.connected_at,
-                last_seen_at=now,
-                is_offline=False,
-                offline_reason="",
-                # The process that drained is gone. What comes back is not sent away again, and gets no work either
-                # until the operator who said so says otherwise.
-                is_draining=stored.is_draining and not stored.is_offline,
-                is_paused=stored.is_paused or (stored.is_draining and stored.is_offline),
-                registrations=stored.registrations + 1,
-                instance=call.instance,
-            )
-
         # Over what an operator says of it meanwhile, never past it.
-        record = await self.change(worker_id, anew)
+        record = await self.change(
+            worker_id, lambda stored: registered_again(stored, call, profile, now, lost_s)
+        )
         if record is None:
-            record = WorkerRecord(
-                worker_id,
-                capabilities,
-                profile,
-                slots,
-                now,
-                now,
-                live,
-                registrations=1,
-                instance=call.instance,
-            )
-            self.workers[worker_id] = record
+            record = self.workers[worker_id] = registered_first(call, profile, now)
             self._changed()
             await self._store.put_worker(record)
         if known is not None and known.profile != profile:

@@ -272,10 +272,19 @@ class SubmitDesk:
         }
         nearest = nearest_miss(lacking, self._context.rules.weights)
         if nearest is None:
-            return ("no worker is connected",)
+            return self._offline(tenant) or ("no worker is connected",)
         access = fleet.workers[nearest].capabilities.tenant_access
         name = name_for(nearest, access, asker_of(tenant))
         return tuple(f"{name} {miss.reason}" for miss in lacking[nearest])
+
+    def _offline(self, tenant: TenantId) -> tuple[str, ...]:
+        """Why the first few are, where nobody is there."""
+        away = [worker for worker in self._context.fleet.workers.values() if worker.is_offline]
+        return tuple(
+            f"{name_for(worker.worker_id, worker.capabilities.tenant_access, asker_of(tenant))} is offline: "
+            f"{worker.offline_reason or 'it went'}"
+            for worker in away[:3]
+        )
 
     # into the queue
 

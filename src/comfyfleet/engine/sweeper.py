@@ -12,10 +12,13 @@ from functools import partial
 
 import msgspec
 
+from comfyfleet.engine.best_effort import best_effort
+from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.deadly import DeadlyWorkflows
 from comfyfleet.engine.dependencies import Dependencies
+from comfyfleet.engine.explain import explain
 from comfyfleet.engine.purging import purge
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.engine.verdicts import Verdicts
@@ -27,6 +30,7 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.timing import Due, review
+from comfyfleet.policy.visibility import asker_of
 from comfyfleet.ports import Timer
 from comfyfleet.tracing import in_background, log_failure
 
@@ -51,6 +55,7 @@ class Sweeper:
         commands: CommandDesk,
         dependencies: Dependencies,
         deadly: DeadlyWorkflows,
+        catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
         self._rounds = rounds
@@ -59,6 +64,7 @@ class Sweeper:
         self._commands = commands
         self._dependencies = dependencies
         self._deadly = deadly
+        self._catalogs = catalogs
         self._timer: Timer | None = None
         self._timer_at = float("inf")
         self._running: asyncio.Task[None] | None = None
@@ -181,6 +187,14 @@ class Sweeper:
         self._is_away.discard(tenant)
         return is_all_done
 
+    async def _why(self, dispatch: Dispatch) -> str:
+        """What it waited for, or where it ran, to be added to what ends it."""
+        summary = ""
+        with best_effort(f"explain why job {dispatch.job_id} did not end in time"):
+            found = await explain(self._context, self._catalogs, dispatch, asker_of(dispatch.tenant))
+            summary = found.summary
+        return summary and f": {summary}"
+
     async def _attend(self, dispatch: Dispatch) -> None:
         context = self._context
         now = await context.store.now()
@@ -191,15 +205,14 @@ class Sweeper:
             return
         match found.due:
             case Due.TOTAL_OVER:
-                failure = Failure(FailureKind.TOTAL_TIMEOUT, "the total time given to the job is over")
+                words = f"the total time given to the job is over{await self._why(dispatch)}"
+                failure = Failure(FailureKind.TOTAL_TIMEOUT, words)
                 ended = await self._verdicts.ended(dispatch, failure)
                 if ended is not None and dispatch.lease is not None:
                     await self._commands.tell_to_stop(dispatch, Stop.CANCEL)
             case Due.DEADLINE_OVER:
-                await self._verdicts.ended(
-                    dispatch,
-                    Failure(FailureKind.DEADLINE_PASSED, "the deadline passed before a worker was free"),
-                )
+                words = f"the deadline passed before a worker was free{await self._why(dispatch)}"
+                await self._verdicts.ended(dispatch, Failure(FailureKind.DEADLINE_PASSED, words))
             case Due.STOP_OVERDUE:
                 await self._verdicts.stopped(dispatch, AtRevision(dispatch.revision), _UNCONFIRMED)
             case Due.LEASE_OVER:

@@ -249,6 +249,10 @@ class Verdicts:
             server_deaths=verdict.server_deaths,
         )
         told = {**_told(failure, failure.message, dispatch), "not_before": verdict.not_before}
+        ends = [block.blocked_until for block in blocks if block.blocked_until and block.is_in_force(now)]
+        if ends:
+            # Of the worker it failed on: whoever watches knows what it waits for.
+            told |= {"blocked_until": max(ends), "blocked_s": max(ends) - now}
         return Write(
             dispatch.job_id,
             guard,

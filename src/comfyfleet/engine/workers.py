@@ -82,6 +82,11 @@ class WorkerDesk:
         await kept_out.check(context.store.cabinet, call.worker_id)
         now = await context.store.now()
         record = await context.fleet.put(call, now, context.rules.worker_lost_s)
+        if record.is_offline:
+            if known is None or not known.is_offline:
+                self._rounds.dismiss(call.worker_id)
+                context.tell("offline", call.worker_id, reason=call.offline_reason)
+            return record
         await self._catalogs.tidy_after(known, record)
         if known is None or known.is_offline:
             context.tell("online", call.worker_id)

@@ -6,7 +6,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.listing import records_of
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.scoped_stats import StatsDesk
-from comfyfleet.hub.seen_workers import details, may_see, workers_seen
+from comfyfleet.hub.seen_workers import blocks_of, details, may_see, with_blocks, workers_seen
 from comfyfleet.model.access import Caller
 from comfyfleet.model.block import Block
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -79,7 +79,8 @@ class FleetHandlers:
         leases = await self._engine.store.leases_of(worker.worker_id)
         if not may_see(worker, leases, call.caller):
             raise _no_worker(worker.worker_id)
-        return Reply(200, details(worker, leases, call.caller))
+        ends = await blocks_of(self._engine, call.caller, worker.worker_id)
+        return Reply(200, with_blocks(details(worker, leases, call.caller), ends))
 
     async def drain(self, call: Call[None]) -> Reply:
         await self._engine.drain_worker((await self._known(call)).worker_id)

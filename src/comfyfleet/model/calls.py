@@ -94,6 +94,8 @@ class RegisterWorker(msgspec.Struct, frozen=True, omit_defaults=True):
     live: LiveState = LiveState()
     instance: str = ""
     """Which agent it is, the same after a restart where it ran. Empty: it does not say."""
+    offline_reason: str = ""
+    """Why its server cannot be used, where none of it ever could: the worker is known, and takes nothing."""
 
 
 class Poll(msgspec.Struct, frozen=True, omit_defaults=True):

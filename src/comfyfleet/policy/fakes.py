@@ -15,4 +15,5 @@ def is_held_back(worker: WorkerRecord, fleet: Iterable[WorkerRecord]) -> bool:
     said = worker.capabilities
     if not said.is_fake or said.works_beside_real:
         return False
-    return any(not other.capabilities.is_fake for other in fleet)
+    # A server that never answered may be a fake as well.
+    return any(other.capabilities.services and not other.capabilities.is_fake for other in fleet)

@@ -5,6 +5,7 @@
 | `pool:ready` | `message`: every server was asked once |
 | `pool:error` | `message`, `error_type`: a handler of yours failed, or something of ours did |
 | `job:queued` | |
+| `job:waiting` | `message`: no server can take it now, and why; after two seconds, and when the cause changes |
 | `job:accepted` | `client_id`, `prompt_id` |
 | `job:started` | `client_id`, `prompt_id`: execution began |
 | `job:progress` | `client_id`, `node`, `value`, `max`, `percentage`, `message` |
@@ -35,6 +36,7 @@ EventName = Literal[
     "pool:ready",
     "pool:error",
     "job:queued",
+    "job:waiting",
     "job:accepted",
     "job:started",
     "job:progress",

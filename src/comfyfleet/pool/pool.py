@@ -29,6 +29,7 @@ from comfyfleet.policy.failover import FailoverStrategy
 from comfyfleet.policy.rules import Rules, problem_of
 from comfyfleet.pool.checks import JOB, POOL, PRIORITY, WAIT, check, check_outputs
 from comfyfleet.pool.events import EventName, Handler, PoolEvent
+from comfyfleet.pool.notices import Notices
 from comfyfleet.pool.options import (
     Affinity,
     AffinityMode,
@@ -120,6 +121,7 @@ class WorkflowPool:
         )
         self._affinities = {checked(each).workflow_hash: each for each in workflow_affinities}
         self._teller = Teller(self._engine, self._engine.clock)
+        self._notices = Notices(self._engine, self._teller.hear)
         self._waiting = Waiting()
         self._forgets = store.startswith("memory:")
         self._first_servers = tuple(servers)
@@ -146,6 +148,7 @@ class WorkflowPool:
         self._state = "open"
         self._engine.bus.listen(self._waiting.hear)
         self._teller.start()
+        self._notices.start()
         try:
             await refuse_if_sealed(self._engine.store.cabinet)
             for server in self._first_servers:
@@ -169,6 +172,7 @@ class WorkflowPool:
                 _LOG.warning(
                     "%d job(s) were still waiting or running and are gone with the memory store", left
                 )
+        await self._notices.close()
         await self._servers.close()
         await self._engine.close()
         self._waiting.wake_all()
@@ -262,7 +266,9 @@ class WorkflowPool:
             require_workable=require_workable,
         )
         submitted = await self._engine.submit(submission)
-        return job_id or submitted.job_id
+        public_id = job_id or submitted.job_id
+        self._notices.enqueued(submitted, public_id, needs, metadata)
+        return public_id
 
     async def convert(self, workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
         """The API-format graph of a workflow of the ComfyUI editor, where a server that is online has its nodes."""
@@ -400,6 +406,7 @@ class WorkflowPool:
     # inside
 
     def _on_state(self, client_id: str, state: AgentState) -> None:
+        self._notices.server_changed(client_id, state)
         data = {"state": state.status.value, "message": state.reason}
         self._teller.hear(FleetEvent("state", self._engine.now(), WorkerId(client_id), data))
 

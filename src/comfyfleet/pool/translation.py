@@ -99,6 +99,8 @@ def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
     data = fleet.data
     if fleet.kind == "ready":
         return PoolEvent("pool:ready", fleet.at, message=data["message"])
+    if fleet.kind == "waiting":
+        return PoolEvent("job:waiting", fleet.at, **data)
     if fleet.kind == "state":
         return PoolEvent(
             "client:state",

@@ -171,6 +171,10 @@ class WorkerBody(_Got, frozen=True, omit_defaults=False):
     quarantined_until: float | None = None
     is_fake: bool = False
     """It only pretends to work, as a fake ComfyUI does."""
+    blocked_workflows: int = 0
+    """Workflows that it does not get for a while; `GET /api/blocks` has them."""
+    blocked_until: float | None = None
+    """When the first of these blocks ends; null where none ends by itself."""
 
 
 class WorkerDetails(WorkerBody, frozen=True):

@@ -62,6 +62,8 @@ class RegisterBody(_Call, frozen=True):
     live: LiveState | None = None
     instance: Name | None = None
     """Which agent it is, the same after a restart where it ran: another one is refused while this one is heard of."""
+    offline_reason: Annotated[str, Meta(max_length=1_000)] | None = None
+    """Why no server of the worker can be used. The worker is listed as offline, and needs to name no service."""
 
 
 class DescribeBody(_Call, frozen=True):
@@ -259,9 +261,9 @@ def registration(body: RegisterBody | PollBody) -> RegisterWorker:
         raise Refusal(
             RefusalCode.INVALID_REQUEST, f"the capabilities cannot be understood: {error}"
         ) from error
-    if not capabilities.services or len({each.name for each in capabilities.services}) != len(
-        capabilities.services
-    ):
+    offline_reason = (isinstance(body, RegisterBody) and body.offline_reason) or ""
+    names = [each.name for each in capabilities.services]
+    if len(set(names)) != len(names) or not (names or offline_reason):
         raise Refusal(RefusalCode.INVALID_REQUEST, "capabilities name at least one service, and each once")
     if body.environment is not None:
         capabilities = msgspec.structs.replace(capabilities, environment=body.environment)
@@ -273,7 +275,9 @@ def registration(body: RegisterBody | PollBody) -> RegisterWorker:
         capabilities = msgspec.structs.replace(capabilities, services=services)
     live = body.live or LiveState(available_ram_gb=free_gb)
     slots = body.slots or body.max_concurrency or _concurrent(body.capabilities) or 1
-    return RegisterWorker(WorkerId(body.worker_id), capabilities, slots, live, body.instance or "")
+    return RegisterWorker(
+        WorkerId(body.worker_id), capabilities, slots, live, body.instance or "", offline_reason
+    )
 
 
 def _concurrent(capabilities: dict[str, Any]) -> int | None:

@@ -467,7 +467,11 @@ class Agent:
             self._tell(AgentStatus.ONLINE, reason or down)
 
     def _tell(self, status: AgentStatus, reason: str) -> None:
-        if status is self.state.status or self.state.status is AgentStatus.STOPPED:
+        # Why a server cannot be used may change while it cannot.
+        is_same = status is self.state.status and (
+            status is not AgentStatus.OFFLINE or reason == self.state.reason
+        )
+        if is_same or self.state.status is AgentStatus.STOPPED:
             return
         self.state = AgentState(status, reason, self._disconnects)
         if self._on_state is not None:

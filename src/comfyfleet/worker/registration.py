@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from comfyfleet.model.calls import RegisterWorker
+from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.node_signatures import NodeCatalog
 from comfyfleet.model.worker import Capabilities
@@ -97,13 +98,43 @@ class Registration:
                 self.offer = None
             # Back before it could be taken back, an offer stands again.
             self._on_change()
-            if offer is None and self.number:
-                reason = _defects(self._servers) or "offline"
-                # Once more where the diagnosis has changed since.
-                if offered or (self._offline_reason and reason not in (self._offline_reason, "offline")):
-                    await self._say_goodbye(reason)
-                    self._offline_reason = reason
+            if offer is None:
+                await self._go_offline(is_first=bool(offered))
             return True
+
+    async def _go_offline(self, *, is_first: bool) -> None:
+        reason = _defects(self._servers) or ("offline" if self.number else "its server does not answer")
+        if not self.number:
+            if reason != self._offline_reason and not any(server.is_up for server in self._servers):
+                await self._announce(reason)
+        # Once more where the diagnosis has changed since.
+        elif is_first or (self._offline_reason and reason not in (self._offline_reason, "offline")):
+            await self._say_goodbye(reason)
+            self._offline_reason = reason
+
+    async def _announce(self, reason: str) -> None:
+        """That there is a worker, and why it cannot work: its server never answered. Nothing depends on it."""
+        offer = join(self._declared, {}, moves_files=isinstance(self._api, InputSource))
+        try:
+            async with asyncio.timeout(self._settings.heartbeat_timeout_s):
+                await self._api.register(
+                    RegisterWorker(
+                        self._worker_id,
+                        offer.capabilities,
+                        self._settings.slots,
+                        instance=self.instance,
+                        offline_reason=reason,
+                    )
+                )
+        except Refusal as refusal:
+            # An older hub takes no such worker; whatever else it is, the registration is refused for it too.
+            _log.info("worker %s could not say why it is offline: %s", self._worker_id, refusal)
+        except Exception as error:
+            _log.info(
+                "worker %s could not say why it is offline, and tries again: %r", self._worker_id, error
+            )
+            return
+        self._offline_reason = reason
 
     async def renew(self, number: int) -> None:
         """The other side has forgotten us (it was started anew). One of those who notice is enough."""
@@ -117,7 +148,8 @@ class Registration:
 
     async def end(self, reason: str) -> None:
         async with self._turn:
-            was_registered, self.offer = self.offer is not None, None
+            was_registered = self.offer is not None or (self._offline_reason != "" and not self.number)
+            self.offer = None
             self._on_change()
             if was_registered:
                 await self._say_goodbye(reason)

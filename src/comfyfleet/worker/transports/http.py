@@ -104,12 +104,15 @@ class HttpWorkerApi:
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         capabilities = msgspec.to_builtins(call.capabilities)
         body = wire.RegisterBody(call.worker_id, capabilities, slots=call.slots, live=call.live)
+        if call.offline_reason:
+            body = msgspec.structs.replace(body, offline_reason=call.offline_reason[:1_000])
         if call.instance and self._tells_instance:
             body = msgspec.structs.replace(body, instance=call.instance)
         try:
             answer = await self._ask("register", body, wire.RegisteredBody)
         except Refusal as refusal:
-            if body.instance is None or refusal.code is not RefusalCode.INVALID_REQUEST:
+            is_refused = refusal.code is not RefusalCode.INVALID_REQUEST
+            if body.instance is None or is_refused or call.offline_reason:
                 raise
             # An older hub, which does not ask who it is.
             self._tells_instance = False

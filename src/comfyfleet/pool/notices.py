@@ -1,0 +1,133 @@
+"""What a pool waits for, said before anybody asks: why a server is not used, and why a job is given to none.
+
+Each cause is logged once, until it is over, and told to whoever listens to events. Why a job waits is the engine's to
+know; here one job of each kind is looked after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.model.calls import Submitted
+from comfyfleet.model.dispatch import Phase, Standing
+from comfyfleet.model.fact import FleetEvent
+from comfyfleet.model.ids import JobId, WorkerId, WorkflowHash
+from comfyfleet.model.requirement import Requirements
+from comfyfleet.worker.settings import AgentState, AgentStatus
+
+_LOG = logging.getLogger(__name__)
+
+_LOOK_S = 2.0
+"""A job that no server can take is told of after so long."""
+_LOOK_AGAIN_S = 10.0
+_MAX_WATCHED = 100
+"""Kinds of jobs that are looked after. Beyond that the oldest is left to `explain`."""
+_NUMBERS = re.compile(r"\d+(\.\d+)?")
+
+Kind = tuple[WorkflowHash, Requirements]
+
+
+class _Watched(msgspec.Struct):
+    job_id: JobId
+    public_id: str
+    metadata: dict[str, Any]
+    cause: str = ""
+
+
+class Notices:
+    def __init__(self, engine: Engine, tell: Callable[[FleetEvent], None]) -> None:
+        self._engine = engine
+        self._tell = tell
+        self._watched: dict[Kind, _Watched] = {}
+        self._logged: set[str] = set()
+        """Causes that were logged, and that a job still waits for."""
+        self._offline: dict[str, set[str]] = {}
+        """By server: the causes that were logged since it was last online."""
+        self._is_wanted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._look_on(), name="pool notices")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    # servers
+
+    def server_changed(self, client_id: str, state: AgentState) -> None:
+        if state.status is AgentStatus.OFFLINE and state.reason:
+            causes = self._offline.setdefault(client_id, set())
+            if state.reason not in causes:
+                causes.add(state.reason)
+                _LOG.warning("server %s is offline and is tried again: %s", client_id, state.reason)
+        elif state.status is AgentStatus.ONLINE and client_id in self._offline:
+            del self._offline[client_id]
+            _LOG.warning("server %s is online again", client_id)
+
+    # jobs
+
+    def enqueued(
+        self, submitted: Submitted, public_id: str, needs: Requirements, metadata: Mapping[str, Any] | None
+    ) -> None:
+        """The last one of its kind: those before it are given to a server first."""
+        kind = (submitted.workflow_hash, needs)
+        before = self._watched.pop(kind, None)
+        cause = "" if before is None else before.cause
+        self._watched[kind] = _Watched(submitted.job_id, public_id, dict(metadata or {}), cause)
+        if len(self._watched) > _MAX_WATCHED:
+            del self._watched[next(iter(self._watched))]
+        self._is_wanted.set()
+
+    async def _look_on(self) -> None:
+        while True:
+            if not self._watched:
+                self._is_wanted.clear()
+                await self._is_wanted.wait()
+            self._is_wanted.clear()
+            await asyncio.sleep(_LOOK_S)
+            for kind, watched in list(self._watched.items()):
+                try:
+                    await self._look(kind, watched)
+                except Exception as error:
+                    # A store that is away is told of by whoever needs it.
+                    _LOG.debug("job %s could not be looked at: %r", watched.public_id, error)
+            self._logged &= {watched.cause for watched in self._watched.values()}
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_AGAIN_S):
+                    await self._is_wanted.wait()
+
+    async def _look(self, kind: Kind, watched: _Watched) -> None:
+        dispatch = await self._engine.store.load(watched.job_id)
+        if dispatch is None or dispatch.phase.is_final:
+            if self._watched.get(kind) is watched:
+                del self._watched[kind]
+            return
+        cause = ""
+        if dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.IN_LANE:
+            found = await self._engine.explain(watched.job_id)
+            if not found.able and not found.able_others:
+                cause = found.summary
+        # How long a block still lasts is no other cause.
+        before, watched.cause = watched.cause, _NUMBERS.sub("#", cause)
+        if not cause or watched.cause == before:
+            return
+        if watched.cause not in self._logged:
+            self._logged.add(watched.cause)
+            _LOG.warning("job %s waits: %s", watched.public_id, cause)
+        data = {
+            "job_id": watched.public_id,
+            "workflow_hash": kind[0],
+            "metadata": watched.metadata,
+            "message": cause,
+        }
+        self._tell(FleetEvent("waiting", self._engine.now(), WorkerId(""), data))
