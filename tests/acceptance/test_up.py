@@ -227,7 +227,7 @@ def test_a_hub_over_tls_is_found_and_trusted_on_its_own_machine_alone(place: Pla
             "jobs", "--hub", url, cwd=place.folder, env={"COMFYFLEET_DATA": str(place.folder / "x")}
         )
         assert stranger.returncode == 4
-        assert f"the certificate of {url} is not trusted (self-signed certificate)" in stranger.stderr
+        assert f"at {url}: its certificate is not trusted (self-signed certificate)" in stranger.stderr
         worker = place.start(stack, "worker", "--hub", url, "--simulated", "0.1", "--name", "gpu")
         online(worker)
         assert stop(worker, signal.SIGTERM)[0] == 0
