@@ -21,7 +21,7 @@ def command(workflow: BinaryIO, **flags: Any) -> None:
     from comfyfleet.cli.reach import ask, print_json
     from comfyfleet.cli.run import Draft
 
-    draft = Draft(workflow.read(), ())
+    draft = Draft(workflow, ())
     if draft.is_of_editor:
         draft.change(ask(flags, lambda client: client.convert(draft.graph)))
     print_json(draft.graph)

@@ -15,13 +15,14 @@ from comfyfleet.cli.printing import echo
 def command(workflow: BinaryIO, as_json: bool) -> None:
     """Show the hashes of a WORKFLOW file and what it needs.
 
-    WORKFLOW is a file in ComfyUI's API format, or - for standard input. Workflows that differ only in prompts, seeds
-    and numbers have the same structural hash: failures are counted, and servers blocked, for each structural hash. The
-    exact hash differs with every value.
+    WORKFLOW is a file in ComfyUI's API format, a picture that ComfyUI saved, or - for standard input. Workflows that
+    differ only in prompts, seeds and numbers have the same structural hash: failures are counted, and servers blocked,
+    for each structural hash. The exact hash differs with every value.
     """
     from comfyfleet.model.workflow import exact_hash, hash_workflow, parse_workflow, read_needs
+    from comfyfleet.model.workflow_files import read_workflow_file
 
-    parsed = parse_workflow(workflow.read())
+    parsed = parse_workflow(read_workflow_file(workflow, workflow.name))
     needs = read_needs(parsed)
     lists = {
         "node_classes": sorted(needs.node_classes),

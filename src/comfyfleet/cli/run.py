@@ -107,7 +107,7 @@ def command(
             addresses.setdefault(parse_address(server).server_id, server)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--server") from error
-    draft = Draft(workflow.read(), changes)
+    draft = Draft(workflow, changes)
     options: dict[str, Any] = {
         "priority": priority,
         "max_attempts": max_attempts,
@@ -124,12 +124,13 @@ def command(
 class Draft:
     """A workflow file with the changes asked for. One that the editor saved is converted before that."""
 
-    def __init__(self, content: bytes, changes: tuple[str, ...]) -> None:
+    def __init__(self, file: BinaryIO, changes: tuple[str, ...]) -> None:
         from comfyfleet.model.conversion import is_editor_workflow
-        from comfyfleet.model.workflow import decode_workflow, parse_workflow
+        from comfyfleet.model.workflow import parse_workflow
+        from comfyfleet.model.workflow_files import read_workflow_file
 
         self._changes = changes
-        found = decode_workflow(content)
+        found = read_workflow_file(file, file.name)
         self.is_of_editor = is_editor_workflow(found)
         self.graph: dict[str, Any] = found
         if not self.is_of_editor:

@@ -117,7 +117,7 @@ def command(
     drafts: list[tuple[str, Draft]] = []
     for workflow in workflows:
         with _about(workflow.name):
-            drafts.append((workflow.name, Draft(workflow.read(), changes)))
+            drafts.append((workflow.name, Draft(workflow, changes)))
     if reference is not None and len(drafts) * count > 1:
         raise click.UsageError("several jobs cannot share one --reference")
     options = {
@@ -165,7 +165,7 @@ def _about(file: str) -> Iterator[None]:
     try:
         yield
     except Refusal as error:
-        if error.code in not_the_files:
+        if error.code in not_the_files or error.message.startswith(file):
             raise
         raise Refusal(error.code, f"{file}: {error.message}", **error.details) from error
     except click.BadParameter as error:

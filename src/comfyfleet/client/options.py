@@ -12,6 +12,7 @@ import msgspec
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult, Urgency
+from comfyfleet.model.workflow_files import read_workflow_file, workflow_in
 from comfyfleet.wire.bodies import (
     InputBody,
     PreferencesBody,
@@ -24,7 +25,7 @@ from comfyfleet.wire.bodies import (
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
 WorkflowLike = Mapping[str, Any] | str | Path
-"""A graph in ComfyUI's API format, or the path of a JSON file with one."""
+"""A graph in ComfyUI's API format, or as the editor saves it; or the path of a JSON file, or of a picture, with one."""
 
 
 class SubmitOptions(TypedDict, total=False):
@@ -85,14 +86,13 @@ class JobUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
 
 def read_workflow(workflow: WorkflowLike) -> dict[str, Any]:
     if isinstance(workflow, Mapping):
-        return dict(workflow)
+        return workflow_in(workflow)
     path = Path(workflow)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        with path.open("rb") as file:
+            return read_workflow_file(file, str(path))
     except OSError as error:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} does not hold a workflow: {error}") from error
 
 
 def submission(workflow: WorkflowLike, options: SubmitOptions) -> SubmitBody:

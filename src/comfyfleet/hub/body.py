@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -28,6 +28,12 @@ T = TypeVar("T")
 
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _AGAIN_S = 2.0
+
+
+class JsonDecoder(Protocol):
+    """Raises what msgspec's own raise."""
+
+    def decode(self, buf: bytes | bytearray, /) -> Any: ...
 
 
 class Bound(NamedTuple):
@@ -142,12 +148,12 @@ class Reading:
         gathered.end()
         return gathered.body
 
-    async def decode(self, decoder: msgspec.json.Decoder[Any], body: bytes | bytearray) -> Any:
+    async def decode(self, decoder: JsonDecoder, body: bytes | bytearray) -> Any:
         if len(body) <= PIECE_BYTES:
             return parse(decoder, body)
         return await self._bodies.apart(lambda: parse(decoder, body))
 
-    async def checked(self, decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    async def checked(self, decoder: JsonDecoder, body: bytes) -> Any:
         """A body that came as a whole, over a socket: scanned and decoded."""
         if len(body) > self._bound.unpacked:
             raise _too_large("has", self._bound.unpacked)
@@ -260,7 +266,7 @@ async def _piece(receive: Receive) -> tuple[bytes, bool]:
     return message.get("body", b""), message.get("more_body", False)
 
 
-def parse(decoder: msgspec.json.Decoder[Any], body: bytes | bytearray) -> Any:
+def parse(decoder: JsonDecoder, body: bytes | bytearray) -> Any:
     """Whatever is wrong with a body is the sender's to put right."""
     try:
         return decoder.decode(body)
@@ -270,7 +276,7 @@ def parse(decoder: msgspec.json.Decoder[Any], body: bytes | bytearray) -> Any:
         raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not JSON: {error}") from error
 
 
-def _check_and_parse(decoder: msgspec.json.Decoder[Any], body: bytes, bound: Bound) -> Any:
+def _check_and_parse(decoder: JsonDecoder, body: bytes, bound: Bound) -> Any:
     scanner = bound.scanner()
     for start in range(0, len(body), PIECE_BYTES):
         scanner.feed(body[start : start + PIECE_BYTES])

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from comfyfleet import tracing
 from comfyfleet.hub import html
 from comfyfleet.hub.audit import Audit
-from comfyfleet.hub.body import Bodies, Bound, Reading
+from comfyfleet.hub.body import Bodies, Bound, JsonDecoder, Reading
 from comfyfleet.hub.connections import ANSWER
 from comfyfleet.hub.credentials import Credentials
 from comfyfleet.hub.forms import is_form
@@ -35,6 +35,7 @@ from comfyfleet.hub.queries import read_query
 from comfyfleet.model.access import AuditEntry, Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.trace import parse_traceparent
+from comfyfleet.wire.bodies import SentSubmit, SubmitDecoder
 from comfyfleet.wire.problems import CONTENT_TYPE, Answered, answer_to
 from comfyfleet.wire.route import Route
 
@@ -139,8 +140,12 @@ class Door:
         self._credentials = credentials
         self._limits = limits
         self._rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
-        self._decoders: dict[str, msgspec.json.Decoder[Any]] = {
-            route.name: msgspec.json.Decoder(route.decodes) for route in routes if route.decodes is not None
+        self._decoders: dict[str, JsonDecoder] = {
+            route.name: SubmitDecoder()
+            if route.decodes is SentSubmit
+            else msgspec.json.Decoder(route.decodes)
+            for route in routes
+            if route.decodes is not None
         }
         self._in_flight = 0
         self._parked: set[Callable[[], None]] = set()

@@ -49,7 +49,7 @@ _PART_BYTES = 2 * 1024 * 1024
 _NO_MATTER = sys.maxsize
 
 _KEY = re.compile(r"[\x21-\x7e]{1,200}")
-_ITEM = msgspec.json.Decoder(bodies.SentSubmit)
+_ITEM = bodies.SubmitDecoder()
 
 
 class _Item(NamedTuple):

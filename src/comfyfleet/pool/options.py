@@ -14,6 +14,7 @@ from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Attachment, Timeouts
 from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.worker import Capabilities
+from comfyfleet.model.workflow_files import read_workflow_file, workflow_in
 from comfyfleet.pool.checks import AFFINITY, check
 from comfyfleet.ports import Connector
 
@@ -85,23 +86,17 @@ def attach(source: str | Path | bytes, node: str, input: str, filename: str | No
 
 
 def read_workflow(workflow: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """A graph as it is, or from a JSON file."""
+    """A graph as it is, or from a file: JSON, or a picture that carries it."""
     if isinstance(workflow, Mapping):
-        return dict(workflow)
+        return workflow_in(workflow)
     path = Path(workflow)
     try:
-        content = msgspec.json.decode(path.read_bytes())
+        with path.open("rb") as file:
+            return read_workflow_file(file, str(path))
     except FileNotFoundError:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"there is no workflow file {path}") from None
     except OSError as error:
         raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise Refusal(RefusalCode.INVALID_WORKFLOW, f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise Refusal(
-            RefusalCode.INVALID_WORKFLOW, f"{path} does not hold a workflow: its top level is no object"
-        )
-    return content
 
 
 def routed(

@@ -49,6 +49,13 @@ Time = Annotated[float, Meta(ge=0, le=1e11, description="Seconds since 1970")] |
 _PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
+class _NodeLike(msgspec.Struct):
+    class_type: Any
+
+
+_NODE = msgspec.json.Decoder(_NodeLike)
+
+
 class _Sent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A field that is not known is refused: a wish that nobody reads must not look granted."""
 
@@ -129,9 +136,10 @@ class WebhookBody(_Sent, frozen=True):
 
 
 class SubmitBody(_Sent, frozen=True):
-    """Only `payload` is needed: `{"workflow": …}`, or the graph itself."""
+    """Only the workflow is needed: as `payload`, which is `{"workflow": …}` or the workflow itself, as `workflow` or as
+    `prompt`."""
 
-    payload: dict[str, Any]
+    payload: dict[str, Any] | None = None
     service: Name | None = None
     provider: Name | None = None
     reference: Name | None = None
@@ -156,6 +164,10 @@ class SubmitBody(_Sent, frozen=True):
     require_workable: bool = False
     tenant: Name | None = None
     """For whom, where that is not the key's tenant: for operators."""
+    workflow: dict[str, Any] | None = None
+    """In place of `payload`."""
+    prompt: dict[str, Any] | None = None
+    """In place of `payload`, as ComfyUI itself is sent it."""
 
 
 class SpelledSubmit(SubmitBody, frozen=True):
@@ -172,7 +184,25 @@ class SpelledSubmit(SubmitBody, frozen=True):
 class SentSubmit(SpelledSubmit, frozen=True, kw_only=True):
     """As the door reads it: the nodes of the workflow stay text, since most of them were read before."""
 
-    payload: dict[str, msgspec.Raw]
+    payload: dict[str, msgspec.Raw] | None = None
+    workflow: dict[str, msgspec.Raw] | None = None
+    prompt: dict[str, msgspec.Raw] | None = None
+
+
+class SubmitDecoder:
+    """Of a submission, or of a workflow alone, which is a submission that says nothing else."""
+
+    def __init__(self) -> None:
+        self._submissions = msgspec.json.Decoder(SentSubmit)
+
+    def decode(self, body: bytes | bytearray | msgspec.Raw, /) -> SentSubmit:
+        try:
+            return self._submissions.decode(body)
+        except msgspec.ValidationError:
+            parts = _PARTS.decode(body)
+            if not _is_workflow(parts):
+                raise
+            return SentSubmit(payload=parts)
 
 
 class BatchBody(_Sent, frozen=True):
@@ -231,7 +261,7 @@ def submission(
 ) -> Submission:
     """The model's value. For which tenant is the hub's to say, by the key."""
     return Submission(
-        workflow=_workflow(body.payload),
+        workflow=_workflow(_given_workflow(body)),
         reference=_reference(body, idempotency_key),
         tenant=tenant,
         priority=body.priority,
@@ -285,12 +315,40 @@ def _webhook(given: WebhookBody | str | None) -> Webhook | None:
     return Webhook(given.url, tuple(dict.fromkeys(given.events or ENDINGS)))
 
 
+def _given_workflow(body: SubmitBody) -> dict[str, Any]:
+    given = [each for each in (body.payload, body.workflow, body.prompt) if each is not None]
+    if len(given) != 1:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            "a submission has one workflow, and this one has "
+            f'{len(given) or "none"}: send {{"payload": {{"workflow": …}}}}, {{"workflow": …}} or {{"prompt": …}}',
+        )
+    return given[0]
+
+
+def _is_workflow(parts: dict[str, msgspec.Raw]) -> bool:
+    """Whether a body is a graph, or a file of the editor, and no submission with a slip in it."""
+    if "nodes" in parts and "links" in parts:
+        return True
+    for text in parts.values():
+        try:
+            _NODE.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        return True
+    return False
+
+
 def _workflow(payload: dict[str, Any]) -> dict[str, Any]:
-    workflow = payload.get("workflow")
-    if isinstance(workflow, msgspec.Raw):
-        workflow = _parts(workflow)
-    if not isinstance(workflow, dict) or "class_type" in workflow:
-        workflow = payload
+    workflow: dict[str, Any] = payload
+    for name in ("workflow", "prompt"):
+        inner = payload.get(name)
+        if isinstance(inner, msgspec.Raw):
+            inner = _parts(inner)
+        # A node may have any name, these too.
+        if isinstance(inner, dict) and "class_type" not in inner:
+            workflow = inner
+            break
     if isinstance(workflow.get("nodes"), msgspec.Raw):
         # A file of the editor, most likely: what is in it is no node yet.
         return decoded_graph(workflow)
