@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
-from tests.hub._hub import HubRig, running_hub
+from tests.hub._hub import HubRig, graph, running_hub
 from tests.hub._watching import watching
 from tests.servers.redis_fixtures import some_server, with_prefix
 
@@ -19,8 +19,9 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Poll, RegisterWorker
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.ids import PollId, WorkerId
-from comfyfleet.model.worker import Capabilities, Service
+from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
+from comfyfleet.model.job import Submission
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.memory import MemoryStore
 
@@ -84,6 +85,57 @@ async def test_a_scrape_asks_the_store_as_often_for_many_workers_as_for_one(
     assert sum(bool(worker["current_jobs"]) for worker in workers) == 3
     await rig.get("/")
     assert len(asked) == 3
+
+
+class NotListed(dict[JobId, Any]):
+    """Jobs that can be looked up, and not gone through."""
+
+    def __iter__(self) -> Iterator[JobId]:
+        raise AssertionError("all jobs were gone through")
+
+    def values(self) -> Any:
+        raise AssertionError("all jobs were gone through")
+
+    items = keys = values
+
+
+async def test_a_scrape_is_as_long_for_many_workers_workflows_and_tenants_as_for_one_and_no_job_is_read(
+    rig: HubRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def grow(*numbers: int) -> None:
+        for number in numbers:
+            worker = RegisterWorker(WorkerId(f"gpu-{number}"), Capabilities((Service("comfyui"),)), 1)
+            await rig.engine.register(worker)
+            for kind in (f"Kind{number}", f"Other{number}"):
+                await rig.engine.submit(Submission(graph(kind), tenant=TenantId(f"tenant-{number}")))
+
+    await grow(0)
+    await scrape(rig)
+    of_one = await scrape(rig)
+    await grow(*range(1, 40))
+    kept = rig.engine.store._kept  # type: ignore[attr-defined]
+    monkeypatch.setattr(kept, "entries", NotListed(kept.entries))
+    of_many = await scrape(rig)
+    assert (of_many["workers{idle}"], of_many["jobs{queued}"]) == (40, 80)
+    assert of_many.samples.keys() == of_one.samples.keys()
+
+
+async def test_scrapes_of_a_shared_store_read_all_workers_once_a_second_at_most(server: str) -> None:
+    async with running_hub(store_url=with_prefix(server)) as rig:
+        store, read = rig.engine.store, 0
+        ask = store.workers
+
+        async def counted() -> list[WorkerRecord]:
+            nonlocal read
+            read += 1
+            return await ask()
+
+        store.workers = counted  # type: ignore[method-assign]
+        clock = rig.engine._context.fleet._clock
+        began_at = clock.monotonic()
+        for _ in range(5):
+            await scrape(rig)
+        assert read <= 2 + (clock.monotonic() - began_at), "what was read just now is not read again"
 
 
 async def until(rig: HubRig, is_so: Callable[[Figures], bool]) -> Figures:

@@ -419,10 +419,11 @@ class Engine:
         for dispatch in await self.store.leases_of(worker_id):
             await self._verdicts.released(dispatch, AtRevision(dispatch.revision), reason)
 
-    async def workers(self) -> list[WorkerRecord]:
+    async def workers(self, *, max_age_s: float = 0.0) -> list[WorkerRecord]:
+        """As they stood in the store no longer ago than that."""
         if self.store.is_shared:
             # Those of other engines too, also where no slot is parked here that would look for them.
-            await self._context.fleet.sync()
+            await self._context.fleet.freshen(max_age_s)
         return list(self._context.fleet.workers.values())
 
     async def leases(self, workers: Iterable[WorkerRecord]) -> dict[WorkerId, list[Dispatch]]:

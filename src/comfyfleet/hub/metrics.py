@@ -31,6 +31,7 @@ from comfyfleet.wire.answers import worker_status
 _LOG = logging.getLogger(__name__)
 
 _STORE_ANSWERS_WITHIN_S = 2.0
+_WORKERS_MAX_AGE_S = 1.0
 
 _EVENTS = {
     FactKind.LEASED: "leased",
@@ -227,7 +228,8 @@ class MetricsHandlers:
         return Reply(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def _look(self) -> Standing:
-        store, workers = self._engine.store, await self._engine.workers()
+        # All records of a large fleet are megabytes: what was read just now is not read again.
+        store, workers = self._engine.store, await self._engine.workers(max_age_s=_WORKERS_MAX_AGE_S)
         # Most of a long list are offline, and nobody need be asked.
         held = await self._engine.leases(worker for worker in workers if not worker.is_offline)
         statuses = Tally(worker_status(worker, held.get(worker.worker_id, [])) for worker in workers)
