@@ -87,7 +87,8 @@ async def test_outputs_that_were_not_asked_for_are_not_delivered() -> None:
 
 
 async def test_pictures_sent_while_the_websocket_was_lost_are_missed_and_the_run_has_failed() -> None:
-    async with server_and_connector() as (fake, connector):
+    # Nobody waits for what cannot come any more.
+    async with server_and_connector(tuned(unresponsive_s=600.0)) as (fake, connector):
         graph = slow(steps=8) | {
             "3": {"class_type": "SaveImageWebsocket", "inputs": {"images": ["1", 0]}},
         }

@@ -246,9 +246,9 @@ class Run:
         if not self._listener.is_open:
             return
         try:
+            sent, settings = self._tracker.sent, self._settings
             # Pictures come before it, and may be many: nobody else has them.
-            is_patient = self._tracker.sent.are_wanted
-            settings = self._settings
+            is_patient = sent.are_wanted and sent.may_be_whole(self._listener.connections)
             async with asyncio.timeout(settings.unresponsive_s if is_patient else settings.end_news_s):
                 await self._end_told.wait()
         except TimeoutError:

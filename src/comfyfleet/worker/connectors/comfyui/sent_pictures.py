@@ -74,6 +74,10 @@ class SentPictures:
                 self._pictures.setdefault(node, []).append((kind, image))
         return True
 
+    def may_be_whole(self, connection: int) -> bool:
+        """Whether all that is wanted was sent on this connection, or will be."""
+        return all(self._begun.get(node, self._submitted_on) == connection for node in self._wanted)
+
     def failure(self) -> Failure | None:
         """Why they are not what the run has sent, if they are not."""
         if self._room < 0:
