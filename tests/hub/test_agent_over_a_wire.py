@@ -131,6 +131,7 @@ class Switchboard:
             register=register,
             knows_nodes=knows_nodes,
             known_worker=known.get,
+            now=clock.now,
             rules=Rules(),
             store=SimpleNamespace(is_shared=False),
             **{name: getattr(api, name) for name in calls},
