@@ -295,9 +295,8 @@ class Relay(Protocol):
 
     def listen(self, hear: Callable[[bytes], None]) -> None: ...
     async def say(self, message: bytes) -> None: ...
-    async def keep_progress(self, job_id: JobId, note: RunNote) -> None:
-        """The newest of a run, and its progress, for whoever looks for it within the hour."""
-
+    async def announce(self, message: bytes) -> None: ...  # for readers of the store's own
+    async def keep_progress(self, job_id: JobId, note: RunNote) -> None: ...  # for an hour
     async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
         """What engines kept, or workers without one told."""
 

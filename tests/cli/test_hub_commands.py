@@ -241,6 +241,10 @@ def test_workers_are_listed_and_told_what_to_do(run: Run) -> None:
     assert run("workers", "resume", "gpu", "--json").json["status"] in ("idle", "busy")
     assert run("workers", "refresh", "gpu").output in ("gpu idle\n", "gpu busy\n")
     assert run("worker", "refresh", "gpu", "--json").json["id"] == "gpu"
+    assert run("workers", "pause", "--all").output == "gpu paused\n"
+    assert run("workers", "resume", "--all", "--json").json[0]["id"] == "gpu"
+    assert run("workers", "resume", "--all").output == "no worker is concerned\n"
+    assert run("workers", "pause").code == run("workers", "pause", "gpu", "--all").code == 2
     assert run("workers", "drain", "nobody").code == 3
     assert run("workers", "--json", "list").code == 2
 

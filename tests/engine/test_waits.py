@@ -190,17 +190,6 @@ async def test_the_priority_of_a_waiting_job_can_be_changed_and_its_urgency_stil
             assert refused.value.code is code
 
 
-async def test_a_running_job_cannot_be_paused() -> None:
-    async with Rig() as rig:
-        await rig.worker("a")
-        job_id = await rig.submit()
-        await rig.take("a")
-        for change in (rig.engine.pause, rig.engine.resume):
-            with pytest.raises(Refusal) as refused:
-                await change(job_id)
-            assert refused.value.code is RefusalCode.WRONG_PHASE
-
-
 async def test_a_live_preferred_worker_is_waited_for_and_then_no_longer() -> None:
     async with Rig(affinity_wait_s=3) as rig:
         await rig.worker("a")

@@ -182,8 +182,9 @@ async def hub_in_process(
     pools: Mapping[str, str] | None = None,
     around: Callable[[Store, Clock], Store] = lambda store, _: store,
     shred: Callable[[TenantId], Awaitable[object]] | None = None,
+    clock: Clock | None = None,
 ) -> AsyncIterator[HubRig]:
-    clock = SystemClock()
+    clock = clock or SystemClock()
     store = around(open_store(store_url, clock), clock)
     cabinet = store.cabinet
     estate = Estate(store, clock, pools or {})

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from tests.hub._hub import TENANT, HubRig, hub_in_process, submission
+from tests.hub.test_jobs import ANYTHING
 
 from comfyfleet.engine.shell import SystemChance
 from comfyfleet.hub.audit import DRAWERS, KEEP_S, Audit, Kind
 from comfyfleet.model.access import AuditEntry, Role
+from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import WorkerId
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.cabinet import MemoryCabinet
 from comfyfleet.wire.chaining import FORGET
@@ -170,3 +173,23 @@ def test_every_route_that_changes_something_is_noted_but_what_workers_report() -
         "unregister",
     )
     assert silent == {f"worker_{name}" for name in reports} | {"put_content", "convert"}
+
+
+async def test_workers_that_come_leave_and_are_lost_are_in_the_log() -> None:
+    clock = ManualClock()
+    async with hub_in_process(clock=clock) as rig:
+        for name in ("gpu-a", "gpu-b"):
+            await rig.engine.register(RegisterWorker(WorkerId(name), ANYTHING))
+        await rig.engine.unregister(WorkerId("gpu-a"), "stopped")
+        await clock.advance(61)
+        await rig.engine.sweep()
+        async with asyncio.timeout(60):
+            while len(noted := (await rig.get("/api/audit")).body["entries"]) < 4:
+                await clock.settle()
+    told = [(each["action"], each["target"], each["role"], each["outcome"]) for each in noted]
+    assert sorted(told) == [
+        ("worker_left", "gpu-a", "worker", "done"),
+        ("worker_lost", "gpu-b", "worker", "done"),
+        ("worker_registered", "gpu-a", "worker", "done"),
+        ("worker_registered", "gpu-b", "worker", "done"),
+    ]

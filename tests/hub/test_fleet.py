@@ -10,6 +10,7 @@ import pytest_asyncio
 from tests.hub._hub import HubRig, hub_in_process
 from tests.hub.test_jobs import ANYTHING, take
 
+from comfyfleet.model.access import Role
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.calls import Poll, RegisterWorker
 from comfyfleet.model.errors import Fault
@@ -167,3 +168,25 @@ async def test_a_path_that_is_not_and_a_method_it_has_not(rig: HubRig) -> None:
     assert answer.status == 405
     assert answer.headers["x-request-id"] == answer.body["request_id"] == "mine"
     assert set(answer.headers["allow"].split(", ")) == {"GET", "POST"}
+
+
+async def test_one_command_reaches_every_worker_that_is_there(rig: HubRig) -> None:
+    for name in ("gpu-a", "gpu-b", "gpu-c"):
+        await rig.engine.register(RegisterWorker(WorkerId(name), ANYTHING))
+    await rig.engine.unregister(WorkerId("gpu-c"), "stopped")
+    for name in ("gpu-a", "gpu-b"):
+        assert await rig.engine.commands(WorkerId(name), 0) == ()
+    paused = await rig.post("/api/fleet/pause")
+    assert [(each["id"], each["status"]) for each in paused.body["workers"]] == [
+        ("gpu-a", "paused"),
+        ("gpu-b", "paused"),
+    ]
+    await rig.submit()
+    assert await rig.engine.poll(Poll(WorkerId("gpu-a"), PollId("1"), 0)) is None
+    resumed = await rig.post("/api/fleet/resume")
+    assert [each["status"] for each in resumed.body["workers"]] == ["idle", "idle"]
+    assert await rig.engine.poll(Poll(WorkerId("gpu-a"), PollId("2"), 0)) is not None
+    await rig.post("/api/fleet/drain", role=Role.OPERATOR)
+    for name in ("gpu-a", "gpu-b"):
+        assert [each.action for each in await rig.engine.commands(WorkerId(name), 0)] == ["drain"]
+    assert (await rig.post("/api/fleet/pause", role=Role.TENANT)).code == "not_allowed"

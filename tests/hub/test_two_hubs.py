@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+from redis.asyncio import Redis
 from tests.hub._hub import HubRig, running_hub
 from tests.hub._receiver import receiving
 from tests.hub._watching import GPU, complete, lease, register, report, watching
@@ -18,7 +19,7 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Release
 from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.outbound.guard import Allowed, Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.store import RedisStore
@@ -307,3 +308,33 @@ async def test_the_stream_of_a_job_tells_of_a_run_by_a_hubs_worker_too(
     assert {entry[b"worker_id"].decode() for entry in entries} == {GPU}
     assert all(float(entry[b"timestamp"]) > 1e9 for entry in entries)
     assert msgspec.json.decode(entries[1][b"progress"])["value"] == 1
+
+
+async def test_one_command_to_all_workers_and_events_of_the_system_are_read_on_redis(
+    hubs: Hubs, server: str
+) -> None:
+    await register(hubs.a)
+    await register(hubs.b, WorkerId("gpu-b"))
+    assert await hubs.b.engine.commands(WorkerId("gpu-b"), 0) == ()
+    store = hubs.a.engine.store
+    assert isinstance(store, RedisStore)
+    prefix = store._address.prefix
+    async with Redis.from_url(server, protocol=2) as redis, redis.pubsub() as heard:
+        await heard.subscribe(f"{prefix}channel:hub:events", f"{prefix}channel:workers:all")
+        messages = heard.listen()
+        async with asyncio.timeout(60):
+            await anext(messages), await anext(messages)
+            await hubs.a.post("/api/fleet/drain")
+            await hubs.a.post("/api/queue/pause")
+            seen: list[dict[str, Any]] = []
+            while not any(each.get("event") == "queue_paused" for each in seen):
+                data = (await anext(messages))["data"]
+                seen += [msgspec.json.decode(data)] if data.startswith(b"{") else []
+            (command,) = await hubs.b.engine.commands(WorkerId("gpu-b"), 60)
+        assert command.action == "drain"
+        (told,) = [each for each in seen if each.get("action") == "drain"]
+        assert told["worker_id"] == "*" and told["timestamp"] > 1e9
+        assert "workers_draining" in [each.get("event") for each in seen]
+        for name in ("gpu-a", "gpu-b"):
+            found: Any = await redis.xrange(f"{prefix}commands:{name}")
+            assert [entry[b"action"] for _, entry in found] == [b"drain"]

@@ -413,7 +413,8 @@ async def test_who_changed_a_webhook_is_in_the_audit_log_and_no_secret_is(
     secret = await secret_of(rig)
     await rig.ask("DELETE", f"/api/webhooks/{made.body['id']}")
     log = (await rig.get("/api/audit")).body["entries"]
-    assert [(each["action"], each["target"]) for each in log] == [
+    operations = [each for each in log if each["role"] != "worker"]
+    assert [(each["action"], each["target"]) for each in operations] == [
         ("create_webhook", made.body["id"]),
         ("rotate_webhook_secret", "tenant default"),
         ("delete_webhook", made.body["id"]),

@@ -91,29 +91,47 @@ def show(worker_id: str, as_json: bool, **flags: Any) -> None:
         echo(f"  {service.name}: {models} models, {classes} node classes")
 
 
-def _commanding(name: str, text: str, method: str) -> None:
+def _commanding(name: str, text: str, method: str, to_all: str | None = None) -> None:
     @command.command(name, help=text)
-    @click.argument("worker_id", shell_complete=values.worker_ids)
+    @click.argument("worker_id", required=to_all is None, shell_complete=values.worker_ids)
     @as_json
     @settings(*TO_REACH)
-    def order(worker_id: str, as_json: bool, **flags: Any) -> None:
+    def order(worker_id: str | None, as_json: bool, is_all: bool = False, **flags: Any) -> None:
         from comfyfleet.cli.reach import ask, print_json
 
-        worker = ask(flags, lambda client: getattr(client, method)(worker_id))
-        if as_json:
-            print_json(worker)
+        if is_all is (worker_id is not None):
+            raise click.UsageError("name one worker, or say --all")
+        if is_all:
+            assert to_all is not None
+            found = ask(flags, lambda client: getattr(client, to_all)())
         else:
+            found = [ask(flags, lambda client: getattr(client, method)(worker_id))]
+        if as_json:
+            print_json(found if is_all else found[0])
+            return
+        for worker in found:
             echo(f"{worker.id} {worker.status.value}")
+        if not found:
+            echo("no worker is concerned")
+
+    if to_all is not None:
+        click.option("--all", "is_all", is_flag=True, help="Every worker of the hub.")(order)
 
 
 _commanding(
     "drain",
     "Let a worker end what it runs, and leave, until it is resumed.",
     "drain_worker",
+    "drain_workers",
 )
-_commanding("pause", "Give a worker nothing new.", "pause_worker")
+_commanding("pause", "Give a worker nothing new.", "pause_worker", "pause_workers")
 _commanding("refresh", "Let a worker look at once what its servers have.", "refresh_worker")
-_commanding("resume", "Give work again to a worker that was paused, drained or removed.", "resume_worker")
+_commanding(
+    "resume",
+    "Give work again to a worker that was paused, drained or removed.",
+    "resume_worker",
+    "resume_workers",
+)
 
 
 @command.command("remove")

@@ -354,6 +354,16 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         """It looks at once what its servers have; the answer is what is known of it before."""
         return await self._link.ask("refresh_worker", answers.WorkerDetails, worker_id=worker_id)
 
+    async def drain_workers(self) -> Sequence[answers.WorkerBody]:
+        """Every worker that is there finishes and leaves."""
+        return (await self._link.ask("drain_workers", answers.WorkerList)).workers
+
+    async def pause_workers(self) -> Sequence[answers.WorkerBody]:
+        return (await self._link.ask("pause_workers", answers.WorkerList)).workers
+
+    async def resume_workers(self) -> Sequence[answers.WorkerBody]:
+        return (await self._link.ask("resume_workers", answers.WorkerList)).workers
+
     async def remove_worker(self, worker_id: str) -> None:
         await self._link.ask("remove_worker", type(None), worker_id=worker_id)
 

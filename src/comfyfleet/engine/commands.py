@@ -14,6 +14,7 @@ import msgspec
 
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.rounds import Rounds
+from comfyfleet.model.block import EVERY_WORKER
 from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import Dispatch, Stop
 from comfyfleet.model.errors import Fault
@@ -62,6 +63,9 @@ class CommandDesk:
             command = msgspec.structs.replace(command, action="cancel", reason=command.reason or "paused")
         if command.action in ("pause", "resume"):
             self._rounds.look_again()
+        elif worker_id == EVERY_WORKER:
+            for each in tuple(self._served):
+                self.hear(each, command)
         elif worker_id in self._served:
             told = self._told[worker_id]
             told.append(command)

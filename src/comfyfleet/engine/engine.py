@@ -27,6 +27,7 @@ from comfyfleet.engine.judging import Judge
 from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.missing import MissingDesk
 from comfyfleet.engine.newest import Newest
+from comfyfleet.engine.operators import Action, OperatorDesk
 from comfyfleet.engine.purging import ended_job, forget, purge
 from comfyfleet.engine.refusing import Refusals
 from comfyfleet.engine.relaying import Relaying
@@ -37,7 +38,7 @@ from comfyfleet.engine.sweeper import Sweeper
 from comfyfleet.engine.unrunnable import Unrunnable
 from comfyfleet.engine.verdicts import Verdicts
 from comfyfleet.engine.workers import WorkerDesk
-from comfyfleet.model.block import EVERY_WORKER, Block, Pair
+from comfyfleet.model.block import Block
 from comfyfleet.model.calls import (
     Beat,
     CancelAnswer,
@@ -104,6 +105,7 @@ class Engine:
         self._workers = WorkerDesk(
             self._context, self._rounds, self._verdicts, self._commands, self._catalogs
         )
+        self._operators = OperatorDesk(self._context, self._rounds, self._workers, self._commands)
         self._inputs = Inputs(self._context)
         self._dependencies = Dependencies(self._context, self._rounds, self._verdicts, self._inputs)
         self._nodes = NodeDesk(self._context, self._catalogs)
@@ -446,43 +448,31 @@ class Engine:
 
     async def resume_worker(self, worker_id: WorkerId) -> WorkerRecord:
         """Gives work again to one that was paused, drained, or removed while it was there."""
-        let_back = await self._workers.let_back(worker_id)
-        if let_back is None or await self._context.fleet.newest(worker_id) is not None:
-            let_back = await self._workers.set_flags(worker_id, is_paused=False, is_draining=False)
-            await self._commands.tell(Command("resume"), worker_id)
-        return let_back
+        return await self._operators.resume(worker_id)
 
     async def pause_worker(self, worker_id: WorkerId, is_paused: bool = True) -> None:
-        await self._workers.set_flags(worker_id, is_paused=is_paused)
-        await self._commands.tell(Command("pause" if is_paused else "resume"), worker_id)
+        await self._operators.pause(worker_id, is_paused)
 
     async def drain_worker(self, worker_id: WorkerId) -> None:
-        await self._workers.set_flags(worker_id, is_draining=True)
-        await self._commands.tell(Command("drain"), worker_id)
+        await self._operators.command(worker_id, "drain")
 
     async def refresh_worker(self, worker_id: WorkerId) -> None:
         """Its agent looks at once what its servers have, and registers anew."""
         await self._commands.tell(Command("refresh"), worker_id)
 
+    async def command_workers(self, action: Action) -> list[WorkerRecord]:
+        """One command to all of them."""
+        return await self._operators.command_all(action)
+
     async def pause_queue(self, is_paused: bool = True) -> None:
-        await self.store.pause_queue(is_paused)
-        if not is_paused:
-            self._rounds.everything_changed()
+        await self._operators.pause_queue(is_paused)
 
     async def blocks(self) -> list[Block]:
         return await self.store.blocks()
 
     async def unblock(self, worker_id: WorkerId, target: str) -> bool:
         """A workflow hash lifts what keeps any tenant's from the worker, too."""
-        pairs = [block.pair for block in await self.store.blocks(worker_id) if block.workflow_hash == target]
-        lifted = await self.store.lift(pairs or [Pair(worker_id, target)])
-        for block in lifted:
-            await self._context.unblocked(block, "by hand")
-        if worker_id == EVERY_WORKER:
-            self._rounds.everything_changed()
-        else:
-            self._rounds.worker_freed(worker_id)
-        return bool(lifted)
+        return await self._operators.unblock(worker_id, target)
 
     async def dead_letter(self, limit: int = 100, after: JobId | None = None) -> list[Dispatch]:
         return await self.store.dead_letter(limit, after)

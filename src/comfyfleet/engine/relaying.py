@@ -86,6 +86,7 @@ class Relaying:
         self._workers: dict[JobId, WorkerId | None] = {}
         """Of the runs that were noted from here."""
         self._to_keep: dict[JobId, list[RunNote]] = {}
+        self._announced: list[FleetEvent] = []
         self._seen: dict[JobId, bytes] = {}
         self._sending: asyncio.Task[None] | None = None
         self._timer: Timer | None = None
@@ -133,6 +134,9 @@ class Relaying:
             return
         now = self._context.clock.monotonic()
         if isinstance(event, FleetEvent):
+            self._announced.append(event)
+            del self._announced[:-_MAX_PENDING]
+            self._send()
             if now < self._everything_until:
                 self._put(event)
             return
@@ -198,7 +202,7 @@ class Relaying:
     async def _run(self, relay: Relay) -> None:
         """While one message is on its way the next is gathered."""
         try:
-            while self._pending or self._asked or self._is_asking_all or self._to_keep:
+            while self._pending or self._asked or self._is_asking_all or self._to_keep or self._announced:
                 await asyncio.gather(*self._messages(relay))
         except Fault as fault:
             _LOG.info("other processes may hear of what happens here only later: %s", fault)
@@ -224,6 +228,15 @@ class Relaying:
                     )
                 )
             )
+        announced, self._announced = self._announced, []
+        for event in announced:
+            told = {
+                "event": event.kind,
+                "worker_id": event.worker_id,
+                "timestamp": event.at,
+                "data": event.data,
+            }
+            yield relay.announce(msgspec.json.encode(told))
         for job_id, notes in keep.items():
             yield _in_order(relay, job_id, notes)
 

@@ -296,7 +296,8 @@ class Sweeper:
         for worker in list(self._context.fleet.workers.values()):
             is_silent = worker.last_seen_at + limit_s <= now and not self._rounds.has_parked(worker.worker_id)
             if is_silent and not worker.is_offline:
-                await self._workers.unregister(worker.worker_id, f"not heard of for {limit_s:g} s")
+                reason = f"not heard of for {limit_s:g} s"
+                await self._workers.unregister(worker.worker_id, reason, is_lost=True)
 
     async def _purge(self) -> None:
         context, rules = self._context, self._context.rules

@@ -100,7 +100,7 @@ class WorkerDesk:
         self._rounds.worker_freed(call.worker_id)
         return record
 
-    async def unregister(self, worker_id: WorkerId, reason: str) -> None:
+    async def unregister(self, worker_id: WorkerId, reason: str, *, is_lost: bool = False) -> None:
         """It takes nothing until it registers again. What it is running is its own to report."""
         reason, was_offline = reason[:_MAX_REASON], False
 
@@ -118,7 +118,7 @@ class WorkerDesk:
         if await self._context.fleet.change(worker_id, gone) is None or was_offline:
             return
         self._rounds.dismiss(worker_id)
-        self._context.tell("offline", worker_id, reason=reason)
+        self._context.tell("offline", worker_id, reason=reason, **({"is_lost": True} if is_lost else {}))
 
     async def let_back(self, worker_id: WorkerId) -> WorkerRecord | None:
         return await kept_out.let_back(self._context.store.cabinet, worker_id)

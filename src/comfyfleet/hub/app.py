@@ -49,6 +49,7 @@ from comfyfleet.hub.unrunnable_jobs import UnrunnableJobs
 from comfyfleet.hub.upkeep import Upkeep
 from comfyfleet.hub.usage import UsageHandlers
 from comfyfleet.hub.webhooks import WebhookHandlers
+from comfyfleet.hub.worker_log import WorkerLog
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.ids import TenantId
 from comfyfleet.outbound.guard import Guard
@@ -97,6 +98,7 @@ class Hub:
             "jobs": kept.audit_jobs_days * DAY_S,
         }
         self.audit = Audit(cabinet, clock, SystemChance(), keep_s)
+        self._worker_log = WorkerLog(engine, self.audit)
         self.limits = limits or Limits()
         self._is_stopping = False
         self._rooms, self._fleet = Rooms(engine), FleetFeed(engine)
@@ -215,6 +217,7 @@ class Hub:
         await self._tenant_duties.close()
         await self.unrunnable.close()
         await self.upkeep.close()
+        self._worker_log.close()
         await self.audit.close()
         self._bodies.close()
 

@@ -1,4 +1,5 @@
-"""The log of every change made through the hub, in the store's cabinet: who, what, when, and what came of it.
+"""The log of every change made through the hub, in the store's cabinet: who, what, when, and what came of it; and of
+the workers that came, left or were lost.
 
 What an operator does is noted before it is done: where that cannot be written, nothing is changed. What callers do to
 jobs is noted, many in one group, before it is answered: the job is safe in the store by then, so an entry that
@@ -118,6 +119,16 @@ class Audit:
             self._lose(entry, error)
         self._look_after()
         return answer
+
+    def happened(self, entry: AuditEntry) -> None:
+        """Nobody asked for it, and nobody waits."""
+        self._in_background(self._append(self._dated(entry)))
+
+    async def _append(self, entry: AuditEntry) -> None:
+        try:
+            await self._chains["operations"].append(entry)
+        except ComfyFleetError as error:
+            self._lose(entry, error)
 
     async def page(
         self, kind: Kind, after: str, limit: int, since: float | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.listing import records_of
+from comfyfleet.engine.operators import Action
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.scoped_stats import StatsDesk
 from comfyfleet.hub.seen_workers import blocks_of, details, may_see, with_blocks, workers_seen
@@ -35,6 +36,9 @@ class FleetHandlers:
             "resume_worker": self.resume,
             "refresh_worker": self.refresh,
             "remove_worker": self.remove,
+            "drain_workers": self.drain_all,
+            "pause_workers": self.pause_all,
+            "resume_workers": self.resume_all,
             "list_blocks": self.list_blocks,
             "lift_block": self.lift_block,
         }
@@ -104,6 +108,21 @@ class FleetHandlers:
             )
         await self._engine.refresh_worker(worker.worker_id)
         return await self.get_worker(call)
+
+    async def drain_all(self, call: Call[None]) -> Reply:
+        return await self._command_all("drain", call)
+
+    async def pause_all(self, call: Call[None]) -> Reply:
+        return await self._command_all("pause", call)
+
+    async def resume_all(self, call: Call[None]) -> Reply:
+        return await self._command_all("resume", call)
+
+    async def _command_all(self, action: Action, call: Call[None]) -> Reply:
+        changed = await self._engine.command_workers(action)
+        leases = await self._engine.leases(changed)
+        found = (details(worker, leases[worker.worker_id], call.caller) for worker in changed)
+        return Reply(200, answers.WorkerList(tuple(map(answers.summary, found))))
 
     async def remove(self, call: Call[None]) -> Reply:
         worker = await self._known(call)

@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.hub import socket_operators
 from comfyfleet.hub.audit import Audit
 from comfyfleet.hub.body import Bodies, Bound, Reading
 from comfyfleet.hub.credentials import Credentials
@@ -306,6 +307,11 @@ class Session:
                 self._monitor = None
                 self._hub.fleet.leave(self._line.wake)
                 return {"type": "monitor_unsubscribed"}
+        if name in socket_operators.COMMANDS:
+            entry = self._entry(name, getattr(body, "worker_id", ""))
+            return await self._hub.audit.operation(
+                entry, lambda: socket_operators.obey(engine, name, body), lambda _: None
+            )
         job_id = JobId(body.job_id)
         match name:
             case "subscribe_progress":
@@ -338,11 +344,13 @@ class Session:
         self, action: str, change: Callable[[], Awaitable[Made]], target: Callable[[Made], str]
     ) -> Made:
         """In the audit log, as over HTTP."""
+        return await self._hub.audit.job_change(self._entry(action), change, target)
+
+    def _entry(self, action: str, target: str = "") -> AuditEntry:
         caller = self.caller
-        entry = AuditEntry(
-            0.0, caller.key_id, caller.role, action, tenant=caller.tenant, address=self._address
+        return AuditEntry(
+            0.0, caller.key_id, caller.role, action, target, tenant=caller.tenant, address=self._address
         )
-        return await self._hub.audit.job_change(entry, change, target)
 
     async def _check_mine(self, job_id: JobId) -> None:
         if self.caller.scope is not None:

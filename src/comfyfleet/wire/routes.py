@@ -304,6 +304,23 @@ FLEET = of_noun(
         OPERATORS,
         answers.WorkerDetails,
     ),
+    post_route(
+        "drain_workers",
+        "/api/fleet/drain",
+        "Let every worker finish and leave",
+        OPERATORS,
+        answers.WorkerList,
+    ),
+    post_route(
+        "pause_workers", "/api/fleet/pause", "Give no worker anything new", OPERATORS, answers.WorkerList
+    ),
+    post_route(
+        "resume_workers",
+        "/api/fleet/resume",
+        "Give work again to every worker that was paused or drained",
+        OPERATORS,
+        answers.WorkerList,
+    ),
     Route(
         "remove_worker",
         "DELETE",

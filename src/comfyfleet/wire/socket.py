@@ -17,7 +17,7 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.wire.bodies import Name, Reason, Seconds, SpelledSubmit
 from comfyfleet.wire.progress import FactBody, FleetBody, NewsBody, ProgressBody
-from comfyfleet.wire.route import CALLERS, READERS, WORKERS
+from comfyfleet.wire.route import CALLERS, OPERATORS, READERS, WORKERS
 from comfyfleet.wire.spelling import Face, spell, understood
 from comfyfleet.wire.worker import LeaseBody, Load, Slots, Wait, lease_body
 
@@ -43,6 +43,11 @@ class Monitor(_Said, frozen=True):
     tenant: Name | None = None
     kind: Name | None = None
     metadata: dict[str, str] = {}
+
+
+class OfWorker(_Said, frozen=True):
+    worker_id: Name
+    """`*`: every worker."""
 
 
 class Nothing(_Said, frozen=True):
@@ -115,6 +120,11 @@ KINDS: dict[str, Kind] = {
     "resume_job": Kind(CALLERS, OfJob, is_old=True),
     "subscribe_monitor": Kind(READERS, Monitor, is_old=True),
     "unsubscribe_monitor": Kind(READERS, Nothing, is_old=True),
+    "drain_worker": Kind(OPERATORS, OfWorker, is_old=True),
+    "pause_worker": Kind(OPERATORS, OfWorker, is_old=True),
+    "resume_worker": Kind(OPERATORS, OfWorker, is_old=True),
+    "pause_queue": Kind(OPERATORS, Nothing, is_old=True),
+    "resume_queue": Kind(OPERATORS, Nothing, is_old=True),
     "register_worker": Kind(WORKERS, RegisterWorker),
     "request_job": Kind(WORKERS, RequestJob),
     "update_progress": Kind(WORKERS, UpdateProgress),

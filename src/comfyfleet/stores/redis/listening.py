@@ -27,6 +27,8 @@ _PAUSE_S = 1.0
 _FROM_WORKERS = (b"worker", b"report")
 # Put a class into the table: who did follows.
 _TABLE = b"table "
+# An event of the fleet, for readers that are no engines.
+_EVENT = b"{"
 
 Hear = Callable[[WorkerId, Command], None]
 
@@ -124,6 +126,8 @@ class Listener:
     def _look_for(self, what: bytes) -> None:
         if what in _FROM_WORKERS:
             self._wake_for_workers()
+        elif what.startswith(_EVENT):
+            return
         elif not what.startswith(_TABLE):
             self._wake()
         elif self._relearn is not None and what != _TABLE + self._me.encode():

@@ -10,6 +10,7 @@ from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
 
 CHANNEL = "channel:news"
+HINTS = "channel:hub:events"
 _KEEP_S = 3600
 _NOTES_KEPT = 100
 
@@ -32,6 +33,9 @@ class RedisRelay:
 
     async def say(self, message: bytes) -> None:
         await self._call("PUBLISH", self._prefix + CHANNEL, self._me + message)
+
+    async def announce(self, message: bytes) -> None:
+        await self._call("PUBLISH", self._prefix + HINTS, message)
 
     async def keep_progress(self, job_id: JobId, note: RunNote) -> None:
         if note.progress is not None:

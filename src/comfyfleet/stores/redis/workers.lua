@@ -320,17 +320,20 @@ define('take_finished', function(s, args)
   return call('LPOP', s.p .. 'finished', tonumber(args[4]))
 end)
 
--- worker, action, job or "", lease number, reason, who says so
+-- worker or "*" for all of them, action, job or "", lease number, reason, who says so
 define('tell', function(s, args)
-  local stream = s.p .. 'commands:' .. args[4]
-  call('XADD', stream, 'MAXLEN', '~', COMMANDS_KEPT, '*', 'action', args[5], 'job_id', args[6], 'lease', args[7],
-    'reason', args[8], 'timestamp', now_text(s))
-  call('EXPIRE', stream, COMMANDS_S)
+  local workers = args[4] == '*' and call('ZRANGE', s.p .. 'workers:active', 0, -1) or {args[4]}
   local told = cjson.encode({
     worker_id = args[4], action = args[5], job_id = args[6], lease = tonumber(args[7]), reason = args[8], from = args[9],
     timestamp = now(s),
   })
-  call('PUBLISH', s.p .. 'channel:worker:' .. args[4], told)
+  for _, worker_id in ipairs(workers) do
+    local stream = s.p .. 'commands:' .. worker_id
+    call('XADD', stream, 'MAXLEN', '~', COMMANDS_KEPT, '*', 'action', args[5], 'job_id', args[6], 'lease', args[7],
+      'reason', args[8], 'timestamp', now_text(s))
+    call('EXPIRE', stream, COMMANDS_S)
+    call('PUBLISH', s.p .. 'channel:worker:' .. worker_id, told)
+  end
   call('PUBLISH', s.p .. 'channel:workers:all', told)
   return 1
 end)
