@@ -30,13 +30,12 @@ FINAL = {
     FailureKind.UNREADABLE,
 }
 WORKER_CANNOT = {FailureKind.MISSING_NODE, FailureKind.MISSING_MODEL}
-NOBODYS_FAULT = {FailureKind.PAYLOAD_MISMATCH}
+NOBODYS_FAULT = {FailureKind.PAYLOAD_MISMATCH, FailureKind.INTERRUPTED}
 WORKER_GONE = {FailureKind.DEAD_WORKER, FailureKind.LEASE_EXPIRED}
 MAY_WORK_LATER = {
     FailureKind.NODE_ERROR,
     FailureKind.TRANSIENT,
     FailureKind.CRASHED,
-    FailureKind.INTERRUPTED,
     FailureKind.ACCEPT_TIMEOUT,
     FailureKind.START_TIMEOUT,
     FailureKind.STALL_TIMEOUT,

@@ -18,6 +18,7 @@ from comfyfleet.worker.settings import AgentSettings
 QUICK_COMFYUI = ComfyUISettings(
     poll_s=0.2,
     settle_s=0.05,
+    refused_s=0.3,
     unreachable_s=0.5,
     reconnect_min_s=0.02,
     reconnect_max_s=0.1,

@@ -29,6 +29,7 @@ QUICK = ComfyUISettings(
     accept_s=3.0,
     poll_s=0.1,
     settle_s=0.05,
+    refused_s=0.3,
     unreachable_s=0.5,
     unresponsive_s=1.0,
     connect_s=2.0,

@@ -243,6 +243,7 @@ class Recorder:
     def hear(self, message: Message) -> None:
         self.heard.append(message)
 
+    def disconnected(self) -> None: ...
     def reconnected(self) -> None: ...
 
 

@@ -114,8 +114,8 @@ class ServiceFailed(ComfyFleetError):
 
 
 class ServiceOccupied(ServiceFailed):
-    """The service does not come to the job, which never began there, because of somebody else's. No fault of the job's:
-    it is given back uncharged."""
+    """The service does not come to the job because of somebody else's, or is not there; the job never began there. No
+    fault of the job's: it is given back uncharged."""
 
 
 class FileTooLarge(ServiceFailed):

@@ -55,7 +55,8 @@ TABLE: dict[FailureKind, Row] = {
     FailureKind.NODE_ERROR: _MAY_WORK_LATER,
     FailureKind.TRANSIENT: _MAY_WORK_LATER,
     FailureKind.CRASHED: _MAY_WORK_LATER,
-    FailureKind.INTERRUPTED: _MAY_WORK_LATER,
+    # Somebody pressed Interrupt: that says nothing about the server, nor about the workflow.
+    FailureKind.INTERRUPTED: _NOBODYS_FAULT,
     FailureKind.ACCEPT_TIMEOUT: _MAY_WORK_LATER,
     FailureKind.START_TIMEOUT: _MAY_WORK_LATER,
     FailureKind.STALL_TIMEOUT: _MAY_WORK_LATER,

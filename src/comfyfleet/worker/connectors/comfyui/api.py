@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -31,13 +32,42 @@ class Unreachable(Exception):
     """No useful answer came. What was asked for may have happened all the same, unless the connection was refused."""
 
     def __init__(
-        self, reason: str, *, is_refused: bool = False, is_timeout: bool = False, status: int | None = None
+        self,
+        reason: str,
+        *,
+        is_refused: bool = False,
+        is_closed: bool = False,
+        is_timeout: bool = False,
+        status: int | None = None,
     ) -> None:
         super().__init__(reason)
         self.status = status
         """Of an answer that was no use."""
         self.is_refused = is_refused
+        """No connection was made, so nothing was sent."""
+        self.is_closed = is_closed
+        """Its port refuses connections: no process is there."""
         self.is_timeout = is_timeout
+
+
+class Refusals:
+    """For how long a port has been refusing connections, each time it was tried."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._since: float | None = None
+
+    def answered(self) -> None:
+        self._since = None
+
+    def are_enough(self, error: Unreachable) -> bool:
+        """Whether it is certain by now that nobody is there."""
+        now = asyncio.get_running_loop().time()
+        if not error.is_closed:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since
+        return now >= self._since + self._longest_s
 
 
 class TooMuch(Unreachable):
@@ -257,9 +287,12 @@ async def _reaching(url: str) -> AsyncIterator[None]:
     except (TimeoutError, aiohttp.ClientError, ConnectionError) as error:
         # Where the connection was never made, nothing was sent.
         is_refused = isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        is_closed = isinstance(error, aiohttp.ClientConnectorError) and (
+            error.os_error.errno == errno.ECONNREFUSED
+        )
         is_timeout = isinstance(error, TimeoutError) and not is_refused
         why = cause_of(error, url, "ComfyUI")
-        raise Unreachable(why, is_refused=is_refused, is_timeout=is_timeout) from error
+        raise Unreachable(why, is_refused=is_refused, is_closed=is_closed, is_timeout=is_timeout) from error
 
 
 async def read_json(body: bytes) -> Any:

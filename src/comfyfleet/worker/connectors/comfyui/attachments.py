@@ -16,8 +16,8 @@ from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.job import Attachment
 from comfyfleet.model.workflow import Workflow, with_input
 from comfyfleet.worker.connectors.comfyui import failures
-from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Unreachable, Upload
-from comfyfleet.worker.connectors.comfyui.failures import fail
+from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Refusals, Unreachable, Upload
+from comfyfleet.worker.connectors.comfyui.failures import fail, nobody_there
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 _ANNOTATED = re.compile(r"^(?P<path>.*?)(?: \[(?P<folder>input|output|temp)\])?$", re.DOTALL)
@@ -49,10 +49,13 @@ async def upload_patiently(api: Api, settings: ComfyUISettings, upload: Upload) 
     """Through short absences of the server. Raises `ServiceFailed`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.unreachable_s
+    refusals = Refusals(settings.refused_s)
     while True:
         try:
             answer = await api.upload(upload)
         except Unreachable as error:
+            if refusals.are_enough(error):
+                raise nobody_there(error) from error
             # An upload that overwrites may be repeated; one that took too long would only take as long again.
             if error.is_timeout or loop.time() >= deadline:
                 kind = FailureKind.CRASHED if error.is_refused else FailureKind.TRANSIENT

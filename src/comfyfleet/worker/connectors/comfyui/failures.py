@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
 from comfyfleet.model.workflow import MODEL_EXTENSIONS, RESOURCE_INPUTS, InvalidWorkflow
 
 MAX_WORDS = 2_000
@@ -56,6 +56,13 @@ class Complaint(msgspec.Struct, frozen=True):
 
 def fail(kind: FailureKind, message: str) -> ServiceFailed:
     return ServiceFailed(Failure(kind, message))
+
+
+def nobody_there(error: Exception) -> ServiceOccupied:
+    """The prompt was not sent."""
+    return ServiceOccupied(
+        Failure(FailureKind.CRASHED, f"The server refuses connections, so its process is gone: {error}")
+    )
 
 
 def invalid_workflow(error: InvalidWorkflow) -> Failure:

@@ -35,6 +35,9 @@ class Ear(Protocol):
     """Who listens for one prompt id."""
 
     def hear(self, message: Message) -> None: ...
+    def disconnected(self) -> None:
+        """The socket was lost: look whether the prompt was too."""
+
     def reconnected(self) -> None:
         """News may have been missed: look the prompt up."""
 
@@ -196,6 +199,8 @@ class Listener:
         self._open.clear()
         if self._is_lost and was_open and self._task is not None:
             self._on_connection(False)
+            for ear in list(self._ears.values()):
+                ear.disconnected()
 
     async def _deliver(self, frame: aiohttp.WSMessage) -> None:
         if frame.type is aiohttp.WSMsgType.TEXT:

@@ -17,7 +17,7 @@ from comfyfleet.model.calls import LeasedJob, Report
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
 from comfyfleet.model.job import JobResult
-from comfyfleet.worker.connectors.comfyui.api import Api, TooMuch, Unreachable
+from comfyfleet.worker.connectors.comfyui.api import Api, Refusals, TooMuch, Unreachable
 from comfyfleet.worker.connectors.comfyui.listener import Listener
 from comfyfleet.worker.connectors.comfyui.messages import Message
 from comfyfleet.worker.connectors.comfyui.outputs import read_entry
@@ -80,6 +80,7 @@ class Run:
         self.ahead: Ahead | None = None
         """Whom it waits behind."""
         self._trouble_since: float | None = None
+        self._refusals = Refusals(settings.refused_s)
         self._unknown_since: float | None = None
 
     # what others tell the run
@@ -101,6 +102,11 @@ class Run:
             self._end_told.set()
             self._look_now = True
             self._wake.set()
+
+    def disconnected(self) -> None:
+        """It may be gone, and what runs there with it."""
+        self._look_now = True
+        self._wake.set()
 
     def reconnected(self) -> None:
         self._look_now = True
@@ -201,6 +207,7 @@ class Run:
         except Unreachable as error:
             return self._no_answer(error)
         self._trouble_since = None
+        self._refusals.answered()
         self._looked_at = now = self._loop.time()
         match standing.state:
             case State.ENDED:
@@ -282,14 +289,17 @@ class Run:
         self._had_trouble = True
         self._trouble_since = self._trouble_since or now
         patience_s = self._settings.unreachable_s if error.is_refused else self._settings.unresponsive_s
-        if now < self._trouble_since + patience_s:
+        words = f"could not be reached for {patience_s:g} s during the run"
+        if self._refusals.are_enough(error):
+            words = f"refused connections for {self._settings.refused_s:g} s during the run, so its process is gone"
+        elif now < self._trouble_since + patience_s:
             return None
         heard = self._heard()
         if heard is not None:
             return heard
         return Failure(
             FailureKind.CRASHED,
-            f"The server could not be reached for {patience_s:g} s during the run: {error}",
+            f"The server {words}: {error}",
             # Only a process that is gone refuses connections; one that does not answer may be cut off from us.
             server_died="process" if error.is_refused and self._started_at is not None else None,
         )

@@ -42,8 +42,10 @@ class ComfyUISettings(ServerBounds, frozen=True, kw_only=True):
     """How often a running attempt is looked up although the websocket says nothing."""
     settle_s: float = 0.5
     """Pause before a prompt that is not known (any more) is looked up once more and believed to be gone."""
+    refused_s: float = 2.0
+    """A server whose port refuses connections for so long is gone, and with it what ran there: a restart forgets it."""
     unreachable_s: float = 30.0
-    """A server that refuses connections for so long has crashed."""
+    """A server that cannot be connected to for so long, for whatever other reason, has crashed."""
     unresponsive_s: float = 120.0
     """A server that takes connections and gives no useful answer for so long has crashed."""
 

@@ -13,8 +13,8 @@ import msgspec
 
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.worker.connectors.comfyui import failures
-from comfyfleet.worker.connectors.comfyui.api import Answer, Api, TooMuch, Unreachable
-from comfyfleet.worker.connectors.comfyui.failures import fail
+from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Refusals, TooMuch, Unreachable
+from comfyfleet.worker.connectors.comfyui.failures import fail, nobody_there
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 from comfyfleet.worker.connectors.comfyui.truth import State, look_up
 
@@ -51,6 +51,7 @@ class Submission:
         """Raises `ServiceFailed` or `Unwanted`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
+        refusals = Refusals(self._settings.refused_s)
         while True:
             try:
                 known = await self._known()
@@ -67,6 +68,8 @@ class Submission:
                         failures.refused_request(error.status, None, "a look at its queue")
                     ) from error
                 # Nothing was sent: it is safe to come again.
+                if refusals.are_enough(error):
+                    raise nobody_there(error) from error
                 waited_s = loop.time() - began
                 if error.is_refused and waited_s >= self._settings.unreachable_s:
                     raise fail(
@@ -102,12 +105,13 @@ class Submission:
         """The submit got no clear answer: did the prompt arrive?"""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.unreachable_s
+        refusals = Refusals(self._settings.refused_s)
         misses = 0
         while True:
             try:
                 known = await self._known()
             except Unreachable as error:
-                if loop.time() >= deadline:
+                if refusals.are_enough(error) or loop.time() >= deadline:
                     raise fail(
                         FailureKind.CRASHED,
                         f"The server did not answer the submit and was not there afterwards: {error}",
