@@ -74,7 +74,7 @@ class RunProgress:
                 self.say(f"runs on {event.client_id}")
                 self._show(str(event.client_id), 0.0)
             case "job:progress" if event.percentage is not None:
-                self._show(str(event.client_id), event.percentage)
+                self._show(f"{event.client_id} {event.message}".rstrip(), event.percentage)
             case "job:failed" if event.failure is not None and event.will_retry:
                 self.say(f"failed on {event.client_id}: {event.failure.message.strip()}")
             case "job:retrying":

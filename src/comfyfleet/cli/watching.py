@@ -151,7 +151,7 @@ def _tell(bar: Bar, job_id: str, update: JobUpdate, is_alone: bool) -> None:
         case _:
             pass
     if is_alone and update.percentage is not None:
-        bar.show(update.percentage, 100.0, update.worker_id or "running")
+        bar.show(update.percentage, 100.0, f"{update.worker_id or 'running'} {update.message or ''}".rstrip())
 
 
 def _failed(update: JobUpdate) -> str:

@@ -8,7 +8,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.fact import News, NewsKind
 from comfyfleet.model.job import Job
-from comfyfleet.wire.progress import ProgressBody, told
+from comfyfleet.wire.progress import ProgressBody, remaining_s, told
 from comfyfleet.wire.spelling import spell
 
 _ALL = {"percentage": 100.0}
@@ -22,8 +22,10 @@ class Standing:
         "_job_id",
         "_lease",
         "_phase",
+        "_remaining_s",
         "_started_at",
         "_told",
+        "_told_at",
         "_updated_at",
         "_worker_id",
     )
@@ -45,6 +47,9 @@ class Standing:
             self._started_at = None
         if record.completed_at is not None:
             self._updated_at = record.completed_at
+        self._told_at = 0.0
+        self._remaining_s: float | None = None
+        """As its worker said with the last progress."""
         self._told: dict[str, Any] = _ALL if dispatch.phase is Phase.COMPLETED else {}
 
     def hear(self, news: News) -> None:
@@ -55,16 +60,20 @@ class Standing:
             return
         if news.lease_number and news.lease_number != self._lease:
             self._told, self._started_at, self._lease = {}, news.at, news.lease_number
+            self._remaining_s = None
         self._worker_id = news.worker_id or self._worker_id
         self._updated_at = news.at
         if news.kind is NewsKind.STARTED:
             self._started_at = news.at
         elif news.kind is NewsKind.PROGRESS:
             self._told = told(news.data)
+            self._remaining_s, self._told_at = remaining_s(news.data), news.at
 
     def body(self, now: float) -> ProgressBody:
         estimate = None
-        if self._phase is Phase.LEASED and self._started_at is not None and self._expected_s is not None:
+        if self._phase is Phase.LEASED and self._remaining_s is not None:
+            estimate = self._told_at + self._remaining_s
+        elif self._phase is Phase.LEASED and self._started_at is not None and self._expected_s is not None:
             estimate = self._started_at + self._expected_s
         return ProgressBody(
             self._job_id,

@@ -8,7 +8,7 @@
 | `job:waiting` | `message`: no server can take it now, and why; after two seconds, and when the cause changes |
 | `job:accepted` | `client_id`, `prompt_id` |
 | `job:started` | `client_id`, `prompt_id`: execution began |
-| `job:progress` | `client_id`, `node`, `value`, `max`, `percentage`, `message` |
+| `job:progress` | `client_id`, `node`, `value`, `max`, `percentage`, `message`, `remaining_s` |
 | `job:preview` | `client_id`, `node`, `image`, `image_type` |
 | `job:output` | `client_id`, `node`, `output`, `files` |
 | `job:completed` | `client_id`, `result` |
@@ -84,6 +84,8 @@ class PoolEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     failures: int | None = None
     reason: str | None = None
     error_type: str | None = None
+    remaining_s: float | None = None
+    """How long the run will still take. None: nobody can tell yet."""
 
 
 Handler = Callable[[PoolEvent], object] | Callable[[PoolEvent], Awaitable[object]]

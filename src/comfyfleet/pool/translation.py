@@ -44,6 +44,7 @@ def of_news(news: News, label: Label) -> PoolEvent:
         value=data.get("value"),
         max=data.get("max"),
         percentage=data.get("percentage"),
+        remaining_s=data.get("remaining_s"),
         message=data.get("message") or "",
         image=news.image,
         image_type=data.get("format"),

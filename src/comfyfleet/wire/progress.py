@@ -19,6 +19,7 @@ from comfyfleet.model.job import JobResult
 from comfyfleet.wire.bodies import Name
 from comfyfleet.wire.spelling import spell
 
+_LONGEST_S = 1e9
 EventNumber = Annotated[int, Meta(ge=0, le=2**53)]
 
 _PHASES = {
@@ -70,7 +71,7 @@ class ProgressBody(msgspec.Struct, frozen=True):
     started_at: float | None = None
     updated_at: float | None = None
     estimated_completion: float | None = None
-    """From how long such a workflow took before."""
+    """From the pace of the steps, and from how long such a workflow and its nodes took before."""
 
 
 class FactBody(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -174,6 +175,12 @@ def told(data: dict[str, Any]) -> dict[str, Any]:
         "node": None if node is None else str(node),
         "message": None if message is None else str(message),
     }
+
+
+def remaining_s(data: dict[str, Any]) -> float | None:
+    """How long the run will still take, as its worker sees it."""
+    told_s = _number(data.get("remaining_s"))
+    return told_s if told_s is not None and 0 <= told_s <= _LONGEST_S else None
 
 
 def _number(value: object) -> float | None:

@@ -25,6 +25,7 @@ from comfyfleet.wire.reaching import not_comfyui
 from comfyfleet.worker.connectors.comfyui import failures, inventory
 from comfyfleet.worker.connectors.comfyui.api import Api, TooMuch, Unreachable, pieces_of
 from comfyfleet.worker.connectors.comfyui.attachments import place
+from comfyfleet.worker.connectors.comfyui.durations import Durations
 from comfyfleet.worker.connectors.comfyui.failures import fail
 from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, Machine
 from comfyfleet.worker.connectors.comfyui.listener import Listener
@@ -66,6 +67,7 @@ class ComfyUI:
         self._losses_seen = 0
         self._machine: Machine | None = None
         self._vitality = Vitality(self._api, self.settings)
+        self._durations = Durations()
         self._unreached: str | None = None
 
     @property
@@ -166,8 +168,9 @@ class ComfyUI:
         workflow = self._prepare(job, prompt_id)
         # Known from the first step on, so that a cancel finds it at any time.
         patience_s = self._vitality.patience_s
+        weights = self._durations.weights(job.workflow_hash, job.workflow)
         run = self._runs[prompt_id] = Run(
-            job, prompt_id, report, self._api, listener, self.settings, patience_s
+            job, prompt_id, report, self._api, listener, self.settings, patience_s, weights
         )
         listener.attach(prompt_id, run)
         try:
@@ -193,6 +196,7 @@ class ComfyUI:
             run.close()
         self._boot.remembered = prompt_id
         self._vitality.found_alive()
+        self._durations.learn(job.workflow_hash, job.workflow, result.timings)
         return result
 
     async def cancel_job(self, job: LeasedJob) -> None:

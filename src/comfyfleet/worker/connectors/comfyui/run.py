@@ -18,6 +18,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
 from comfyfleet.model.job import JobResult
 from comfyfleet.worker.connectors.comfyui.api import Api, Refusals, TooMuch, Unreachable
+from comfyfleet.worker.connectors.comfyui.durations import Weights
 from comfyfleet.worker.connectors.comfyui.listener import Listener
 from comfyfleet.worker.connectors.comfyui.messages import Message
 from comfyfleet.worker.connectors.comfyui.outputs import read_entry
@@ -40,8 +41,9 @@ class Run:
         listener: Listener,
         settings: ComfyUISettings,
         patience_s: float | None = None,
+        weights: Weights | None = None,
     ) -> None:
-        """`patience_s`: how long it waits behind a silent prompt of somebody else's."""
+        """`patience_s`: how long it waits behind a silent prompt of somebody else's. `weights`: what its nodes take."""
         self.prompt_id = prompt_id
         self._job = job
         self._report = report
@@ -51,7 +53,7 @@ class Run:
         self.vram_gb: float | None = None
         self._loop = asyncio.get_running_loop()
         self._tracker = Tracker(
-            job.workflow, api.address.base, job.include_outputs, settings.max_message_bytes
+            job.workflow, api.address.base, job.include_outputs, settings.max_message_bytes, weights
         )
         self._wake = asyncio.Event()
         self._end_told = asyncio.Event()
@@ -452,8 +454,6 @@ class Run:
             self._reported_at = self._loop.time()
             self._send(news)
             return
-        if self._pending is not None and "message" in self._pending.data and "message" not in news.data:
-            news = News(news.kind, {**news.data, "message": self._pending.data["message"]})
         self._pending = news
         if self._flush is None:
             self._flush = self._loop.call_later(due_s, self._send_pending)

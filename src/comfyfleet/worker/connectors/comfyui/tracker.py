@@ -17,11 +17,15 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, NodeTiming
 from comfyfleet.worker.connectors.comfyui import failures
+from comfyfleet.worker.connectors.comfyui.durations import Weights
+from comfyfleet.worker.connectors.comfyui.forecast import Forecast
 from comfyfleet.worker.connectors.comfyui.messages import Message, text_or_none
 from comfyfleet.worker.connectors.comfyui.outputs import MAX_FILES, build_result, files_of, is_included
 from comfyfleet.worker.connectors.comfyui.sent_pictures import SentPictures
 
 MAX_NODES_HEARD = 20_000
+MAX_TEXT = 4_000
+MAX_CLASS_NAME = 200
 
 
 class News(msgspec.Struct, frozen=True):
@@ -53,22 +57,28 @@ class Tracker:
         base: str,
         included: tuple[str, ...] = (),
         max_output_size: int = 1 << 27,
+        weights: Weights | None = None,
     ) -> None:
         """`max_output_size`: of what is told of outputs, no more is kept. The history has it all, but for pictures that
-        were sent."""
+        were sent. `weights`: what each node takes of the whole."""
         self.sent = SentPictures(graph, included, max_output_size)
         self._output_room = max_output_size
         self._nodes = frozenset(graph)
+        self._classes = {node_id: _class_of(node) for node_id, node in graph.items()}
+        self._forecast = Forecast(weights or Weights(dict.fromkeys(graph, 1.0)))
         self._base = base
         self._included = included
         self._busy: dict[str, _Busy] = {}
         self._open: dict[str, None] = {}
         """Nodes at work, those made by expansion by their own ids."""
         self._done: set[str] = set()
+        self._at = 0.0
         self._has_states = False
         self._value: float | None = None
         self._max: float | None = None
         self._node: str | None = None
+        self._text: tuple[str | None, str] = (None, "")
+        """A node, and what it last said of itself."""
         self._percentage = 0.0
         self._outputs: dict[str, Any] = {}
         self._display: dict[str, str] = {}
@@ -85,6 +95,7 @@ class Tracker:
         """`at` measures durations, `wall` is the time of day."""
         data = message.data
         self.is_heard = True
+        self._at = at
         news = self.begin()
         if message.kind not in ("execution_start", "execution_cached"):
             self.is_under_way = True
@@ -93,6 +104,7 @@ class Tracker:
                 nodes = data.get("nodes")
                 self._cached = tuple(map(str, nodes)) if isinstance(nodes, list) else ()
                 self._done.update(self._nodes.intersection(self._cached))
+                self._forecast.leave_out(self._cached)
                 news.append(self._progress())
             case "executing" if message.is_end_of_run:
                 self.is_end_told = True
@@ -120,7 +132,9 @@ class Tracker:
                 if not self.sent.hear(node, str(data.get("format")), message.image):
                     news.append(News(NewsKind.PREVIEW, {**data, "node": node}, message.image))
             case "text":
-                news.append(self._progress(str(data.get("text", "")), self._shown(message.node)))
+                shown = self._shown(message.node) or self._node
+                self._text = shown, str(data.get("text", ""))[:MAX_TEXT]
+                news.append(self._progress(shown))
         return news
 
     def begin(self) -> list[News]:
@@ -180,6 +194,7 @@ class Tracker:
         busy.open.add(node)
         self._open[node] = None
         self._done.discard(shown)
+        self._forecast.begin(shown, at)
         self._step(None, None, shown)
 
     def _finish(self, node: str, at: float) -> None:
@@ -192,6 +207,7 @@ class Tracker:
                 busy.total_s += at - busy.since
         if (busy is None or not busy.open) and shown in self._nodes:
             self._done.add(shown)
+            self._forecast.end(shown)
 
     def _close_all(self, at: float) -> None:
         for node in list(self._open):
@@ -213,9 +229,15 @@ class Tracker:
                 self._step(content.get("value"), content.get("max"), self._shown(node))
 
     def _step(self, value: Any, maximum: Any, node: str | None) -> None:
-        self._value = _finite(value)
-        self._max = _finite(maximum)
-        self._node = node or self._node
+        self._at_node(node)
+        self._value, self._max = _finite(value), _finite(maximum)
+        if self._node is not None and self._value is not None and self._max is not None:
+            self._forecast.step(self._node, self._value, self._max, self._at)
+
+    def _at_node(self, node: str | None) -> None:
+        if node is not None and node != self._node:
+            self._node = node
+            self._value = self._max = None
 
     def _executed(self, node: str, display: str | None, data: Mapping[str, Any], at: float) -> list[News]:
         if display is not None:
@@ -231,18 +253,9 @@ class Tracker:
         files = [msgspec.to_builtins(file) for file in named]
         return [News(NewsKind.OUTPUT, {"node": node, "output": dict(output), "files": files})]
 
-    def _progress(self, message: str | None = None, node: str | None = None) -> News:
-        fraction = 0.0
-        if (
-            self._value is not None
-            and self._max is not None
-            and self._max > 0
-            and self._node not in self._done
-        ):
-            fraction = min(1.0, max(0.0, self._value / self._max))
-        share = 100.0 * (len(self._done) + fraction) / max(1, len(self._nodes))
+    def _progress(self, node: str | None = None) -> News:
         # A watcher's bar does not go back when a finished node turns out to have more to do.
-        self._percentage = max(self._percentage, min(100.0, share))
+        self._percentage = max(self._percentage, 100.0 * self._forecast.share())
         data: dict[str, Any] = {
             "value": self._value,
             "max": self._max,
@@ -251,9 +264,25 @@ class Tracker:
             "nodes_done": len(self._done),
             "nodes_total": len(self._nodes),
         }
-        if message is not None:
+        if (message := self._message(node or self._node)) is not None:
             data["message"] = message
+        if (remaining_s := self._forecast.remaining_s(self._at)) is not None:
+            data["remaining_s"] = round(remaining_s, 2)
         return News(NewsKind.PROGRESS, data)
+
+    def _message(self, node: str | None) -> str | None:
+        """In words, for people: what the node said, or its class and how far it is."""
+        speaker, text = self._text
+        if text and speaker == node:
+            return text
+        name = None if node is None else self._classes.get(node)
+        if not name or self._value is None or self._max is None or self._max <= 1 or node != self._node:
+            return name or None
+        return f"{name}: step {self._value:g} of {self._max:g}"
+
+
+def _class_of(node: Any) -> str:
+    return str(node.get("class_type") or "")[:MAX_CLASS_NAME] if isinstance(node, Mapping) else ""
 
 
 def _finite(value: Any) -> float | None:
