@@ -165,7 +165,7 @@ async def test_a_server_that_crashes_in_a_run_and_stays_away_has_crashed() -> No
 
 
 async def test_a_server_that_comes_back_without_our_prompt_has_crashed() -> None:
-    async with server_and_connector() as (fake, connector):
+    async with server_and_connector(tuned(refused_s=60.0, unreachable_s=60.0)) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=100)))
         await attempt.heard(NewsKind.STARTED)
         fake.faults.down_seconds = 0.2
