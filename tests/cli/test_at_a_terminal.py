@@ -155,23 +155,24 @@ def shown(arguments: Sequence[str], env: Mapping[str, str], columns: int) -> lis
         return screen.seen.replace("\r", "").splitlines()
 
 
-def test_lists_fit_the_window_and_the_end_of_an_id_that_they_show_is_enough(
-    run: Run, env: Mapping[str, str], tmp_path: Path
+def test_a_list_of_jobs_fits_the_window_and_the_end_of_an_id_that_it_shows_is_enough(
+    run: Run, env: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "workflow.json"
     path.write_text(json.dumps(graph()))
-    job_id = run("submit", path, "--watch").errors and run("jobs", "--json").json["jobs"][0]["id"]
-    assert job_id in "\n".join(shown(["jobs"], env, 140))
+    (job_id,) = [each["id"] for each in run("submit", path, "--watch", "--json").json]
+    assert job_id in run("jobs").output, "in a pipe nothing is shortened"
+    lines = shown(["jobs"], env, 60)
+    assert max(map(len, lines)) <= 60
+    assert lines[0].split() == ["job", "status", "prio", "worker", "age", "error"]
+    short = lines[1].split()[0]
+    assert job_id.endswith(short) and len(short) >= 8
+    assert run("job", "show", short).output.startswith(f"{job_id}  completed")
     for columns in (80, 60):
-        lines = shown(["jobs"], env, columns)
-        assert max(map(len, lines)) <= columns
-        heading, row = lines[:2]
-        assert heading.split() == ["job", "status", "prio", "worker", "age", "error"]
-        short = row.split()[0]
-        assert job_id.endswith(short) and len(short) >= 8
-        assert run("job", "show", short).output.startswith(f"{job_id}  completed")
-        for arguments in (["workers"], ["key", "list"], ["config", "show"], ["audit", "list"]):
-            assert max(map(len, shown(arguments, env, columns))) <= columns
+        monkeypatch.setenv("COLUMNS", str(columns))
+        for command in ("jobs", "workers", "key list", "config show", "audit list", "blocks"):
+            lines = run(*command.split()).output.splitlines()
+            assert max(map(len, lines)) <= columns, command
 
 
 @pytest.mark.parametrize(("key", "code"), [(b"n\n", 1), (b"y\n", 0)])

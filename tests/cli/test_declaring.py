@@ -8,24 +8,45 @@ from typing import Any
 
 import pytest
 from tests.acceptance._process import CLI, read_until, run_cli, started
-from tests.hub._hub import running_hub
+from tests.hub._hub import graph, running_hub
 
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.servers import declared_in
 from comfyfleet.cli.settings import read_settings
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.worker import Capabilities, Cost, Location, TenantAccess
+from comfyfleet.model.worker import (
+    Capabilities,
+    Cost,
+    Cpu,
+    Gpu,
+    Hardware,
+    Location,
+    Memory,
+    Service,
+    TenantAccess,
+)
+from comfyfleet.ports import Inventory
+from comfyfleet.worker.offer import join
 
 FLAGS = (
     *("--tenant-isolation", "strict", "--allow-tenant", "acme", "--allow-tenant", "borg"),
     *("--deny-tenant", "evil", "--region", "eu", "--compliance", "gdpr", "--compliance", "hipaa"),
     *("--cost-tier", "premium", "--rate", "1.20", "--environment", "cloud"),
+    *("--quality-level", "fast", "--quality-level", "best", "--speed", "2", "--provider", "lambda"),
+    *("--cpu-cores", "16", "--cpu-threads", "32", "--memory-gb", "128"),
+    *("--gpu-count", "2", "--gpu-memory-gb", "80", "--gpu-model", "NVIDIA H100"),
 )
 SAID: dict[str, Any] = {
     "tenant_access": {"isolation": "strict", "allowed": ["acme", "borg"], "denied": ["evil"]},
     "location": {"region": "eu", "compliance": ["gdpr", "hipaa"]},
     "cost": {"tier": "premium", "rate_per_hour": 1.2},
     "environment": "cloud",
+    "performance": {"quality_levels": ["fast", "best"], "speed": 2.0},
+    "hardware": {
+        "gpu": {"count": 2, "memory_gb": 80.0, "model": "NVIDIA H100"},
+        "cpu": {"cores": 16, "threads": 32},
+        "memory": {"total_gb": 128.0},
+    },
 }
 
 
@@ -39,6 +60,7 @@ async def test_a_worker_tells_its_hub_what_was_said_of_it(tmp_path: Path, server
             worker = (await rig.get(f"/api/workers/{listed['id']}")).body
             assert {name: worker["capabilities"][name] for name in SAID} == SAID
             assert worker["capabilities"]["has_hub"] is True
+            assert [each["providers"] for each in worker["capabilities"]["services"]] == [["lambda"]]
 
 
 def read(**environment: str) -> Capabilities:
@@ -56,6 +78,44 @@ def test_the_environment_says_the_same() -> None:
         location=Location(None, ("gdpr",)),
         cost=Cost(rate_per_hour=2.0),
     )
+
+
+def test_what_is_declared_of_a_card_leaves_the_rest_as_it_was_found() -> None:
+    found = Capabilities(
+        (Service("comfyui", ("local",)),), Hardware(Gpu(1, 24.0, "RTX 4090"), memory=Memory(64.0))
+    )
+    offer = join(read(gpu_memory_gb="20", cpu_cores="8"), {"comfyui": Inventory(found)})
+    assert offer.capabilities.hardware == Hardware(Gpu(1, 20.0, "RTX 4090"), Cpu(8), Memory(64.0))
+    assert offer.capabilities.services[0].providers == ("local",)
+    assert join(read(providers="a,b"), {"comfyui": Inventory(found)}).capabilities.services[0].providers == (
+        "a",
+        "b",
+    )
+
+
+async def test_a_job_can_require_a_quality_level_and_threads() -> None:
+    async with running_hub(is_open=True) as rig:
+        needs = {"quality": "best", "hardware": {"cpu_threads": 16}}
+        body = {"payload": {"workflow": graph()}, "requirements": needs}
+        job_id = (await rig.post("/api/jobs", body)).body["id"]
+
+        async def poll(name: str, levels: list[str], threads: int) -> int:
+            capabilities = {
+                "services": [{"name": "comfyui"}],
+                "hardware": {"cpu": {"cores": 8, "threads": threads}},
+                "performance": {"quality_levels": levels},
+            }
+            await rig.post("/api/worker/register", {"worker_id": name, "capabilities": capabilities})
+            return (
+                await rig.post("/api/worker/poll", {"worker_id": name, "poll_id": name, "wait_s": 0})
+            ).status
+
+        assert await poll("few", ["best"], 8) == 204
+        assert await poll("fast", ["fast"], 16) == 204
+        told = str((await rig.get(f"/api/jobs/{job_id}/explain")).body)
+        assert "has 8 CPU threads, 16 are needed" in told
+        assert "offers the quality levels 'fast', 'best' is required" in told
+        assert await poll("right", ["fast", "best"], 32) == 200
 
 
 @pytest.mark.parametrize(

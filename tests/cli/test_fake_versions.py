@@ -9,8 +9,9 @@ import aiohttp
 import pytest
 
 from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.schema import Settings
 from comfyfleet.cli.servers import fakes, journals, named, tell_state
-from comfyfleet.cli.settings import Resolved, Settings, read_settings
+from comfyfleet.cli.settings import Resolved, read_settings
 from comfyfleet.pool.agents import Agents
 
 

@@ -393,10 +393,16 @@ def test_config_tells_where_a_setting_came_from_and_no_secret(
     run: Run, hub: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = run("config", "show", "--json").json
-    assert shown["hub"] == {"value": hub.url, "from": "environment COMFYFLEET_HUB"}
+    assert shown["hub"] == {"value": [hub.url], "from": "environment COMFYFLEET_HUB"}
     assert shown["key"] == {"value": "…", "from": "environment COMFYFLEET_KEY"}
-    assert "3001" in run("config", "show", "--all").output
-    assert "3001" not in run("config", "show").output
+    assert shown["port"] == {"value": 3001, "from": "default"}
+    assert shown["rules.max_attempts"] == {"value": 3, "from": "default"}
+    assert shown["store"]["value"].endswith("/fleet.db") and shown["store"]["from"] == "default"
+    given = run("config", "show", "--port", 4000, "--slots", 2, "--json").json
+    assert given["port"] == {"value": 4000, "from": "flag --port"}
+    assert "3001" in run("config", "show").output
+    said = run("config", "show", "--said").output
+    assert "3001" not in said and hub.url in said and hub.keys[Role.ADMIN] not in said
     assert run("config", "check").code == 0
     monkeypatch.setenv("COMFYFLEET_PROT", "1")
     wrong = run("config", "check")

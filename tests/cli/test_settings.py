@@ -23,8 +23,9 @@ from comfyfleet.cli.local import (
 )
 from comfyfleet.cli.options import _OPTIONS
 from comfyfleet.cli.pools import pool_urls
+from comfyfleet.cli.schema import TABLES, Settings
 from comfyfleet.cli.servers import named, tidied
-from comfyfleet.cli.settings import DEFAULT, TABLES, Settings, flag_of, read_settings
+from comfyfleet.cli.settings import DEFAULT, _fields, flag_of, read_settings
 from comfyfleet.hub.limits import Limits
 
 
@@ -85,8 +86,9 @@ def test_the_caps_of_the_queue_are_limits_to_whoever_sets_them(file: Path) -> No
     ],
 )
 def test_the_names_of_others_are_understood_and_our_own_wins(variables: dict[str, str], store: str) -> None:
-    found = read_settings(environment={**variables, "HUB_PORT": "4000"}, config=os.devnull)
-    assert (found.values.store, found.values.port) == (store, 4000)
+    found = read_settings(environment={**variables, "HUB_PORT": "4000", "WS_PORT": "4001"}, config=os.devnull)
+    assert (found.values.store, found.values.port, found.values.ws_port) == (store, 4000, 4001)
+    assert found.origin("ws_port").place == "environment WS_PORT"
     alone = read_settings(
         environment={**variables, "COMFYFLEET_STORE": "", "HUB_PORT": "4000"},
         config=os.devnull,
@@ -134,6 +136,36 @@ def test_what_the_environment_says_wrong_is_told_with_the_variable() -> None:
         read_settings(config=os.devnull, environment={"HUB_PORT": "many"})
     found = read_settings(config=os.devnull, environment={"COMFYFLEET_PROT": "1", "COMFYFLEET_DEBUG": "1"})
     assert found.unheard == ("COMFYFLEET_PROT",)
+
+
+def test_several_hubs_are_named_in_each_place(file: Path) -> None:
+    both = ("http://a:1", "http://b:1")
+    assert read_settings({"hub": both}, config=os.devnull, environment={}).values.hub == both
+    environment = {"COMFYFLEET_HUB": "http://a:1, http://b:1"}
+    assert read_settings(config=os.devnull, environment=environment).values.hub == both
+    assert (
+        read_settings(config=said(file, 'hub = ["http://a:1", "http://b:1"]'), environment={}).values.hub
+        == both
+    )
+    assert read_settings(config=said(file, 'hub = "http://a:1"'), environment={}).values.hub == both[:1]
+
+
+def test_every_setting_is_shown_with_the_value_it_has(file: Path) -> None:
+    said(file, "[limits]\nmax_waiting = 7\n[rules]\nlease_ttl_s = 30\n")
+    environment = {"COMFYFLEET_RULES_MAX_ATTEMPTS": "9", "COMFYFLEET_ENCRYPTION_KEYS": "a=secret"}
+    found = read_settings({"port": 1}, config=file, environment=environment).shown()
+    shown = {name: (value, place) for name, value, place in found}
+    assert shown["port"] == (1, "flag --port") and shown["host"] == ("127.0.0.1", "default")
+    assert shown["limits.max_waiting"] == (7, f"file {file}")
+    assert shown["rules.lease_ttl_s"] == (30.0, f"file {file}")
+    assert shown["rules.max_attempts"] == (9, "environment COMFYFLEET_RULES_MAX_ATTEMPTS")
+    assert shown["rules.start_timeout_s"] == (600.0, "default")
+    assert shown["s3.region"] == ("us-east-1", "default") and shown["limits.max_depth"][1] == "default"
+    assert shown["encryption.keys"][0] == "…" and shown["key"] == (None, "default")
+    every = {f"{table}.{name}" for table in TABLES for name in _fields(table)}
+    assert (
+        every <= shown.keys() and set(Settings.__struct_fields__) - TABLES.keys() - {"pools"} <= shown.keys()
+    )
 
 
 def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:

@@ -423,7 +423,7 @@ async def test_a_hub_that_kept_no_files_is_asked_again_after_a_registration(tmp_
     ):
         for rig in (without, with_files):
             # As if the hub had been started anew with a folder, at the same address.
-            api._url = api._links._hub = rig.url
+            api._url = api._links.hub = rig.url
             api._headers["authorization"] = f"Bearer {rig.keys[Role.WORKER]}"
             await api.close()
             await api.register(call)

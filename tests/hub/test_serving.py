@@ -115,3 +115,17 @@ async def test_a_restart_on_a_durable_store_loses_no_job_and_no_idempotency_key(
         (job,) = (await rig.get("/api/jobs?metadata[user]=42")).body["jobs"]
         assert job["id"] == made.body["id"]
         assert (await rig.get(f"/api/jobs/{job['id']}")).body["is_paused"]
+
+
+async def test_a_second_port_serves_the_same_for_those_who_expect_the_socket_there() -> None:
+    async with (
+        running_hub(is_open=True) as rig,
+        Serving(rig.hub, ServingSettings(port=0, ws_port=0)) as serving,
+        aiohttp.ClientSession() as session,
+    ):
+        assert serving.ws_port not in (None, serving.port)
+        for port in (serving.port, serving.ws_port):
+            async with session.ws_connect(f"ws://127.0.0.1:{port}/hub") as socket:
+                assert not socket.closed
+            async with session.get(f"http://127.0.0.1:{port}/health") as response:
+                assert response.status == 200

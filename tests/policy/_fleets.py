@@ -28,6 +28,7 @@ from comfyfleet.model.worker import (
     Hardware,
     Location,
     Memory,
+    Performance,
     Service,
     TenantAccess,
 )
@@ -48,7 +49,8 @@ HASH = WorkflowHash("a-workflow")
 
 EVERYTHING = Capabilities(
     (Service("comfyui", ("local",), models=frozenset(MODELS), node_classes=frozenset(NODE_CLASSES)),),
-    Hardware(Gpu(4, 48.0, "NVIDIA GeForce RTX 4090"), Cpu(4), Memory(48.0)),
+    Hardware(Gpu(4, 48.0, "NVIDIA GeForce RTX 4090"), Cpu(4, 4), Memory(48.0)),
+    performance=Performance(("fast", "best")),
     location=Location("eu", ("gdpr", "hipaa")),
     cost=Cost("economy"),
 )
@@ -85,7 +87,7 @@ OFFERS: dict[str, st.SearchStrategy[Any]] = {
             st.sampled_from(GIGABYTES),
             st.sampled_from(("", "NVIDIA GeForce RTX 4090", "NVIDIA A100")),
         ),
-        st.builds(Cpu, st.sampled_from(COUNTS)),
+        st.builds(Cpu, st.sampled_from(COUNTS), st.sampled_from(COUNTS)),
         st.builds(Memory, st.sampled_from(GIGABYTES)),
     ),
     "tenant_access": st.builds(
@@ -99,6 +101,7 @@ OFFERS: dict[str, st.SearchStrategy[Any]] = {
     "environment": st.sampled_from(ENVIRONMENTS),
     "moves_files": st.booleans(),
     "has_hub": st.booleans(),
+    "performance": st.builds(Performance, some("fast", "best")),
 }
 
 slow_worker_classes = st.lists(
@@ -112,6 +115,7 @@ HARDWARE_NEEDS: dict[str, st.SearchStrategy[Any]] = {
     "cpu_cores": st.sampled_from(COUNTS),
     "ram_gb": st.sampled_from(GIGABYTES),
     "gpu_memory_above_gb": st.sampled_from(GIGABYTES),
+    "cpu_threads": st.sampled_from(COUNTS),
 }
 
 NEEDS: dict[str, st.SearchStrategy[Any]] = {
@@ -130,6 +134,7 @@ NEEDS: dict[str, st.SearchStrategy[Any]] = {
     "exclude_workers": st.lists(worker_ids, unique=True, max_size=2).map(tuple),
     "needs_files": st.booleans(),
     "needs_hub": st.booleans(),
+    "quality": optional("fast", "best"),
 }
 
 
@@ -144,6 +149,7 @@ DECIDED_BY = {
     "exclude_workers": "environment",
     "needs_files": "moves_files",
     "needs_hub": "has_hub",
+    "quality": "performance",
 }
 """Which offer can decide a need. A worker's name is no offer; there any will do."""
 

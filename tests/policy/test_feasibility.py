@@ -23,6 +23,7 @@ from comfyfleet.model.worker import (
     Hardware,
     Location,
     Memory,
+    Performance,
     Service,
     TenantAccess,
 )
@@ -41,6 +42,7 @@ WORKER = Capabilities(
     services=(COMFYUI,),
     hardware=Hardware(Gpu(1, 24, "NVIDIA GeForce RTX 4090"), Cpu(16, 32), Memory(64)),
     location=Location("EU-West", ("GDPR",)),
+    performance=Performance(("fast", "quality")),
 )
 
 
@@ -86,6 +88,8 @@ def test_reasons_come_weightiest_first(
             "has the GPU 'NVIDIA GeForce RTX 4090', one like 'A100' is needed",
         ),
         ({"hardware": HardwareNeed(cpu_cores=32)}, "has 16 CPU cores, 32 are needed"),
+        ({"hardware": HardwareNeed(cpu_threads=33)}, "has 32 CPU threads, 33 are needed"),
+        ({"quality": "best"}, "offers the quality levels 'fast', 'quality', 'best' is required"),
         ({"hardware": HardwareNeed(ram_gb=64.5)}, "has 64 GB of RAM, 64.5 GB are needed"),
         ({"node_classes": ("KSampler", "FaceDetailer")}, "lacks the node class 'FaceDetailer'"),
         ({"models": ("flux1-schnell.safetensors",)}, "does not have the model 'flux1-schnell.safetensors'"),
@@ -124,6 +128,8 @@ def test_a_need_that_is_not_met_is_named(needs: dict[str, object], reason: str) 
         {"workers": (WorkerId("south"), NORTH)},
         {"exclude_workers": (WorkerId("south"),)},
         {"isolation": "loose"},
+        {"hardware": HardwareNeed(cpu_threads=32)},
+        {"quality": "fast"},
     ],
 )
 def test_a_need_that_is_met_is_no_reason(needs: dict[str, object]) -> None:

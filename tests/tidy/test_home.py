@@ -35,7 +35,7 @@ def test_the_home_folder_is_empty_and_not_the_users() -> None:
     resolved = read_settings(config=os.devnull)
     assert resolved.data.is_relative_to(os.environ["HOME"])
     assert read_hub(resolved.data) is None
-    assert (resolved.values.hub, resolved.values.store, resolved.values.key) == (None, None, None)
+    assert (resolved.values.hub, resolved.values.store, resolved.values.key) == ((), None, None)
 
 
 @pytest.mark.parametrize("home", LIMITS["homes"])

@@ -22,7 +22,7 @@ def command(context: click.Context, /, as_json: bool, **flags: Any) -> None:
     until it is lifted here. All other blocks end by themselves.
     """
     if context.invoked_subcommand is not None:
-        if as_json or any(value is not None for value in flags.values()):
+        if as_json or any(flags.values()):
             raise click.UsageError(f"put the options behind `{context.invoked_subcommand}`")
         return
     _list(as_json, flags)

@@ -8,7 +8,7 @@ import click
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.cli.helping import group
-from comfyfleet.cli.options import as_json, settings
+from comfyfleet.cli.options import EVERY, as_json, settings
 from comfyfleet.cli.printing import echo
 
 
@@ -18,20 +18,40 @@ def command() -> None:
 
 
 @command.command("show")
-@click.option("--all", "show_all", is_flag=True, help="Also what is as it is unless said.")
+@click.option("--said", "is_said", is_flag=True, help="Only what was said somewhere.")
+@click.option("--all", "show_all", is_flag=True, hidden=True)
 @as_json
-@settings("config")
-def show(config: str | None, show_all: bool, as_json: bool) -> None:
-    """Every setting that was said, and where. Secrets are not shown."""
-    from comfyfleet.cli.reach import print_json, print_table
-    from comfyfleet.cli.settings import DEFAULT, read_settings
+@settings(*EVERY)
+def show(config: str | None, is_said: bool, show_all: bool, as_json: bool, **flags: Any) -> None:  # noqa: ARG001
+    """Every setting, the value it has, and where that comes from: a flag, the environment, the file, the default.
 
-    found = list(read_settings(config=config).shown())
+    Secrets are not shown. With flags of `up`, `hub` or `worker` it shows what they would have.
+    """
+    from comfyfleet.cli.local import read_hub
+    from comfyfleet.cli.reach import find_hub, print_json, print_table
+    from comfyfleet.cli.settings import DEFAULT, masked, read_settings
+
+    resolved = read_settings(flags, config=config)
+    found = {name: (value, place) for name, value, place in resolved.shown()}
+    # What they are unless said depends on the machine.
+    if not resolved.values.hub:
+        local = read_hub(resolved.data)
+        place = DEFAULT.place if local is None else f"the hub that was started in {resolved.data}"
+        found["hub"] = ([*find_hub(resolved).urls], place)
+    if resolved.values.store is None:
+        found["store"] = (
+            masked("store", f"sqlite:///{(resolved.data / 'fleet.db').absolute()}"),
+            DEFAULT.place,
+        )
     if as_json:
-        print_json({name: {"value": value, "from": place} for name, value, place in found})
+        print_json({name: {"value": value, "from": place} for name, (value, place) in found.items()})
         return
-    rows = [[name, _text(value), place] for name, value, place in found if show_all or place != DEFAULT.place]
-    print_table(["setting", "value", "from"], rows, empty="everything is as it is unless said: try --all")
+    rows = [
+        [name, _text(value), place]
+        for name, (value, place) in found.items()
+        if not is_said or place != DEFAULT.place
+    ]
+    print_table(["setting", "value", "from"], rows, empty="nothing was said: every setting has its default")
 
 
 @command.command("check")
@@ -44,7 +64,8 @@ def check(config: str | None, as_json: bool) -> None:
     """
     from comfyfleet.cli.encrypting import key_mistakes
     from comfyfleet.cli.reach import print_json
-    from comfyfleet.cli.settings import PREFIX, nearest, read_settings, variables
+    from comfyfleet.cli.schema import PREFIX
+    from comfyfleet.cli.settings import nearest, read_settings, variables
 
     mistakes: list[CommandFailed] = []
     resolved = read_settings(config=config, mistakes=mistakes)
@@ -71,4 +92,6 @@ def check(config: str | None, as_json: bool) -> None:
 def _text(value: Any) -> str:
     if value is None:
         return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.types import StringParamType
 
 T = TypeVar("T")
 
@@ -41,6 +42,31 @@ class Terminated(Exception):
 
 class _Interrupted(Exception):
     """Ctrl-C came, and everything was closed."""
+
+
+OUT_HELP = (
+    "Folder for the outputs, or a pattern such as out/{job}_{node}_{index}{ext} (also {name}); the current folder "
+    "unless given. No file is overwritten."
+)
+
+
+class Out(StringParamType):
+    """A folder for outputs, or a pattern of their names; the folder is made before anything is done that needs one."""
+
+    name = "folder"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from comfyfleet.pool.saving import OutputPlace
+
+        if isinstance(value, OutputPlace):
+            return value
+        try:
+            place = OutputPlace.read(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if place.folder.exists() and not place.folder.is_dir():
+            self.fail(f"{place.folder} is a file, not a folder", param, ctx)
+        return place
 
 
 def make_folder(folder: Path) -> None:

@@ -197,7 +197,11 @@ def _serving_settings(resolved: Resolved) -> ServingSettings:
         except (OSError, ssl.SSLError) as error:
             raise resolved.wrong("certificate", f"it cannot be used with its key: {error}") from error
     return ServingSettings(
-        settings.host, settings.port, settings.certificate, settings.certificate_key or settings.certificate
+        settings.host,
+        settings.port,
+        settings.ws_port,
+        settings.certificate,
+        settings.certificate_key or settings.certificate,
     )
 
 
@@ -214,6 +218,8 @@ def greet(house: House, resolved: Resolved) -> None:
     anywhere else is kept by whoever keeps logs."""
     settings = resolved.values
     echo(f"The hub answers at {house.url}")
+    if settings.ws_port is not None and house.serving.ws_port is not None:
+        echo(f"  and on port {house.serving.ws_port}")
     echo(f"  keeps its jobs in {masked('store', settings.store) or resolved.data}")
     if settings.assets is not None:
         echo(f"  keeps its files in {masked('assets', settings.assets)}")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     "pools",
     "host",
     "port",
+    "ws_port",
     "open",
     "certificate",
     "certificate_key",

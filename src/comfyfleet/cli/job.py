@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from comfyfleet.cli import values
-from comfyfleet.cli.endings import make_folder
+from comfyfleet.cli.endings import OUT_HELP, Out, make_folder
 from comfyfleet.cli.helping import group
 from comfyfleet.cli.job_ids import ask_about, whole_id
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
+
+if TYPE_CHECKING:
+    from comfyfleet.pool.saving import OutputPlace
 
 
 @group("job")
@@ -108,17 +110,18 @@ def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
 @click.option(
     "-o",
     "--out",
-    type=click.Path(file_okay=False, writable=True, path_type=Path),
-    help="Download the outputs into this folder. No file is overwritten.",
+    type=Out(),
+    metavar="FOLDER",
+    help=f"Download the outputs. {OUT_HELP}",
 )
 @as_json
 @settings(*TO_REACH)
-def watch(job_id: str, out: Path | None, as_json: bool, **flags: Any) -> None:
+def watch(job_id: str, out: OutputPlace | None, as_json: bool, **flags: Any) -> None:
     """Follow a job to its end: 0 if it completed, 1 if not."""
     from comfyfleet.cli.watching import watch_jobs
 
     if out is not None:
-        make_folder(out)
+        make_folder(out.folder)
     ask_about(flags, job_id, lambda client, whole: watch_jobs(client, [whole], out, as_json))
 
 

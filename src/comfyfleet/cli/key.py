@@ -142,19 +142,41 @@ def rotate(key_id: str, overlap: float, as_json: bool, **flags: Any) -> None:
 @as_json
 @settings(*TO_REACH)
 def invite(uses: int, hours: float, prefix: str, replace: bool, as_json: bool, **flags: Any) -> None:
-    """Make a token with which workers fetch keys of their own: `comfyfleet worker --enrol TOKEN`."""
-    from comfyfleet.cli.reach import ask, print_json
+    """Make a token with which workers fetch keys of their own, and show the command for their machines.
 
-    made = ask(
-        flags,
-        lambda client: client.invite(
+    The token goes to standard output, the command to standard error; with --json both are in the object.
+    """
+    import shlex
+
+    from comfyfleet.cli.reach import ask, plain, print_json
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.wire.keys import EnrolmentMade
+
+    async def make(client: FleetClient) -> tuple[EnrolmentMade, str]:
+        made = await client.invite(
             uses=uses, expires_in_s=hours * 3600, worker_prefix=prefix, replace=replace
-        ),
-    )
+        )
+        return made, client.url
+
+    made, url = ask(flags, make)
+    far, is_near = _from_elsewhere(url)
+    words = ["worker", "--hub", far, "--enrol", made.token, "--server", "http://127.0.0.1:8188"]
+    if prefix:
+        words += ["--name", f"{prefix}1"]
+    command_ = f"comfyfleet {shlex.join(words)}"
     if as_json:
-        print_json(made)
-    else:
-        echo(made.token)
+        print_json({**plain(made), "command": command_})
+        return
+    echo(made.token)
+    machines = "On the other machine" if uses == 1 else f"On each of up to {uses} machines"
+    echo(f"{machines}, within {hours:g} h, where ComfyUI runs on port 8188:", err=True)
+    echo(f"  {command_}", err=True)
+    if is_near:
+        echo(
+            f"This hub was asked at {url}. It must listen where that machine reaches it: start it with --host 0.0.0.0 "
+            "and a --certificate; or run the worker here, with that address",
+            err=True,
+        )
 
 
 @command.command("invites")
@@ -215,3 +237,17 @@ def uninvite(token_id: str, as_json: bool, **flags: Any) -> None:
         print_json({"revoked": token_id})
     else:
         echo(f"{token_id} revoked")
+
+
+def _from_elsewhere(url: str) -> tuple[str, bool]:
+    """The hub's address for other machines, with its port as it is; and whether it was asked at this machine's own."""
+    import socket
+    from urllib.parse import urlsplit
+
+    from comfyfleet.hub.credentials import is_loopback
+
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if not (is_loopback(host) or host == "localhost"):
+        return url, False
+    return parts._replace(netloc=f"{socket.gethostname()}:{parts.port}").geturl(), True

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,21 +17,16 @@ import msgspec
 
 from comfyfleet import private
 from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.client import finding
+from comfyfleet.client.finding import HUB_FILE as HUB_FILE
+from comfyfleet.client.finding import LocalHub as LocalHub
+from comfyfleet.model.errors import Refusal, RefusalCode
 
 _LOG = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HUB_FILE = "hub.json"
 WORKER_FILE = "workers.json"
-
-
-class LocalHub(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The hub of this data folder, and the key with which its owner commands it."""
-
-    url: str
-    key: str | None = None
-    certificate: str | None = None
 
 
 class WorkerKeys(msgspec.Struct, frozen=True):
@@ -74,8 +70,8 @@ def make_data_folder(folder: Path) -> None:
 
 
 def read_hub(folder: Path) -> LocalHub | None:
-    content = _read(folder / HUB_FILE)
-    return None if content is None else _decode(folder / HUB_FILE, content, LocalHub)
+    with _told():
+        return finding.read_hub(folder)
 
 
 def write_hub(folder: Path, hub: LocalHub) -> Path:
@@ -106,20 +102,17 @@ def _decode(path: Path, content: bytes, kind: type[T]) -> T:
 
 
 def _read(path: Path) -> bytes | None:
+    with _told():
+        return finding.read_private(path)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
     try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
-                raise CommandFailed(
-                    f"{path} holds a key and can be read by others: `chmod 600 {path}`, and revoke the key if they "
-                    "may have read it",
-                    ExitCode.REFUSED,
-                )
-            return file.read()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CommandFailed(f"{path} cannot be read: {error.strerror}") from error
+        yield
+    except Refusal as error:
+        is_open = error.code is RefusalCode.NOT_ALLOWED
+        raise CommandFailed(error.message, ExitCode.REFUSED if is_open else ExitCode.FAILED) from error
 
 
 def _write(path: Path, value: msgspec.Struct) -> Path:

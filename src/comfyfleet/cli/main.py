@@ -6,6 +6,7 @@ Each command has a module of its own, imported when it is called; what is heavy 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -59,18 +60,34 @@ class _Session:
 @click.option(
     "--debug", is_flag=True, envvar="COMFYFLEET_DEBUG", help="Show logs, and the traceback of an error."
 )
-@click.pass_obj
-def comfyfleet(session: _Session, debug: bool) -> None:
+@click.pass_context
+def comfyfleet(context: click.Context, debug: bool) -> None:
     """One address for a fleet of ComfyUI servers."""
     import logging
 
+    session: _Session = context.obj
     session.is_debugging = debug
+    _tell_of_unknown_variables(session, context.invoked_subcommand)
     if debug:
         logging.getLogger("asyncio").setLevel(logging.INFO)
     handler = logging.StreamHandler()
     form = "%(asctime)s %(levelname)s %(name)s: %(message)s" if debug else "%(levelname)s: %(message)s"
     handler.setFormatter(LineFormatter(form))
     logging.basicConfig(level=logging.DEBUG if debug else logging.ERROR, handlers=[handler])
+
+
+def _tell_of_unknown_variables(session: _Session, command: str | None) -> None:
+    """A variable that begins like ours and means nothing is misspelled, most likely. `config check` makes an error of
+    it; where a program reads standard error, nothing is told."""
+    ours = [name for name, value in os.environ.items() if name.startswith("COMFYFLEET_") and value]
+    if not ours or session.wants_json or command in ("config", "completion"):
+        return
+    from comfyfleet.cli.schema import ELSEWHERE, PREFIX
+    from comfyfleet.cli.settings import nearest, variables
+
+    known = variables()
+    for name in sorted(set(ours) - ELSEWHERE - set(known)):
+        echo(f"Warning: {name} means nothing{nearest(name, known, PREFIX, at_most=0)}", err=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -55,6 +55,11 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "port": _option(
         "-p", "--port", type=click.IntRange(0, 65535), help="3001 unless given; 0 takes a free one."
     ),
+    "ws_port": _option(
+        "--ws-port",
+        type=click.IntRange(0, 65535),
+        help="Also serve the same on this port, for those who expect the WebSocket on one of its own.",
+    ),
     "certificate": _option(
         "--certificate", metavar="FILE", help="Serve HTTPS with this certificate chain (PEM)."
     ),
@@ -125,6 +130,50 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "rate": _option(
         "--rate", type=click.FloatRange(0), metavar="AMOUNT", help="What an hour of the worker costs."
     ),
+    "providers": click.option(
+        "--provider",
+        "providers",
+        multiple=True,
+        metavar="NAME",
+        help="Who provides the worker's services; local unless given. Jobs can ask for it. Repeatable.",
+    ),
+    "quality_levels": click.option(
+        "--quality-level",
+        "quality_levels",
+        multiple=True,
+        metavar="NAME",
+        help="A quality level that the worker offers, such as fast; jobs can ask for it. Repeatable.",
+    ),
+    "speed": _option(
+        "--speed",
+        type=click.FloatRange(0, min_open=True),
+        metavar="FACTOR",
+        help="How fast it is; 1 is usual. Counts until enough was measured.",
+    ),
+    "gpu_count": _option(
+        "--gpu-count", type=click.IntRange(1), metavar="N", help="GPUs, in place of what the server tells."
+    ),
+    "gpu_memory_gb": _option(
+        "--gpu-memory-gb",
+        type=click.FloatRange(0, min_open=True),
+        metavar="GB",
+        help="Memory of each, in place of what the server tells.",
+    ),
+    "gpu_model": _option(
+        "--gpu-model", metavar="NAME", help="Their model, in place of what the server tells."
+    ),
+    "cpu_cores": _option(
+        "--cpu-cores", type=click.IntRange(1), metavar="N", help="CPU cores of the server's machine."
+    ),
+    "cpu_threads": _option(
+        "--cpu-threads", type=click.IntRange(1), metavar="N", help="CPU threads of the server's machine."
+    ),
+    "memory_gb": _option(
+        "--memory-gb",
+        type=click.FloatRange(0, min_open=True),
+        metavar="GB",
+        help="Memory of the server's machine, in place of what the server tells.",
+    ),
     "server_folder": _option(
         "--server-folder",
         metavar="PATH",
@@ -162,7 +211,15 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         help="The worker's name in the fleet (with several servers NAME-1, NAME-2 …). Unless given: the server's host "
         "and port, with this machine's name in place of a loopback address. Every worker of a fleet needs its own.",
     ),
-    "hub": _option("--hub", metavar="URL", help="The hub; the one on this machine unless given."),
+    "hub": click.option(
+        "--hub",
+        "hub",
+        type=Address(),
+        multiple=True,
+        metavar="URL",
+        help="The hub; the one on this machine unless given. Repeatable, for hubs on one store: where one does not "
+        "answer, the next is asked.",
+    ),
     "key": _option(
         "--key", metavar="KEY", help="The key for it. Better in COMFYFLEET_KEY, or found by itself."
     ),
@@ -210,8 +267,19 @@ OF_A_WORKER = (
     "compliance",
     "cost_tier",
     "rate",
+    "providers",
+    "quality_levels",
+    "speed",
+    "gpu_count",
+    "gpu_memory_gb",
+    "gpu_model",
+    "cpu_cores",
+    "cpu_threads",
+    "memory_gb",
 )
 """What a worker says of itself that nobody can find out."""
+
+EVERY = tuple(_OPTIONS)
 
 TO_REACH = ("config", "data", "hub", "key", "trust")
 """What every command needs that asks a hub."""

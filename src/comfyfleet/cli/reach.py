@@ -17,7 +17,8 @@ from comfyfleet.cli.local import HUB_FILE, read_hub
 from comfyfleet.cli.printing import echo
 from comfyfleet.cli.settings import Resolved, read_settings
 from comfyfleet.cli.tables import print_table as print_table
-from comfyfleet.client.fleet import DEFAULT_URL, FleetClient
+from comfyfleet.client.finding import DEFAULT_URL, exactly
+from comfyfleet.client.fleet import FleetClient
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.answers import WorkerBody
 
@@ -32,18 +33,24 @@ _ENOUGH = 5
 
 
 class Reach(msgspec.Struct, frozen=True):
-    url: str
+    urls: tuple[str, ...]
+    """Of one hub, or of several on one store."""
     key: str | None
     trust: ssl.SSLContext | None
     key_file: Path | None = None
     """Where the key was found, if nobody named one."""
 
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
 
 def find_hub(resolved: Resolved) -> Reach:
     chosen = resolved.values
     local = read_hub(resolved.data)
-    url = (chosen.hub or (DEFAULT_URL if local is None else local.url)).rstrip("/")
-    is_local = local is not None and local.url == url
+    urls = tuple(url.rstrip("/") for url in chosen.hub)
+    urls = urls or ((DEFAULT_URL if local is None else local.url).rstrip("/"),)
+    is_local = local is not None and local.url in urls
     key, trust, key_file = chosen.key, None, None
     if key is None and is_local and local is not None:
         key, key_file = local.key, resolved.data / HUB_FILE
@@ -54,20 +61,8 @@ def find_hub(resolved: Resolved) -> Reach:
         except (OSError, ssl.SSLError) as error:
             raise resolved.wrong("trust", f"there are no certificates to read: {error}") from error
     elif is_local and local is not None and local.certificate is not None:
-        trust = _exactly(local.certificate)
-    return Reach(url, key, trust, key_file)
-
-
-def _exactly(certificate: str) -> ssl.SSLContext | None:
-    """The hub's own certificate and no other; whatever name it is for, this machine is meant."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    try:
-        context.load_verify_locations(certificate)
-    except (OSError, ssl.SSLError):
-        return None
-    return context
+        trust = exactly(local.certificate)
+    return Reach(urls, key, trust, key_file)
 
 
 def ask(
@@ -83,9 +78,11 @@ def ask(
 
     async def asking(key: str | None) -> T:
         try:
-            client = FleetClient(reach.url, key, patience_s=patience_s, trust=reach.trust)
+            client = FleetClient(reach.urls, key, patience_s=patience_s, trust=reach.trust)
         except Refusal as error:
-            raise resolved.wrong("hub", error.message) from error
+            local = read_hub(resolved.data)
+            known = "" if local is None else f". The hub of this machine is at {local.url}"
+            raise resolved.wrong("hub", error.message + known) from error
         async with client:
             return await work(client)
 
@@ -110,7 +107,7 @@ def ask(
             raise Refusal(error.code, told, **error.details) from error
         raise
     except Fault as error:
-        if resolved.values.hub is None and read_hub(resolved.data) is None:
+        if not resolved.values.hub and read_hub(resolved.data) is None:
             # Nobody named a hub, and none was ever started here.
             raise Fault(f"{error} `comfyfleet up` starts one here, --hub names another") from error
         raise

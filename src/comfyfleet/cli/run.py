@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from comfyfleet.cli import helping
-from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder, run
+from comfyfleet.cli.endings import OUT_HELP, CommandFailed, ExitCode, Out, make_folder, run
 from comfyfleet.cli.options import Address, as_json
 
 if TYPE_CHECKING:
     from comfyfleet.cli.run_progress import RunProgress
     from comfyfleet.model.job import Attachment
     from comfyfleet.pool.pool import WorkflowPool
+    from comfyfleet.pool.saving import OutputPlace
 
 _TAKE_BACK_S = 5.0
 """How long a server gets to confirm that an interrupted job was stopped."""
@@ -72,9 +73,10 @@ _LEAVE_S = 1.0
 @click.option(
     "-o",
     "--out",
-    type=click.Path(file_okay=False, writable=True, path_type=Path),
-    default=Path(),
-    help="Folder for the outputs; the current one unless given. No file is overwritten.",
+    type=Out(),
+    default=".",
+    metavar="FOLDER",
+    help=OUT_HELP,
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the paths of the outputs.")
 @as_json
@@ -87,7 +89,7 @@ def command(
     priority: int,
     max_attempts: int,
     timeout: float | None,
-    out: Path,
+    out: OutputPlace,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -117,7 +119,7 @@ def command(
     if not draft.is_of_editor:
         options["attachments"] = [_attachment(draft.graph, text) for text in attachments]
     # Better to know now that there is no place for the outputs than after an hour of work.
-    make_folder(out)
+    make_folder(out.folder)
     run(_run(draft, list(addresses.values()), store, attachments, options, out, quiet, as_json))
 
 
@@ -213,7 +215,7 @@ async def _run(
     store: str | None,
     attachments: tuple[str, ...],
     options: dict[str, Any],
-    out: Path,
+    out: OutputPlace,
     is_quiet: bool,
     as_json: bool,
 ) -> None:
@@ -222,6 +224,7 @@ async def _run(
     from comfyfleet.cli.reach import print_json
     from comfyfleet.cli.run_progress import RunProgress
     from comfyfleet.pool.pool import WorkflowPool
+    from comfyfleet.pool.saving import write_new
     from comfyfleet.worker.settings import AgentSettings
 
     with RunProgress(is_quiet, as_json) as progress:
@@ -246,9 +249,10 @@ async def _run(
                 progress.say(f"node {node} got the seed {seed}")
             if not result.files:
                 progress.say("the workflow completed and left no files")
-            for file in result.files:
+            for index, file in enumerate(result.files, start=1):
                 # One after the other: what is saved is told even where the next one fails.
-                progress.saved(*await pool.save(file, out, record.client_id))
+                content = await pool.fetch(file, record.client_id)
+                progress.saved(await write_new(out, file, content, job=job_id, index=index))
             if as_json:
                 print_json(
                     {

@@ -18,7 +18,18 @@ from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.printing import echo
 from comfyfleet.cli.settings import Resolved
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.worker import Capabilities, Cost, Location, TenantAccess
+from comfyfleet.model.worker import (
+    Capabilities,
+    Cost,
+    Cpu,
+    Gpu,
+    Hardware,
+    Location,
+    Memory,
+    Performance,
+    Service,
+    TenantAccess,
+)
 from comfyfleet.pool.options import Server
 from comfyfleet.ports import Connector
 from comfyfleet.worker.connectors.comfyui.inventory import is_fake
@@ -100,14 +111,21 @@ def declared_in(resolved: Resolved, *, fake_beside_real: bool = False) -> Capabi
             "allow_tenants",
             "say --tenant-isolation strict to work for these alone, or loose to work for these first",
         )
+    names = dict.fromkeys(["comfyui", "simulated", *(each.partition("=")[0] for each in chosen.services)])
     return Capabilities(
-        (),
+        tuple(Service(name, chosen.providers) for name in names) if chosen.providers else (),
+        Hardware(
+            Gpu(chosen.gpu_count or 0, chosen.gpu_memory_gb or 0, chosen.gpu_model or ""),
+            Cpu(chosen.cpu_cores or 0, chosen.cpu_threads or 0),
+            Memory(chosen.memory_gb or 0),
+        ),
         tenant_access=TenantAccess(
             isolation,
             tuple(map(TenantId, chosen.allow_tenants)),
             tuple(map(TenantId, chosen.deny_tenants)),
         ),
         location=Location(chosen.region, chosen.compliance),
+        performance=Performance(chosen.quality_levels, 1.0 if chosen.speed is None else chosen.speed),
         cost=Cost(chosen.cost_tier or "standard", chosen.rate),
         environment=chosen.environment or "self_hosted",
         works_beside_real=fake_beside_real,

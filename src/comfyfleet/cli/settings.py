@@ -9,175 +9,49 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Meta
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
 from comfyfleet.cli.proxies import proxies_of
+from comfyfleet.cli.schema import (
+    ADDRESSES,
+    CREDENTIALS,
+    ELSEWHERE,
+    FILE_NAME,
+    FLAGS,
+    KEPT,
+    LISTS,
+    OLD_NAMES,
+    OTHERS,
+    PASSWORD,
+    POOL_KINDS,
+    POOL_NAME,
+    POOLS,
+    PREFIX,
+    SECRET,
+    TABLES,
+    TOGETHER,
+    EncryptionSettings,
+    S3Settings,
+    Settings,
+)
+from comfyfleet.cli.schema import (
+    CAPS as CAPS,
+)
+from comfyfleet.client.finding import usual_data
 from comfyfleet.hub.limits import Limits
-from comfyfleet.model.bounds import ServerBounds
-from comfyfleet.model.requirement import CostTier, Isolation
 from comfyfleet.policy.retention import DAY_S, RULES, Retention
 from comfyfleet.policy.rules import Rules, problem_of
 
 if TYPE_CHECKING:
     from comfyfleet.outbound.guard import Allowed
     from comfyfleet.worker.connectors.comfyui import ComfyUISettings
-
-PREFIX = "COMFYFLEET_"
-FILE_NAME = "comfyfleet.toml"
-
-OLD_NAMES = {"port": ("HUB_PORT",), "store": ("HUB_REDIS_URL", "REDIS_URL")}
-"""What others called them in the environment."""
-LISTS = frozenset(
-    {"servers", "services", "webhook_allow", "trusted_proxies", "allow_tenants", "deny_tenants"}
-    | {"compliance", "encryption.keys"}
-)
-"""In the environment with commas or spaces between."""
-SECRET = frozenset({"key", "enrol", "s3.secret_key", "s3.session_token", "encryption.keys"})
-ADDRESSES = frozenset({"store", "hub", "servers", "services", "assets", "s3.endpoint"})
-_CREDENTIALS = re.compile(r"^((?:\w+=)?(?:\w+://)?)[^/]*@")
-"""A user and a password in an address, behind its scheme and the name of a service."""
-_PASSWORD = re.compile(r"([?&][^=&]*password=)[^&]*", re.IGNORECASE)
-"""The same as a parameter, which PostgreSQL takes."""
-CAPS = frozenset({"max_waiting", "max_open_bytes"})
-"""Rules of the engine that bound what it takes in: whoever looks for them looks among the limits."""
-KEPT = frozenset(RULES.values())
-"""Rules of the engine that say how long something is kept: they are said in days, with all others of the kind."""
-ELSEWHERE = frozenset({f"{PREFIX}CONFIG", f"{PREFIX}DEBUG", f"{PREFIX}COMPLETE"})
-"""Variables of ours that are no settings."""
-
-OTHERS = {
-    "access_key": ("AWS_ACCESS_KEY_ID",),
-    "secret_key": ("AWS_SECRET_ACCESS_KEY",),
-    "session_token": ("AWS_SESSION_TOKEN",),
-    "region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
-    "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-}
-"""What other programs call the settings of a storage in the environment."""
-_TOGETHER = frozenset({"access_key", "secret_key", "session_token"})
-
-_FLAGS = {
-    "servers": "--server",
-    "services": "--service",
-    "grace_s": "--grace",
-    "pools": "--pool",
-    "allow_tenants": "--allow-tenant",
-    "deny_tenants": "--deny-tenant",
-    "trusted_proxies": "--trusted-proxy",
-}
-
-Port = Annotated[int, Meta(ge=0, le=65535)]
-Count = Annotated[int, Meta(ge=0, le=1_000)]
-
-
-class S3Settings(msgspec.Struct, frozen=True):
-    """The storage that `assets` names a bucket of."""
-
-    endpoint: str = ""
-    """Its address, as hub, workers and callers reach it."""
-    region: str = "us-east-1"
-    path_style: bool = True
-    """Whether the bucket stands in the path; else it stands before the host's name."""
-    access_key: str = ""
-    secret_key: str = ""
-    session_token: str = ""
-
-
-class EncryptionSettings(msgspec.Struct, frozen=True):
-    """Master keys, with which payloads and results are sealed at rest. None: they are not."""
-
-    keys: tuple[str, ...] = ()
-    """Each as ID=KEY."""
-    key_file: str = ""
-    """More of them, one a line. It is read again while a hub runs."""
-    current: str = ""
-    """The id of the one that is used for what is new; the first unless said. `none`: nothing more is sealed."""
-    data_key_days: Annotated[float, Meta(gt=0)] = 365.0
-    """After so long a tenant gets a new data key."""
-
-
-TABLES: dict[str, type[msgspec.Struct]] = {
-    "limits": Limits,
-    "rules": Rules,
-    "s3": S3Settings,
-    "encryption": EncryptionSettings,
-    "retention": Retention,
-    "comfyui": ServerBounds,
-}
-POOLS = "pools"
-"""A table too, whose names are the operator's own."""
-_POOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_POOL_KINDS = ("sqlite", "postgresql", "postgres")
-
-
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    data: str = ""
-    """The folder of what a program keeps: the embedded store, keys. Unless said, the user's folder for data."""
-    store: str | None = None
-    """Where jobs are kept. Unless said, SQLite in the data folder."""
-    assets: str | None = None
-    """Where files are kept: s3://bucket/prefix. Unless said, in the data folder."""
-    host: str = "127.0.0.1"
-    port: Port = 3001
-    certificate: str | None = None
-    certificate_key: str | None = None
-    open: bool = False
-    """Whoever asks from this machine needs no key; then nobody else is served."""
-    servers: tuple[str, ...] = ()
-    services: tuple[str, ...] = ()
-    """Further services of a worker, as NAME=ADDRESS."""
-    environment: Literal["cloud", "self_hosted"] | None = None
-    tenant_isolation: Isolation | None = None
-    """How tenants share a worker: strict works for those it allows alone, loose for those first."""
-    allow_tenants: tuple[str, ...] = ()
-    deny_tenants: tuple[str, ...] = ()
-    region: str | None = None
-    compliance: tuple[str, ...] = ()
-    cost_tier: CostTier | None = None
-    rate: Annotated[float, Meta(ge=0)] | None = None
-    """What an hour of a worker costs."""
-    server_folder: str | None = None
-    """The folder of the one server there is, on this machine's disk: what jobs left there goes once it is kept."""
-    clear_history: bool = False
-    """Whether a worker removes its entries from its servers' history."""
-    fake: Count = 0
-    fake_version: tuple[str, ...] = ()
-    """The ComfyUI releases that fake servers behave like, in turn."""
-    slots: Annotated[int, Meta(ge=1, le=1_000)] = 1
-    grace_s: Annotated[float, Meta(ge=0)] = 60.0
-    name: str | None = None
-    hub: str | None = None
-    key: str | None = None
-    enrol: str | None = None
-    transport: Literal["http", "websocket"] = "http"
-    """How a worker speaks to its hub: a request for each call, or one connection for all."""
-    trust: str | None = None
-    """A file with the certificates to trust at the hub, beside those that the system trusts."""
-    legacy_websocket: Literal["on", "warn", "off"] = "on"
-    """Whether callers and monitors are still served over the WebSocket; workers always are."""
-    webhook_allow: tuple[str, ...] = ()
-    """Networks, addresses and names that webhooks may call beside public addresses."""
-    trusted_proxies: tuple[str, ...] = ()
-    """Networks and addresses of proxies whose X-Forwarded-For is believed."""
-    log_level: Literal["debug", "info", "warning", "error"] = "warning"
-    log_format: Literal["text", "json"] = "text"
-    limits: dict[str, Any] = {}
-    rules: dict[str, Any] = {}
-    s3: dict[str, Any] = {}
-    pools: dict[str, str] = {}
-    """The databases that tenants are assigned to, by name. Unless said, one beside an embedded store."""
-    encryption: dict[str, Any] = {}
-    retention: dict[str, Any] = {}
-    comfyui: dict[str, Any] = {}
-
 
 _FLAG = 3
 
@@ -251,9 +125,11 @@ class Resolved(msgspec.Struct, frozen=True):
         return _wrong(name, self.origin(name), why)
 
     def shown(self) -> Iterator[tuple[str, Any, str]]:
-        """Each setting with its value, as it may be seen, and its place."""
+        """Each setting with the value that it has, as it may be seen, and its place."""
         for name in Settings.__struct_fields__:
             value = getattr(self.values, name)
+            if name in TABLES:
+                value = self._whole_table(name)
             if name in TABLES or name == POOLS:
                 for field in sorted(value):
                     full = f"{name}.{field}"
@@ -261,9 +137,17 @@ class Resolved(msgspec.Struct, frozen=True):
                 continue
             yield name, masked(name, value), self.origin(name).place
 
+    def _whole_table(self, table: str) -> dict[str, Any]:
+        """What was said and what stands unless said."""
+        usual = {each.name: each.default for each in msgspec.structs.fields(TABLES[table])}
+        if table in ("rules", "limits"):
+            usual |= msgspec.structs.asdict(self.rules())
+        said = getattr(self.values, table)
+        return {name: msgspec.to_builtins(said.get(name, usual[name])) for name in _fields(table)}
+
 
 def masked(name: str, value: Any) -> Any:
-    if value is None:
+    if value is None or value in ("", (), []):
         return None
     if name in SECRET:
         return "…"
@@ -271,12 +155,12 @@ def masked(name: str, value: Any) -> Any:
         return [masked(name, each) for each in value]
     if name not in ADDRESSES and name.partition(".")[0] != POOLS:
         return value
-    return _PASSWORD.sub(r"\1…", _CREDENTIALS.sub(r"\1…@", value))
+    return PASSWORD.sub(r"\1…", CREDENTIALS.sub(r"\1…@", value))
 
 
 def flag_of(name: str) -> str:
     name = name.partition(".")[0]
-    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+    return FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def variable_of(name: str) -> str:
@@ -307,7 +191,7 @@ def read_settings(
     if values.get("assets"):
         _take_others(found, environment)
     if not values.get("data"):
-        values["data"] = str(_usual_data(environment))
+        values["data"] = str(usual_data(environment))
     resolved = Resolved(msgspec.convert(values, Settings), found.origins, unheard)
     said = resolved.values
     checks = (
@@ -366,6 +250,8 @@ class _Found:
             fields = _fields(table)
             if (table and table not in TABLES) or field not in fields or name in TABLES:
                 raise _unknown(name, origin)
+            if name == "hub" and isinstance(value, str):
+                value = value.replace(",", " ").split()
             # What comes as text is read as what it should be; a file and a flag have kinds of their own.
             is_text = origin.rank == 2
             try:
@@ -387,9 +273,9 @@ class _Found:
 
 
 def _check_pool(name: str, address: Any, origin: Origin) -> None:
-    if not _POOL.fullmatch(name):
+    if not POOL_NAME.fullmatch(name):
         raise _wrong(POOLS, origin, f"{name!r} is no name for a pool: use letters, digits, _ and -")
-    if not isinstance(address, str) or address.partition(":")[0] not in _POOL_KINDS:
+    if not isinstance(address, str) or address.partition(":")[0] not in POOL_KINDS:
         raise _wrong(f"{POOLS}.{name}", origin, 'write "sqlite:///…" or "postgresql://…"')
 
 
@@ -441,9 +327,9 @@ def _take_others(found: _Found, environment: Mapping[str, str]) -> None:
     """What the machine's environment says to every program that uses a storage, where nobody said it to us. Credentials
     are taken together or not at all: halves of two would open nothing."""
     own = frozenset(found.values.get("s3", {}))
-    has_own = not _TOGETHER.isdisjoint(own)
+    has_own = not TOGETHER.isdisjoint(own)
     for field, names in OTHERS.items():
-        if field in own or (has_own and field in _TOGETHER):
+        if field in own or (has_own and field in TOGETHER):
             continue
         for variable in names:
             if environment.get(variable):
@@ -471,11 +357,16 @@ def variables() -> list[str]:
     return [variable_of(name) for name in _names()]
 
 
-def nearest(name: str, known: list[str], prefix: str = "") -> str:
-    """The end of a sentence about a name that nobody knows; `prefix` is what all of them begin with."""
+def nearest(name: str, known: list[str], prefix: str = "", *, at_most: int | None = None) -> str:
+    """The end of a sentence about a name that nobody knows; `prefix` is what all of them begin with. Where none is
+    near, so many are listed."""
     by_rest = {each.removeprefix(prefix): each for each in known}
     found = difflib.get_close_matches(name.removeprefix(prefix), by_rest, 1, cutoff=0.5)
-    return f"; did you mean {by_rest[found[0]]!r}?" if found else f"; there are: {', '.join(known)}"
+    if found:
+        return f"; did you mean {by_rest[found[0]]!r}?"
+    if at_most == 0:
+        return "; `comfyfleet config show` lists the settings"
+    return f"; there are: {', '.join(known)}"
 
 
 def _unknown(name: str, origin: Origin) -> CommandFailed:
@@ -487,12 +378,3 @@ def _unknown(name: str, origin: Origin) -> CommandFailed:
 
 def _wrong(name: str, origin: Origin, why: str) -> CommandFailed:
     return CommandFailed(f"the setting {name!r} ({origin.place}) will not do: {why}", ExitCode.USAGE)
-
-
-def _usual_data(environment: Mapping[str, str]) -> Path:
-    home = Path(environment.get("HOME") or Path.home())
-    if sys.platform == "win32":
-        return Path(environment.get("LOCALAPPDATA") or home) / "comfyfleet"
-    if sys.platform == "darwin":
-        return home / "Library" / "Application Support" / "comfyfleet"
-    return Path(environment.get("XDG_DATA_HOME") or home / ".local" / "share") / "comfyfleet"

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from comfyfleet.cli import helping
-from comfyfleet.cli.endings import CommandFailed, ExitCode, make_folder
+from comfyfleet.cli.endings import OUT_HELP, CommandFailed, ExitCode, Out, make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
     from comfyfleet.cli.run import Draft
     from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.pool.saving import OutputPlace
 
 
 @helping.command("submit")
@@ -75,9 +76,10 @@ if TYPE_CHECKING:
 @click.option(
     "-o",
     "--out",
-    type=click.Path(file_okay=False, writable=True, path_type=Path),
-    default=Path(),
-    help="With --watch: folder for the outputs; the current one unless given. No file is overwritten.",
+    type=Out(),
+    default=".",
+    metavar="FOLDER",
+    help=f"With --watch. {OUT_HELP}",
 )
 @click.option(
     "--previews",
@@ -100,7 +102,7 @@ def command(
     webhook: str | None,
     workable: bool,
     watch: bool,
-    out: Path,
+    out: OutputPlace,
     previews: Path | None,
     as_json: bool,
     **flags: Any,
@@ -134,7 +136,7 @@ def command(
             with _about(name):
                 options |= _brought(draft, attachments, outputs)
     if watch:
-        make_folder(out)
+        make_folder(out.folder)
         if previews is not None:
             make_folder(previews)
 

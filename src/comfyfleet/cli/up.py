@@ -5,6 +5,7 @@ Parses and composes; the hub is `house.py`'s, the servers are `servers.py`'s.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from comfyfleet.cli import helping
@@ -32,6 +33,7 @@ _LOOK_S = 10.0
     *OF_A_WORKER,
     "host",
     "port",
+    "ws_port",
     "open",
     "certificate",
     "certificate_key",
@@ -59,6 +61,7 @@ def command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     from comfyfleet.cli.extras import require
     from comfyfleet.cli.local import keep_private
     from comfyfleet.cli.logs import set_up
+    from comfyfleet.cli.schema import OLD_NAMES
     from comfyfleet.cli.settings import read_settings
 
     # What others mean by REDIS_URL is no reason to keep the jobs there.
@@ -66,6 +69,12 @@ def command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     require("hub", *(("fake",) if resolved.values.fake else ()))
     from comfyfleet.cli.house import run_loop
 
+    others = [name for name in OLD_NAMES["store"] if os.environ.get(name)]
+    if others and resolved.values.store is None:
+        echo(
+            f"{others[0]} is not used: `up` keeps its jobs in {resolved.data}. --store, or `comfyfleet hub`, uses it",
+            err=True,
+        )
     keep_private()
     set_up(resolved.values.log_level, resolved.values.log_format)
     ended(run_loop(_live(resolved, fake_beside_real)))

@@ -22,7 +22,7 @@ from comfyfleet.client.options import JobUpdate
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.failure import FailureKind
-from comfyfleet.pool.saving import write_new
+from comfyfleet.pool.saving import OutputPlace, write_new
 from comfyfleet.wire.answers import ResultBody
 
 _CALLERS_FAULT = (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT)
@@ -80,7 +80,11 @@ class Bar:
 
 
 async def watch_jobs(
-    client: FleetClient, job_ids: list[str], out: Path | None, as_json: bool, previews: Path | None = None
+    client: FleetClient,
+    job_ids: list[str],
+    out: OutputPlace | None,
+    as_json: bool,
+    previews: Path | None = None,
 ) -> None:
     """To the end of all of them. Outputs, and the newest preview of each, go to folders, where there are; raises when a
     job did not complete."""
@@ -205,12 +209,12 @@ def _told_at_the_end(saved: list[Path], *, is_quiet: bool) -> Iterator[None]:
             echo(path)
 
 
-async def _save(client: FleetClient, ended: ResultBody, out: Path | None, saved: list[Path]) -> None:
+async def _save(client: FleetClient, ended: ResultBody, out: OutputPlace | None, saved: list[Path]) -> None:
     if out is None or ended.result is None:
         return
-    for file in ended.result.files:
+    for index, file in enumerate(ended.result.files, start=1):
         # The name is taken first: of two who save at once each has one of its own.
-        path = await write_new(out, file, b"")
+        path = await write_new(out, file, b"", job=ended.id, index=index)
         try:
             await client.save(file, path)
         except BaseException:

@@ -88,7 +88,7 @@ def command(
     chosen = resolved.values
     if not (chosen.servers or chosen.services or chosen.fake or simulated):
         raise click.UsageError("there is nothing to work with: name a --server, or try --fake 1")
-    if chosen.hub is None and chosen.store is None and read_hub(resolved.data) is None:
+    if not chosen.hub and chosen.store is None and read_hub(resolved.data) is None:
         raise click.UsageError(
             "where do the jobs come from? Name a --hub (or COMFYFLEET_HUB) or a --store (or COMFYFLEET_STORE)"
         )
@@ -120,7 +120,7 @@ def _read_rules(changes: str | None) -> dict[str, Any]:
 def _takes_from_store(resolved: Resolved) -> bool:
     """What was said nearer wins: a flag over the environment, that over the file."""
     chosen = resolved.values
-    if chosen.hub is not None and chosen.store is not None:
+    if chosen.hub and chosen.store is not None:
         hub, store = resolved.origin("hub"), resolved.origin("store")
         if hub.rank == store.rank:
             raise click.UsageError(
@@ -206,8 +206,9 @@ async def _work_for_hub(
     from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
 
     reach = find_hub(resolved)
-    if reach.url.startswith(("ws://", "wss://")):
-        raise resolved.wrong("hub", f"name it as http{reach.url[2:]} and say --transport websocket")
+    for url in reach.urls:
+        if url.startswith(("ws://", "wss://")):
+            raise resolved.wrong("hub", f"name it as http{url[2:]} and say --transport websocket")
     transport = WebSocketWorkerApi if resolved.values.transport == "websocket" else HttpWorkerApi
     settings_ = AgentSettings(drain_grace_s=resolved.values.grace_s)
     is_accepted = False
@@ -217,19 +218,19 @@ async def _work_for_hub(
         if state.status is AgentStatus.ONLINE and not is_accepted:
             # The hub has registered a worker: the address and the key are right.
             is_accepted = True
-            echo(f"works for {reach.url}")
+            echo(f"works for {', '.join(reach.urls)}")
         tell_state(worker, state)
 
     agents = Agents(tell, settings_, resolved.comfyui(), journals=journals(resolved))
     stack.push_async_callback(agents.close)
-    echo(f"connects to {reach.url}")
+    echo(f"connects to {', '.join(reach.urls)}")
     for server in servers:
         keyed = await signals.before(_key(resolved, reach, str(server.id)), 1)
         if keyed is None:
             return
         journal = agents.journal_of(server)
         spool = None if journal is None else journal.spool
-        api = transport(reach.url, keyed[0], trust=reach.trust, spool=spool)
+        api = transport(reach.urls, keyed[0], trust=reach.trust, spool=spool)
         stack.push_async_callback(api.close)
         await agents.add(api, server, journal)
         # Entered after the door that they report through, the agents leave before it closes.
@@ -249,12 +250,14 @@ async def _key(resolved: Resolved, reach: Reach, worker: str) -> str | None:
 
     if resolved.values.key is not None:
         return resolved.values.key
-    if known := read_worker_key(resolved.data, reach.url, worker):
-        return known
+    # Hubs on one store know the same keys.
+    for url in reach.urls:
+        if known := read_worker_key(resolved.data, url, worker):
+            return known
     token = resolved.values.enrol
     if token is None:
         return reach.key
-    async with FleetClient(reach.url, patience_s=10.0, trust=reach.trust) as client:
+    async with FleetClient(reach.urls, patience_s=10.0, trust=reach.trust) as client:
         while True:
             try:
                 made = await client.enrol(token, worker)

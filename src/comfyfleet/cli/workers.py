@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -22,7 +23,7 @@ def command(context: click.Context, /, as_json: bool, **flags: Any) -> None:
     The program that works is `comfyfleet worker`.
     """
     if context.invoked_subcommand is not None:
-        if as_json or any(value is not None for value in flags.values()):
+        if as_json or any(flags.values()):
             raise click.UsageError(f"put the options behind `{context.invoked_subcommand}`")
         return
     _list(as_json, flags)
@@ -41,8 +42,13 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
 
     from comfyfleet.cli.reach import ago, ask, print_json, print_table, rate, state_of
     from comfyfleet.cli.worker_notes import notes_on
+    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.wire.answers import WorkerBody
 
-    workers = ask(flags, lambda client: client.workers())
+    async def look(client: FleetClient) -> tuple[Sequence[WorkerBody], str]:
+        return await client.workers(), client.url
+
+    workers, url = ask(flags, look)
     if as_json:
         print_json(workers)
         return
@@ -60,7 +66,11 @@ def _list(as_json: bool, flags: dict[str, Any]) -> None:
         for worker in workers
     ]
     headings = ["worker", "status", "runs", "done", "failed", "per h", "seen"]
-    print_table(headings, rows, empty="there are no workers: start one with `comfyfleet worker --server …`")
+    print_table(
+        headings,
+        rows,
+        empty=f"there are no workers: start one with `comfyfleet worker --hub {url} --server http://127.0.0.1:8188`",
+    )
     for note in notes_on(list(workers), now):
         echo(note)
 

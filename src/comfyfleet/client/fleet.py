@@ -16,8 +16,9 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 import msgspec
 
 from comfyfleet.client.files import FileCalls
+from comfyfleet.client.finding import find_hub
 from comfyfleet.client.keys import KeyCalls
-from comfyfleet.client.link import Link, Tries, filled
+from comfyfleet.client.link import Link, filled
 from comfyfleet.client.options import (
     FINAL,
     JobUpdate,
@@ -38,8 +39,6 @@ from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.payloads import PayloadBody
 from comfyfleet.wire.problems import refusal_in
 
-DEFAULT_URL = "http://127.0.0.1:3001"
-
 _AT_A_TIME = 200
 """Jobs in one request of a batch."""
 _LOOK_S = 0.5
@@ -55,17 +54,23 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
 
     A hub that is away or says "not now" is tried again for `patience_s`, where that cannot do anything twice: every
     submission carries a key by which the hub knows it again. A refusal is raised as `Refusal`, with its code.
+
+    Without an address the hub of this machine is meant, and its key, as with the commands. Of several addresses, of
+    hubs on one store, the next is asked where one does not answer.
     """
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str | Sequence[str] | None = None,
         key: str | None = None,
         *,
         answer_s: float = 30.0,
         patience_s: float = 30.0,
         trust: ssl.SSLContext | None = None,
     ) -> None:
+        if url is None:
+            found = find_hub()
+            url, key, trust = found.urls, key or found.key, trust or found.trust
         self._link = Link(url, key, answer_s=answer_s, patience_s=patience_s, trust=trust)
 
     @property
@@ -239,9 +244,9 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         """What happens to a job, to its end; with `after`, what follows that number. Survives a lost connection."""
         path = filled("/api/jobs/{job_id}/progress", {"job_id": job_id})
         last, is_over = after, False
-        tries = Tries(self._link.patience_s)
+        tries = self._link.tries()
         while True:
-            parser = EventParser()
+            url, parser = self._link.url, EventParser()
             headers = {"accept": "text/event-stream", "cache-control": "no-cache"}
             if last is not None:
                 headers["last-event-id"] = str(last)
@@ -252,7 +257,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
                             update = update_of(event.event, event.data)
                             if update.number is not None:
                                 last, is_over = update.number, update.is_end
-                            tries = Tries(self._link.patience_s)
+                            tries = self._link.tries()
                             yield update
                     # A hub that has nothing left to say, now or from the beginning, ends the stream.
                     if is_over or response.status == _NOTHING_LEFT:
@@ -263,8 +268,11 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
                     break
                 if error.code not in (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED):
                     raise
+                if error.code is RefusalCode.UNAVAILABLE:
+                    self._link.leave(url)
                 await tries.after(error)
             except Fault as error:
+                self._link.leave(url)
                 await tries.after(error)
         # No such job, or a hub without streams: a look at the job tells which.
         async for update in self._looks(job_id):

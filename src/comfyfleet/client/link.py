@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -17,6 +17,7 @@ from urllib.parse import quote, urlsplit
 import aiohttp
 import msgspec
 
+from comfyfleet.client.finding import DEFAULT_URL
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.problems import refusal_in
 from comfyfleet.wire.reaching import WrongAddress, cause_of, not_a_hub
@@ -68,23 +69,30 @@ class _Away(Fault):
 
 
 class Link:
-    """`patience_s` is how long a hub that is away, or says "not now", is tried again."""
+    """`patience_s` is how long a hub that is away, or says "not now", is tried again.
+
+    Of several addresses, of hubs on one store, one is asked until it does not answer; then the next one is.
+    """
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         key: str | None,
         *,
         answer_s: float = 30.0,
         patience_s: float = 30.0,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Refusal(
-                RefusalCode.INVALID_REQUEST, f"{url!r} is no hub's address: write http://127.0.0.1:3001"
-            )
-        self.url = url.rstrip("/")
+        self._urls = (url,) if isinstance(url, str) else tuple(url)
+        for each in self._urls or ("",):
+            parts = urlsplit(each)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST, f"{each!r} is no hub's address: write {DEFAULT_URL}"
+                )
+        self._urls = tuple(dict.fromkeys(each.rstrip("/") for each in self._urls))
+        self.url = self._urls[0]
+        """The one that is asked."""
         self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
         self._answer_s = answer_s
         self.patience_s = patience_s
@@ -95,6 +103,14 @@ class Link:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    def leave(self, url: str) -> None:
+        """That one does not answer: whoever asks next asks the one behind it."""
+        if url == self.url:
+            self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
+
+    def tries(self) -> Tries:
+        return Tries(self.patience_s, len(self._urls))
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -132,8 +148,9 @@ class Link:
         route = _TABLE[name]
         is_safe = route.method == "GET" or name in _SAME_TWICE
         content = None if body is None else msgspec.json.encode(body)
-        tries = Tries(self.patience_s)
+        tries = self.tries()
         while True:
+            url = self.url
             try:
                 async with self._request(
                     route.method, filled(route.path, places), content, query, headers
@@ -142,14 +159,18 @@ class Link:
             except WrongAddress:
                 raise
             except _Away as error:
+                self.leave(url)
                 await tries.after(error)
             except Fault as error:
+                self.leave(url)
                 if not is_safe:
                     raise
                 await tries.after(error)
             except Refusal as error:
                 if error.code not in NOT_NOW:
                     raise
+                if error.code is RefusalCode.UNAVAILABLE:
+                    self.leave(url)
                 await tries.after(error, float(error.details.get("retry_after_s", 0.0)))
 
     @asynccontextmanager
@@ -173,10 +194,11 @@ class Link:
         if content is not None:
             sent["content-type"] = "application/json"
         is_long = content is not None and len(content) >= _PACK_FROM_BYTES
+        url = self.url
         try:
             async with self.session.request(
                 method,
-                self.url + path,
+                url + path,
                 data=content,
                 params={name: str(value) for name, value in (query or {}).items() if value is not None},
                 headers=sent,
@@ -187,23 +209,29 @@ class Link:
                 if response.status >= 300:
                     refusal = refusal_in(response.status, await response.read())
                     if isinstance(refusal, Fault) and response.status < 500:
-                        refusal = await not_a_hub(self.session, self.url, response.status)
+                        refusal = await not_a_hub(self.session, url, response.status)
                     raise refusal
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            why = cause_of(error, self.url, "the hub", " (--trust)")
+            why = cause_of(error, url, "the hub", " (--trust)")
             kind = _Away if isinstance(error, aiohttp.ClientConnectorError) else Fault
-            raise kind(f"cannot reach the hub at {self.url}: {why}") from error
+            raise kind(f"cannot reach the hub at {url}: {why}") from error
 
 
 class Tries:
-    """Longer and longer pauses, with jitter, until the patience is over; then the error is raised."""
+    """Longer and longer pauses, with jitter, until the patience is over; then the error is raised. Of several hubs each
+    is tried before a pause."""
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, hubs: int = 1) -> None:
         self._ends_at = asyncio.get_running_loop().time() + patience_s
         self._count = 0
+        self._hubs = self._left = hubs
 
     async def after(self, error: Exception, least_s: float = 0.0) -> None:
+        self._left -= 1
+        if self._left and not least_s:
+            return
+        self._left = self._hubs
         pause_s = min(_CAP_S, _BASE_S * (1 << min(self._count, 10))) * (0.5 + random.random() / 2)
         pause_s = max(pause_s, least_s)
         if asyncio.get_running_loop().time() + pause_s > self._ends_at:

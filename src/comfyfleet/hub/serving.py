@@ -23,6 +23,8 @@ class ServingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 3001
     """0: any that is free."""
+    ws_port: int | None = None
+    """A second one with the same on it; 0: any that is free."""
     certificate_file: str | None = None
     key_file: str | None = None
     graceful_s: float = 5.0
@@ -44,11 +46,12 @@ class Serving:
     def __init__(self, hub: Hub, settings: ServingSettings | None = None) -> None:
         self._hub = hub
         self._settings = settings or ServingSettings()
-        self._socket: socket.socket | None = None
+        self._sockets: list[socket.socket] = []
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._connections = Connections(hub.limits)
         self.port = 0
+        self.ws_port: int | None = None
 
     @property
     def url(self) -> str:
@@ -63,10 +66,17 @@ class Serving:
                 RefusalCode.INVALID_REQUEST,
                 f"a hub that asks for no key may not listen on {settings.host}: bind to 127.0.0.1, or use keys",
             )
-        self._socket = _bind(settings)
-        self.port = self._socket.getsockname()[1]
+        self._sockets = [_bind(settings, settings.port)]
+        self.port = self._sockets[0].getsockname()[1]
+        if settings.ws_port is not None and settings.ws_port != self.port:
+            try:
+                self._sockets.append(_bind(settings, settings.ws_port))
+            except Fault:
+                self._sockets[0].close()
+                raise
+            self.ws_port = self._sockets[1].getsockname()[1]
         self._server = _Server(_config(self._hub, settings, self._connections))
-        self._task = asyncio.create_task(self._server.serve([self._socket]), name="hub")
+        self._task = asyncio.create_task(self._server.serve(self._sockets), name="hub")
         while not self._server.started:
             if self._task.done():
                 self._task.result()
@@ -90,8 +100,8 @@ class Serving:
         if self._task is not None:
             await asyncio.wait({self._task})
         await self._hub.finish()
-        if self._socket is not None:
-            self._socket.close()
+        for bound in self._sockets:
+            bound.close()
 
     async def serve(self) -> None:
         """Until somebody closes it."""
@@ -99,17 +109,17 @@ class Serving:
         await asyncio.shield(self._task)
 
 
-def _bind(settings: ServingSettings) -> socket.socket:
+def _bind(settings: ServingSettings, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Named, or asyncio does not know that its connections are TCP and leaves them waiting to fill a packet.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.bind((settings.host, settings.port))
+        bound.bind((settings.host, port))
     except OSError as error:
         bound.close()
         raise Fault(
-            f"the hub cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another port, or "
+            f"the hub cannot listen on {settings.host}:{port}: {error.strerror}; choose another port, or "
             "end what uses this one"
         ) from error
     return bound

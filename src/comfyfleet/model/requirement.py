@@ -28,6 +28,7 @@ class HardwareNeed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     ram_gb: float = 0
     gpu_memory_above_gb: float = 0
     """A card of this size was seen to be too small; strictly more is needed."""
+    cpu_threads: int = 0
 
 
 class LocationNeed(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -59,6 +60,8 @@ class Requirements(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     """Only workers that fetch files from the hub, and bring there what a run left."""
     needs_hub: bool = False
     """Only workers that take their jobs from a hub: the payload is not in the store for others to read."""
+    quality: str | None = None
+    """Only workers that offer this quality level."""
 
 
 class Preferences(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -185,6 +185,8 @@ def _hardware_misses(need: HardwareNeed, have: Hardware) -> Iterator[Miss]:
         )
     if need.cpu_cores and not have.cpu.cores >= need.cpu_cores:
         yield Miss("hardware", f"has {have.cpu.cores} CPU cores, {need.cpu_cores} are needed")
+    if need.cpu_threads and not have.cpu.threads >= need.cpu_threads:
+        yield Miss("hardware", f"has {have.cpu.threads} CPU threads, {need.cpu_threads} are needed")
     if need.ram_gb and not have.memory.total_gb >= need.ram_gb:
         yield Miss("hardware", f"has {have.memory.total_gb:g} GB of RAM, {need.ram_gb:g} GB are needed")
 
@@ -218,6 +220,10 @@ def _tenant_miss(access: TenantAccess, tenant: TenantId) -> Miss:
 
 
 def _performance_misses(needs: Requirements, capabilities: Capabilities) -> Iterator[Miss]:
+    levels = capabilities.performance.quality_levels
+    if needs.quality is not None and needs.quality not in levels:
+        offered = ", ".join(f"'{level}'" for level in levels) or "none"
+        yield Miss("performance", f"offers the quality levels {offered}, '{needs.quality}' is required")
     if needs.max_processing_s is not None and capabilities.worker_class in needs.slow_worker_classes:
         yield Miss(
             "performance",

@@ -49,6 +49,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
     refusing_signatures: frozenset[str] = frozenset()
     files: frozenset[bool] = frozenset()
     hubs: frozenset[str] = frozenset()
+    cpu_threads: frozenset[int] = frozenset()
+    qualities: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, classes: Iterable[RequirementClass]) -> Vocabulary:
@@ -96,6 +98,8 @@ def _words(requirement_class: RequirementClass) -> dict[str, Iterable[Any]]:
         "refusing_signatures": needs.refused_by,
         "files": (True,) if needs.needs_files else (),
         "hubs": ("hub",) if needs.needs_hub else (),
+        "cpu_threads": _bound(hardware.cpu_threads),
+        "qualities": _one(needs.quality),
     }
 
 
@@ -159,7 +163,20 @@ def _project(worker_id: WorkerId, capabilities: Capabilities, vocabulary: Vocabu
         vocabulary.slow_worker_classes - {capabilities.worker_class},
         *(vocabulary.files & {capabilities.moves_files}),
         *(vocabulary.hubs if capabilities.has_hub else ()),
+        # What few classes mention is left out where none does: keys stay as they were.
+        *_threads(hardware.cpu.threads, vocabulary),
+        *_qualities(capabilities, vocabulary),
     )
+
+
+def _threads(threads: int, vocabulary: Vocabulary) -> tuple[tuple[str, str], ...]:
+    met = _highest(bound for bound in vocabulary.cpu_threads if threads >= bound)
+    return (("threads", met),) if met else ()
+
+
+def _qualities(capabilities: Capabilities, vocabulary: Vocabulary) -> tuple[tuple[str, frozenset[str]], ...]:
+    offered = vocabulary.qualities.intersection(capabilities.performance.quality_levels)
+    return (("quality", offered),) if offered else ()
 
 
 def _project_access(access: TenantAccess) -> tuple[bool, frozenset[TenantId]]:

@@ -103,7 +103,10 @@ POOL: Rulebook = {
         lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping),
         'a list of addresses and Servers, such as ["http://gpu-a:8188"]',
     ),
-    "store": _Rule(_kind(str), "a URL, such as 'memory:'"),
+    "store": _Rule(
+        lambda value: isinstance(value, str) or callable(getattr(value, "lease", None)),
+        "a URL, such as 'memory:', or a store",
+    ),
     "cooldown": _DURATION,
     "max_failures_before_block": _COUNT,
     "failover": _Rule(

@@ -54,6 +54,7 @@ from comfyfleet.pool.saving import write_new
 from comfyfleet.pool.servers import Servers
 from comfyfleet.pool.telling import Teller
 from comfyfleet.pool.waiting import Waiting, within
+from comfyfleet.ports import Store
 from comfyfleet.stores.opening import open_store, refuse_if_sealed
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
@@ -74,7 +75,7 @@ class WorkflowPool:
         self,
         servers: Iterable[str | Server] = (),
         *,
-        store: str = "memory:",
+        store: str | Store = "memory:",
         cooldown: Seconds = 60,
         max_failures_before_block: int = 1,
         failover: FailoverStrategy | None = None,
@@ -90,7 +91,9 @@ class WorkflowPool:
         agent: AgentSettings | None = None,
         comfyui: ComfyUISettings | None = None,
     ) -> None:
-        """`slots` is how many jobs a server gets at a time unless its `Server` says otherwise. `rules`, `agent` and
+        """`store` is a URL, or a store of your own that is not open yet (docs/stores.md).
+
+        `slots` is how many jobs a server gets at a time unless its `Server` says otherwise. `rules`, `agent` and
         `comfyui` set what has no argument of its own; an argument of its own wins over them."""
         check(POOL, locals())
         clock = SystemClock()
@@ -123,7 +126,7 @@ class WorkflowPool:
         self._teller = Teller(self._engine, self._engine.clock)
         self._notices = Notices(self._engine, self._teller.hear)
         self._waiting = Waiting()
-        self._forgets = store.startswith("memory:")
+        self._forgets = isinstance(store, str) and store.startswith("memory:")
         self._first_servers = tuple(servers)
         self._state: Literal["new", "open", "closed"] = "new"
 

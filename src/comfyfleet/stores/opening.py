@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
@@ -25,9 +26,25 @@ class MayLose(Protocol):
     """In words."""
 
 
-def open_store(url: str, clock: Clock) -> Store:
+def open_store(url: str | Store, clock: Clock) -> Store:
+    """By its URL, or a store that somebody made: any object that keeps the contract (`comfyfleet.contract`)."""
+    if not isinstance(url, str):
+        return checked_store(url)
     check_address(url)
     return _OPENERS[urlsplit(url).scheme](url, clock)
+
+
+def checked_store(store: Store) -> Store:
+    """Refuses what cannot be a store, and names what it lacks: better now than at the first job."""
+    names = [name for name in dir(Store) if not name.startswith("_")] + list(Store.__annotations__)
+    lacking = sorted({name for name in names if not hasattr(store, name)})
+    if lacking:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"a {type(store).__name__} is no store: it lacks {', '.join(lacking)}. Give a URL, such as "
+            "sqlite:///fleet.db, or an object that passes the contract of stores",
+        )
+    return store
 
 
 def check_address(url: str) -> None:
@@ -104,6 +121,19 @@ def _postgres(url: str, _clock: Clock) -> Store:
     return PostgresStore(url)
 
 
+def _python(url: str, clock: Clock) -> Store:
+    """`python:MODULE:NAME`: a store that is no part of this package, made with a clock."""
+    module, _, name = url.partition(":")[2].partition(":")
+    wanted = f"{url!r} names no store: write python:MODULE:NAME, where NAME(clock) makes one"
+    if not module or not name:
+        raise Refusal(RefusalCode.INVALID_REQUEST, wanted)
+    try:
+        make = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"{wanted} ({error})") from error
+    return checked_store(make(clock))
+
+
 def _redis(url: str, _clock: Clock) -> Store:
     try:
         from comfyfleet.stores.redis.store import RedisStore
@@ -122,4 +152,5 @@ _OPENERS: dict[str, Callable[[str, Clock], Store]] = {
     "postgres": _postgres,
     "redis": _redis,
     "rediss": _redis,
+    "python": _python,
 }

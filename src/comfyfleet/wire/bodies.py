@@ -66,6 +66,7 @@ class HardwareBody(_Sent, frozen=True):
     gpu_model: Name | None = None
     cpu_cores: Count = 0
     ram_gb: Amount = 0
+    cpu_threads: Count = 0
 
 
 class LocationBody(_Sent, frozen=True):
@@ -88,6 +89,8 @@ class RequirementsBody(_Sent, frozen=True):
     exclude_workers: Names | None = None
     needs_files: bool | None = None
     """Only workers that fetch files from the hub and bring their outputs there; `inputs` imply it."""
+    quality: Name | None = None
+    """Only workers that offer this quality level."""
 
 
 class PreferencesBody(_Sent, frozen=True):

@@ -14,6 +14,7 @@ from comfyfleet.model.worker import Capabilities, Hardware, LiveState, Service
 from comfyfleet.ports import Inventory
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 
 _NOTHING = Capabilities(services=())
 
@@ -43,10 +44,13 @@ def join(
     return Offer(
         Capabilities(
             services=services,
-            hardware=_hardware([source.hardware for source in sources]),
+            hardware=_hardware(sources[0].hardware, [source.hardware for source in sources[1:]]),
             tenant_access=_first([source.tenant_access for source in sources], _NOTHING.tenant_access),
             location=_first([source.location for source in sources], _NOTHING.location),
-            performance=_first([source.performance for source in sources], _NOTHING.performance),
+            performance=_over(
+                sources[0].performance,
+                _first([source.performance for source in sources[1:]], _NOTHING.performance),
+            ),
             cost=_first([source.cost for source in sources], _NOTHING.cost),
             environment=_first([source.environment for source in sources], _NOTHING.environment),
             moves_files=moves_files,
@@ -77,13 +81,24 @@ def _union(declared: frozenset[str] | None, found: frozenset[str] | None) -> fro
     return declared | found
 
 
-def _hardware(sources: Sequence[Hardware]) -> Hardware:
+def _hardware(declared: Hardware, found: Sequence[Hardware]) -> Hardware:
     nothing = Hardware()
     return Hardware(
-        _first([source.gpu for source in sources], nothing.gpu),
-        _first([source.cpu for source in sources], nothing.cpu),
-        _first([source.memory for source in sources], nothing.memory),
+        _over(declared.gpu, _first([each.gpu for each in found], nothing.gpu)),
+        _over(declared.cpu, _first([each.cpu for each in found], nothing.cpu)),
+        _over(declared.memory, _first([each.memory for each in found], nothing.memory)),
     )
+
+
+def _over(declared: S, found: S) -> S:
+    """What was declared, each field for itself: whoever says how much memory a card has does not unsay its model."""
+    nothing = type(declared)()
+    said = {
+        name: value
+        for name in declared.__struct_fields__
+        if (value := getattr(declared, name)) != getattr(nothing, name)
+    }
+    return msgspec.structs.replace(found, **said)
 
 
 def _live(sources: Sequence[LiveState]) -> LiveState:

@@ -64,14 +64,16 @@ class HttpWorkerApi:
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         key: str | None = None,
         *,
         answer_s: float = ANSWER_S,
         trust: ssl.SSLContext | None = None,
         spool: Path | None = None,
     ) -> None:
-        self._url = url.rstrip("/")
+        """Of several addresses, of hubs on one store, one is asked until it does not answer; then the next one is."""
+        self._urls = tuple(each.rstrip("/") for each in ((url,) if isinstance(url, str) else url))
+        self._url = self._urls[0]
         self._headers = {"content-type": "application/json"}
         if key is not None:
             self._headers["authorization"] = f"Bearer {key}"
@@ -250,6 +252,16 @@ class HttpWorkerApi:
 
     # the way
 
+    def _leave(self, url: str) -> None:
+        """That hub does not answer: whoever asks next asks the one behind it. What was known of it is not known of that
+        one; workers, leases and keys are in the store that they share."""
+        if url != self._url or len(self._urls) == 1:
+            return
+        self._url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
+        self._links.hub = self._url
+        self._keeps_none_until = 0.0
+        self._tells_instance = True
+
     async def _settle(self, name: str, body: msgspec.Struct) -> Settled:
         answer = await self._ask(name, body, wire.SettledAnswer)
         return Settled(Phase(answer.status), answer.will_retry)
@@ -261,31 +273,43 @@ class HttpWorkerApi:
         """The answer's content; None for an answer without."""
         content = msgspec.json.encode(body)
         is_large = len(content) >= _PACK_FROM_BYTES
-        try:
-            async with self._opened().post(
-                f"{self._url}/api/worker/{name}",
-                # As a file, what is large goes out piece by piece and lets others run in between.
-                data=io.BytesIO(content) if is_large else content,
-                compress="deflate" if is_large else None,
-                headers={} if (trace := traceparent()) is None else {"traceparent": trace},
-                timeout=aiohttp.ClientTimeout(total=wait_s + self._answer_s),
-                allow_redirects=False,
-            ) as response:
-                answer = await response.read()
-                if response.status == 204:
-                    return None
-                if response.status < 300:
-                    return answer
-                refusal = refusal_in(response.status, answer)
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise self._unreached(error) from error
-        if isinstance(refusal, Fault) and response.status < 500:
-            refusal = await not_a_hub(self._opened(), self._url, response.status)
-        raise refusal
+        for left in reversed(range(len(self._urls))):
+            url = self._url
+            try:
+                return await self._post(url, name, content, is_large, wait_s)
+            except aiohttp.ClientConnectorError as error:
+                # Nobody took it, so another hub may be asked at once.
+                self._leave(url)
+                if not left:
+                    raise unreached(error, url) from error
+            except (TimeoutError, aiohttp.ClientError, OSError) as error:
+                self._leave(url)
+                raise unreached(error, url) from error
+            except Refusal as refusal:
+                if refusal.code is RefusalCode.UNAVAILABLE:
+                    self._leave(url)
+                raise
+        raise AssertionError("there is a hub")
 
-    def _unreached(self, error: Exception) -> Fault:
-        trust = " (--trust)"
-        return Fault(f"cannot reach the hub at {self._url}: {cause_of(error, self._url, 'the hub', trust)}")
+    async def _post(self, url: str, name: str, content: bytes, is_large: bool, wait_s: float) -> bytes | None:
+        async with self._opened().post(
+            f"{url}/api/worker/{name}",
+            # As a file, what is large goes out piece by piece and lets others run in between.
+            data=io.BytesIO(content) if is_large else content,
+            compress="deflate" if is_large else None,
+            headers={} if (trace := traceparent()) is None else {"traceparent": trace},
+            timeout=aiohttp.ClientTimeout(total=wait_s + self._answer_s),
+            allow_redirects=False,
+        ) as response:
+            answer = await response.read()
+            if response.status == 204:
+                return None
+            if response.status < 300:
+                return answer
+            refusal = refusal_in(response.status, answer)
+        if isinstance(refusal, Fault) and response.status < 500:
+            refusal = await not_a_hub(self._opened(), url, response.status)
+        raise refusal
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -295,6 +319,10 @@ class HttpWorkerApi:
                 headers=self._headers,
             )
         return self._session
+
+
+def unreached(error: Exception, url: str) -> Fault:
+    return Fault(f"cannot reach the hub at {url}: {cause_of(error, url, 'the hub', ' (--trust)')}")
 
 
 def _decode(content: bytes, kind: type[T]) -> T:

@@ -26,7 +26,8 @@ class Links:
     """Closing twice is harmless."""
 
     def __init__(self, hub: str, *, connect_s: float, quiet_s: float, trust: ssl.SSLContext | None) -> None:
-        self._hub = hub
+        self.hub = hub
+        """What a link without a host belongs to."""
         self._trust = trust
         # However large a file is: a transfer may take as long as it moves.
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=quiet_s, sock_connect=connect_s)
@@ -39,7 +40,7 @@ class Links:
 
     async def get(self, link: str, path: Path, bound: int | None) -> None:
         """To the path, written anew. More than `bound` is not fetched: it is not what was promised already."""
-        url = resolved(self._hub, link)
+        url = resolved(self.hub, link)
         try:
             async with self._opened().get(
                 URL(url, encoded=True), timeout=self._timeout, allow_redirects=False
@@ -58,7 +59,7 @@ class Links:
 
     async def put(self, link: str, path: Path, headers: Mapping[str, str], part: Part | None = None) -> None:
         """`headers`: those that the link was made for. The whole file, or a part of it."""
-        url = resolved(self._hub, link)
+        url = resolved(self.hub, link)
         # A part has no type; one that was not signed must not be sent.
         sent = headers if part is not None else {"content-type": "application/octet-stream", **headers}
         try:

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from comfyfleet.wire import socket
 from comfyfleet.wire.problems import KINDS, refusal_in
 from comfyfleet.wire.reaching import WrongAddress, not_a_hub
 from comfyfleet.worker.settings import AgentSettings, Backoff
-from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi
+from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi, unreached
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
 
     def __init__(
         self,
-        url: str,
+        url: str | Sequence[str],
         key: str | None = None,
         *,
         answer_s: float = ANSWER_S,
@@ -104,7 +104,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
             # Reports may be repeated, and a poll keeps its id.
             return await super()._send(name, body, wait_s)
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise self._unreached(error) from error
+            raise unreached(error, self._url) from error
         if len(frame) > _ALWAYS_TAKEN_BYTES:
             self._losses_with_large = 0
         if name == "poll":
@@ -160,34 +160,46 @@ class WebSocketWorkerApi(HttpWorkerApi):
         return connecting.result()
 
     async def _connect(self) -> _Line:
+        """To the hub that was asked last, else to the next one that answers."""
         if self._line is not None:
             await self._line.close()
             self._line = None
+        for left in reversed(range(len(self._urls))):
+            url = self._url
+            try:
+                self._line = await self._connect_to(url)
+                return self._line
+            except Fault:
+                self._leave(url)
+                if not left:
+                    raise
+        raise AssertionError("there is a hub")
+
+    async def _connect_to(self, url: str) -> _Line:
         try:
             async with asyncio.timeout(self._answer_s):
                 connection = await self._opened().ws_connect(
-                    f"{self._url}/hub",
+                    f"{url}/hub",
                     protocols=(socket.AGENT_PROTOCOL,),
                     heartbeat=_PING_S,
                     max_msg_size=_LARGEST_ANSWER_BYTES,
                     timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
                 )
         except aiohttp.WSServerHandshakeError as error:
-            raise await self._unwelcome(error) from error
+            raise await self._unwelcome(url, error) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise self._unreached(error) from error
+            raise unreached(error, url) from error
         if connection.protocol != socket.AGENT_PROTOCOL:
             await connection.close()
-            raise Fault(f"what answers at {self._url}/hub knows no agents: use HTTP, or a newer hub")
-        self._line = _Line(connection, self._lost)
-        return self._line
+            raise Fault(f"what answers at {url}/hub knows no agents: use HTTP, or a newer hub")
+        return _Line(connection, self._lost)
 
-    async def _unwelcome(self, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
-        told = f"the hub at {self._url} opens no WebSocket for us ({error.status})"
+    async def _unwelcome(self, url: str, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
+        told = f"the hub at {url} opens no WebSocket for us ({error.status})"
         for code in (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED):
             if KINDS[code].status == error.status:
                 return Refusal(code, f"{told}: {KINDS[code].title}")
-        found = await not_a_hub(self._opened(), self._url, error.status)
+        found = await not_a_hub(self._opened(), url, error.status)
         return found if isinstance(found, WrongAddress) else Fault(told)
 
 

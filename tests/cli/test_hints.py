@@ -1,0 +1,87 @@
+"""What a command says beside its answer: the command for another machine, the hub asked, what is misspelled."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.cli._hub import Address, Run, hub_with_a_worker, runner
+from tests.hub._hub import graph
+
+from comfyfleet.cli.key import _from_elsewhere
+from comfyfleet.cli.local import LocalHub, write_hub
+from comfyfleet.client.fleet import FleetClient
+from comfyfleet.wire.answers import WorkerBody
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Address]:
+    with hub_with_a_worker() as address:
+        yield address
+
+
+@pytest.fixture
+def run(
+    hub: Address, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Run:
+    return runner(capfd, monkeypatch, hub, str(tmp_path))
+
+
+@pytest.fixture
+def workflow(tmp_path: Path) -> Path:
+    path = tmp_path / "workflow.json"
+    path.write_text(json.dumps(graph()))
+    return path
+
+
+def test_an_invitation_is_the_whole_command_for_the_other_machine(run: Run, hub: Address) -> None:
+    port = hub.url.rpartition(":")[2]
+    ended = run("key", "invite", "--uses", "2", "--prefix", "gpu-")
+    token = ended.output.strip()
+    assert token.startswith("cfe_")
+    words = (
+        f"worker --hub http://{socket.gethostname()}:{port} --enrol {token} --server http://127.0.0.1:8188"
+    )
+    assert f"comfyfleet {words} --name gpu-1" in ended.errors
+    assert f"asked at {hub.url}" in ended.errors and "--host" in ended.errors, (
+        "no other machine reaches it there"
+    )
+    made = run("key", "invite", "--json").json
+    assert f"--enrol {made['token']} " in made["command"] and f":{port} " in made["command"]
+    assert _from_elsewhere("https://hub.example:4001") == ("https://hub.example:4001", False)
+
+
+def test_a_hint_names_the_hub_that_was_asked(
+    run: Run, hub: Address, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def nobody(_: FleetClient) -> list[WorkerBody]:
+        return []
+
+    monkeypatch.setattr(FleetClient, "workers", nobody)
+    assert f"comfyfleet worker --hub {hub.url} --server" in run("workers").output
+    write_hub(tmp_path, LocalHub("http://127.0.0.1:4321"))
+    assert "is at http://127.0.0.1:4321" in run("jobs", "--hub", "nonsense").errors
+
+
+def test_a_variable_that_begins_like_ours_and_means_nothing_is_told(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMFYFLEET_PROT", "1")
+    ended = run("jobs")
+    assert ended.code == 0
+    assert ended.errors.startswith(
+        "Warning: COMFYFLEET_PROT means nothing; did you mean 'COMFYFLEET_PORT'?\n"
+    )
+    monkeypatch.setenv("COMFYFLEET_XYZZY", "1")
+    assert "COMFYFLEET_XYZZY means nothing; `comfyfleet config show`" in run("jobs").errors
+    assert "Warning" not in run("jobs", "--json").errors, "programs read that"
+
+
+def test_outputs_are_saved_by_a_pattern(run: Run, workflow: Path, tmp_path: Path) -> None:
+    wrong = run("submit", workflow, "--watch", "--out", "out/{jobb}")
+    assert (wrong.code, "there are {job}" in wrong.errors) == (2, True)
+    for command in ("submit", "run", "job watch"):
+        assert "{job}_{node}_{index}{ext}" in "".join(run(*command.split(), "--help").output.split())
