@@ -41,6 +41,21 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_every_decision_has_a_number_a_page_and_a_line_and_gaps_are_explained() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    pages = sorted(path.name for path in folder.glob("0*.md"))
+    numbers = [name[:4] for name in pages]
+    assert len(set(numbers)) == len(numbers), "two pages have one number"
+    assert re.findall(r"^\| \[(\d{4})\]\(\1-", index, re.MULTILINE) == numbers
+    # Of the newest some may still be on their way, each with a change of its own.
+    missing = {f"{number:04}" for number in range(1, int(numbers[-1]) - 10)} - set(numbers)
+    told = index.partition("| | |")[0]
+    assert [number for number in sorted(missing) if number not in told] == [], (
+        "nobody says why they are missing"
+    )
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) < 120
 
