@@ -26,6 +26,7 @@ from comfyfleet.cli.pools import pool_urls
 from comfyfleet.cli.schema import TABLES, Settings
 from comfyfleet.cli.servers import named, tidied
 from comfyfleet.cli.settings import DEFAULT, _fields, flag_of, read_settings
+from comfyfleet.cli.up import tell_of_unused_store
 from comfyfleet.hub.limits import Limits
 
 
@@ -136,6 +137,19 @@ def test_what_the_environment_says_wrong_is_told_with_the_variable() -> None:
         read_settings(config=os.devnull, environment={"HUB_PORT": "many"})
     found = read_settings(config=os.devnull, environment={"COMFYFLEET_PROT": "1", "COMFYFLEET_DEBUG": "1"})
     assert found.unheard == ("COMFYFLEET_PROT",)
+
+
+def test_up_says_that_it_does_not_keep_its_jobs_where_a_variable_of_others_points(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    others = {"REDIS_URL": "redis://me:secret@a"}
+    for given, is_told in (({}, True), ({"store": "redis://b"}, False)):
+        flags = {"data": str(tmp_path), **given}
+        resolved = read_settings(flags, config=os.devnull, environment=others, old_store=False)
+        tell_of_unused_store(resolved, others)
+        told = capsys.readouterr().err
+        assert ("REDIS_URL is not used" in told and str(tmp_path) in told) == is_told
+        assert "secret" not in told
 
 
 def test_several_hubs_are_named_in_each_place(file: Path) -> None:

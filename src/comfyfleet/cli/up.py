@@ -14,7 +14,7 @@ from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
 from comfyfleet.cli.printing import echo
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from comfyfleet.cli.house import House
     from comfyfleet.cli.settings import Resolved
@@ -61,7 +61,6 @@ def command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     from comfyfleet.cli.extras import require
     from comfyfleet.cli.local import keep_private
     from comfyfleet.cli.logs import set_up
-    from comfyfleet.cli.schema import OLD_NAMES
     from comfyfleet.cli.settings import read_settings
 
     # What others mean by REDIS_URL is no reason to keep the jobs there.
@@ -69,15 +68,22 @@ def command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     require("hub", *(("fake",) if resolved.values.fake else ()))
     from comfyfleet.cli.house import run_loop
 
-    others = [name for name in OLD_NAMES["store"] if os.environ.get(name)]
+    tell_of_unused_store(resolved, os.environ)
+    keep_private()
+    set_up(resolved.values.log_level, resolved.values.log_format)
+    ended(run_loop(_live(resolved, fake_beside_real)))
+
+
+def tell_of_unused_store(resolved: Resolved, environment: Mapping[str, str]) -> None:
+    """Whoever has set such a variable for this program expects its jobs there."""
+    from comfyfleet.cli.schema import OLD_NAMES
+
+    others = [name for name in OLD_NAMES["store"] if environment.get(name)]
     if others and resolved.values.store is None:
         echo(
             f"{others[0]} is not used: `up` keeps its jobs in {resolved.data}. --store, or `comfyfleet hub`, uses it",
             err=True,
         )
-    keep_private()
-    set_up(resolved.values.log_level, resolved.values.log_format)
-    ended(run_loop(_live(resolved, fake_beside_real)))
 
 
 def ended(signals: Sequence[int]) -> None:
