@@ -12,6 +12,7 @@ from tests.hub._hub import HubRig, hub_in_process, running_hub, submission
 from tests.hub._watching import report
 from tests.hub.test_agent_over_a_wire import GPU
 from tests.hub.test_jobs import take
+from tests.hub.test_socket import connected
 from tests.pool._fleet import text_to_image
 from tests.worker._comfyui import QUICK as QUICK_COMFYUI
 from tests.worker._scripted import quick, until
@@ -79,3 +80,18 @@ async def test_a_run_is_watched_in_words_with_a_bar_that_never_goes_back() -> No
             update.estimated_completion for update in running if update.estimated_completion is not None
         ]
         assert estimates, "two steps are enough to tell"
+
+
+async def test_the_words_are_told_over_the_websocket_too() -> None:
+    async with running_hub() as rig, connected(rig) as line:
+        job_id = await rig.submit()
+        job = await take(rig)
+        await line.ask("subscribe_progress", job_id=job_id)
+        await report(
+            rig, job, value=3, max=8, percentage=30.0, message="KSampler: step 3 of 8", remaining_s=50
+        )
+        async with asyncio.timeout(60):
+            while (told := await line.until("job_progress"))["message"] is None:
+                pass
+        assert (told["message"], told["progress"]) == ("KSampler: step 3 of 8", 30.0)
+        assert told["estimated_completion"] == pytest.approx(told["updated_at"] + 50)

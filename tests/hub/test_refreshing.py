@@ -129,3 +129,12 @@ async def test_who_listens_is_called_at_once_when_a_job_comes_that_it_could_take
             await rig.post("/api/jobs", submission(workflow=text_to_image(NEW)))
             assert await listening == ()
             assert (await rig.engine.heartbeat(GPU, ())).missing == (NEW,)
+
+
+async def test_a_worker_is_told_of_a_bounded_number_of_names_none_of_them_long(rig: HubRig) -> None:
+    async with one_server(rig, HttpWorkerApi):
+        for number in range(60):
+            await rig.post("/api/jobs", submission(workflow=text_to_image(f"{number}.safetensors")))
+        await rig.post("/api/jobs", submission(workflow=text_to_image("x" * 4_000 + ".safetensors")))
+        names = (await rig.engine.heartbeat(GPU, ())).missing
+        assert len(names) == 50 and max(map(len, names)) < 300

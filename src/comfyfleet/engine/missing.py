@@ -15,6 +15,8 @@ from comfyfleet.policy.feasibility import names_missing
 _FRESH_S = 2.0
 _MAX_CLASSES = 100
 _MAX_NAMES = 50
+_MAX_NAME = 300
+"""No file and no class is called anything longer; what a caller writes into a graph may be."""
 _MAX_CALLED = 100
 """Others hear of it with their next heartbeat."""
 
@@ -40,7 +42,10 @@ class MissingDesk:
         known = self._known.get(worker.profile)
         if known is None:
             names = (
-                name for cls in self._classes for name in names_missing(cls, worker_id, worker.capabilities)
+                name
+                for cls in self._classes
+                for name in names_missing(cls, worker_id, worker.capabilities)
+                if len(name) <= _MAX_NAME
             )
             known = self._known[worker.profile] = tuple(dict.fromkeys(names))[:_MAX_NAMES]
         return known

@@ -100,7 +100,10 @@ class Server:
         if self.wants_look:
             return float("-inf")
         pause_s = self._settings.inventory_interval_s
-        return self._looked_at + (min(pause_s, self._missing_pause_s) if self._missing else pause_s)
+        is_wanted = bool(self._wanted) and not isinstance(self.connector, Finds)
+        return self._looked_at + (
+            min(pause_s, self._missing_pause_s) if self._missing or is_wanted else pause_s
+        )
 
     def lacks(self, names: Sequence[str]) -> None:
         """A run failed for want of these: they are looked for at once, and then more often than usual."""
@@ -118,7 +121,9 @@ class Server:
         if isinstance(self.connector, Finds):
             self._sought_at = float("-inf")
         else:
-            self.lacks(tuple(new))
+            # It may be another service that lacks them: at once, and then less and less often.
+            self.wants_look = True
+            self._missing_pause_s = self._settings.missing_interval_s
         return True
 
     @property
