@@ -54,10 +54,11 @@ class CreditHandlers:
     async def statement(self, call: Call[wire.StatementQuery]) -> Reply:
         tenant, asked = await self._seen(call), call.given
         database = await self._pools.of(tenant)
-        found = await database.statement(tenant.tenant_id, after=asked.after, limit=asked.limit)
+        after = asked.after if asked.cursor is None else asked.cursor
+        found = await database.statement(tenant.tenant_id, after=after, limit=asked.limit)
         cursor = str(found[-1].number) if len(found) == asked.limit else None
         # Entries are never changed: what those before the page add up to is the same a moment later.
-        before = await database.account_at(tenant.tenant_id, asked.after)
+        before = await database.account_at(tenant.tenant_id, after)
         return Reply(200, wire.StatementView(tuple(wire.entries(before, found)), cursor))
 
     async def list_grants(self, call: Call[bodies.PageQuery]) -> Reply:

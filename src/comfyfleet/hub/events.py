@@ -45,8 +45,8 @@ class Wanted:
             return False
         return (
             (self._kinds is None or event.kind in self._kinds)
-            and (query.job is None or event.job_id == query.job)
-            and (query.worker is None or event.worker_id == query.worker)
+            and all(event.job_id == each for each in (query.job, query.job_id) if each is not None)
+            and all(event.worker_id == each for each in (query.worker, query.worker_id) if each is not None)
             and (query.tenant is None or event.tenant == query.tenant)
             and all(str((event.metadata or {}).get(name)) == value for name, value in query.metadata.items())
         )

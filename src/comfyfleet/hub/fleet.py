@@ -6,6 +6,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.listing import records_of
 from comfyfleet.engine.operators import Action
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.queries import page_of
 from comfyfleet.hub.scoped_stats import StatsDesk
 from comfyfleet.hub.seen_workers import blocks_of, details, may_see, with_blocks, workers_seen
 from comfyfleet.model.access import Caller
@@ -74,9 +75,10 @@ class FleetHandlers:
 
     # workers
 
-    async def list_workers(self, call: Call[None]) -> Reply:
+    async def list_workers(self, call: Call[bodies.WholeQuery]) -> Reply:
         found = await workers_seen(self._engine, call.caller)
-        return Reply(200, answers.WorkerList(tuple(map(answers.summary, found))))
+        page, cursor = page_of(found, call.given, lambda worker: worker.id)
+        return Reply(200, answers.WorkerList(tuple(map(answers.summary, page)), cursor))
 
     async def get_worker(self, call: Call[None]) -> Reply:
         worker = await self._known(call)
@@ -131,14 +133,15 @@ class FleetHandlers:
 
     # blocks
 
-    async def list_blocks(self, call: Call[None]) -> Reply:
+    async def list_blocks(self, call: Call[bodies.WholeQuery]) -> Reply:
         now = await self._engine.store.now()
         found = [
             block
             for block in await self._engine.blocks()
             if block.is_in_force(now) and await self._may_see(block, call.caller)
         ]
-        return Reply(200, answers.BlockList(tuple(map(answers.block, found))))
+        page, cursor = page_of(found, call.given, lambda block: f"{block.worker_id}/{block.target}")
+        return Reply(200, answers.BlockList(tuple(map(answers.block, page)), cursor))
 
     async def lift_block(self, call: Call[None]) -> Reply:
         worker_id, target = call.parameters["worker_id"], call.parameters["target"]

@@ -212,7 +212,8 @@ class JobHandlers:
         return msgspec.structs.replace(result, files=tuple(files))
 
     async def explain(self, call: Call[None]) -> Reply:
-        return Reply(200, await self._engine.explain(await self._mine(call), call.caller.scope))
+        told = await self._engine.explain(await self._mine(call), call.caller.scope)
+        return Reply(200, msgspec.structs.replace(told, id=told.job_id))
 
     # change
 

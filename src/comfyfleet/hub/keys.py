@@ -89,7 +89,10 @@ class KeyHandlers:
             worker_prefix=body.worker_prefix,
             replaces=body.replace,
         )
-        made = wire.EnrolmentMade(token, enrolment.expires_at, enrolment.uses_left, enrolment.token_id)
+        uses = enrolment.uses_left
+        made = wire.EnrolmentMade(
+            token, enrolment.expires_at, uses, enrolment.token_id, enrolment.created_at, uses
+        )
         return Reply(201, made, made=enrolment.token_id)
 
     async def uninvite(self, call: Call[None]) -> Reply:

@@ -4,12 +4,16 @@ look applied.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.wire.bodies import WholeQuery
+
+T = TypeVar("T")
 
 _MAX_FIELDS = 100
 _ELSEWHERE = frozenset({"token"})
@@ -46,6 +50,17 @@ def read_query(raw: bytes, kind: type[Any]) -> Any:
         if getattr(made, name) is None:
             raise Refusal(RefusalCode.INVALID_REQUEST, f"{name!r} has no value in the query: leave it out")
     return made
+
+
+def page_of(
+    found: Sequence[T], asked: WholeQuery, name: Callable[[T], str]
+) -> tuple[Sequence[T], str | None]:
+    """Of a list that is at hand as a whole: what was asked for of it, and where to go on."""
+    if asked.limit is None and asked.cursor is None:
+        return found, None
+    behind = sorted((each for each in found if asked.cursor is None or name(each) > asked.cursor), key=name)
+    page = behind[: asked.limit]
+    return page, name(page[-1]) if len(page) < len(behind) else None
 
 
 def _key(name: str) -> tuple[str, str | None]:

@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.queries import page_of
 from comfyfleet.hub.sending import Sender, make_secret
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -140,13 +141,14 @@ class WebhookHandlers:
         page = await self._book.page(after, _PAGE)
         return page, page[-1][0] if len(page) == _PAGE else ""
 
-    async def job_deliveries(self, call: Call[None]) -> Reply:
+    async def job_deliveries(self, call: Call[bodies.WholeQuery]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         dispatch = await self._engine.store.load(job_id)
         if dispatch is None or not call.caller.sees(dispatch.tenant):
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
         found = [each for each in await self._book.of_job(job_id) if _sees(call.caller, each.owner)]
-        return Reply(200, wire.DeliveryList(tuple(map(wire.delivery_view, found))))
+        page, cursor = page_of(found, call.given, lambda each: each.delivery_id)
+        return Reply(200, wire.DeliveryList(tuple(map(wire.delivery_view, page)), cursor))
 
     async def resend(self, call: Call[None]) -> Reply:
         delivery_id = call.parameters["delivery_id"]

@@ -84,6 +84,7 @@ class WorkerHandlers:
             record.last_seen_at,
             record.profile,
             await self._engine.knows_nodes(record),
+            record.worker_id,
         )
         return Reply(200, answer)
 

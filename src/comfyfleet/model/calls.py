@@ -85,6 +85,8 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     nearest: WorkerId | None = None
     position: int | None = None
     estimated_start_s: float | None = None
+    id: JobId | None = None
+    """The same as `job_id`, as every other answer about a job has it."""
 
 
 class RegisterWorker(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -184,6 +184,7 @@ class WorkerDetails(WorkerBody, frozen=True):
 
 class WorkerList(_Got, frozen=True):
     workers: tuple[WorkerBody, ...]
+    cursor: str | None = None
 
 
 class BlockBody(_Got, frozen=True):
@@ -202,6 +203,7 @@ class BlockBody(_Got, frozen=True):
 
 class BlockList(_Got, frozen=True):
     blocks: tuple[BlockBody, ...]
+    cursor: str | None = None
 
 
 class HealthBody(_Got, frozen=True):

@@ -253,6 +253,13 @@ class PageQuery(_Sent, frozen=True):
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
 
 
+class WholeQuery(_Sent, frozen=True):
+    """Of a list that comes as a whole unless `limit` is given; then by id, page by page."""
+
+    cursor: Annotated[str, Meta(min_length=1, max_length=1_024)] | None = None
+    limit: Annotated[int, Meta(ge=1, le=1_000)] | None = None
+
+
 def seconds_of(time: float | datetime | None) -> float | None:
     if isinstance(time, datetime):
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()

@@ -46,6 +46,8 @@ class StatementQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     after: Annotated[int, Meta(ge=0, le=2**62)] = 0
     """The number of the last entry that is known already."""
     limit: Annotated[int, Meta(ge=1, le=1_000)] = 100
+    cursor: Annotated[int, Meta(ge=0, le=2**62)] | None = None
+    """The same, as every other list calls it."""
 
 
 class BalanceView(msgspec.Struct, frozen=True):
@@ -93,7 +95,7 @@ class EntryView(msgspec.Struct, frozen=True):
 class StatementView(msgspec.Struct, frozen=True):
     entries: tuple[EntryView, ...]
     cursor: str | None = None
-    """Ask again with it as `after`."""
+    """Ask again with it, or with `after`."""
 
 
 class RoundReceipt(msgspec.Struct, frozen=True):

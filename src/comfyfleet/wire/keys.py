@@ -58,6 +58,8 @@ class EnrolmentMade(msgspec.Struct, frozen=True):
     expires_at: float
     uses: int
     id: str = ""
+    created_at: float = 0.0
+    uses_left: int = 0
 
 
 class EnrolmentView(msgspec.Struct, frozen=True):

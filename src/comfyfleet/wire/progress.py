@@ -53,6 +53,10 @@ class EventsQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenant: Name | None = None
     kind: Name | None = None
     metadata: dict[str, str] = {}
+    job_id: Name | None = None
+    """The same as `job`."""
+    worker_id: Name | None = None
+    """The same as `worker`."""
 
 
 class ProgressBody(msgspec.Struct, frozen=True):

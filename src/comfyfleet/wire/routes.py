@@ -6,12 +6,11 @@ binds a handler to each name.
 
 from __future__ import annotations
 
-from typing import Any
-
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.wire import answers, bodies, keys, payloads, progress, worker
 from comfyfleet.wire.file_routes import FILES
+from comfyfleet.wire.hub_routes import HUB
 from comfyfleet.wire.key_routes import KEYS
 from comfyfleet.wire.reconciling import RECONCILING
 from comfyfleet.wire.route import (
@@ -267,6 +266,7 @@ FLEET = of_noun(
         LOOKERS,
         answers.WorkerList,
         aliases=("/workers",),
+        query=bodies.WholeQuery,
     ),
     get_route(
         "get_worker",
@@ -329,7 +329,14 @@ FLEET = of_noun(
         OPERATORS,
         answers={204: None},
     ),
-    get_route("list_blocks", "/api/blocks", "Which worker is kept from what", LOOKERS, answers.BlockList),
+    get_route(
+        "list_blocks",
+        "/api/blocks",
+        "Which worker is kept from what",
+        LOOKERS,
+        answers.BlockList,
+        query=bodies.WholeQuery,
+    ),
     Route(
         "lift_block",
         "DELETE",
@@ -451,32 +458,6 @@ WORKER = of_noun(
         body=worker.UnregisterBody,
         answers={204: None},
     ),
-)
-
-HUB = of_noun(
-    "hub",
-    Route(
-        "health",
-        "GET",
-        "/health",
-        "Whether the hub serves",
-        ANYBODY,
-        aliases=("/health/ready",),
-        answers={200: answers.HealthBody, 503: answers.HealthBody},
-    ),
-    get_route("live", "/health/live", "Whether the process lives", ANYBODY, answers.HealthBody),
-    get_route("metrics", "/metrics", "Figures in the text format of Prometheus", LOOKERS, str),
-    Route(
-        "status_page",
-        "GET",
-        "/",
-        "The fleet on a page for people",
-        READERS,
-        answers={200: None},
-        takes_token=True,
-        is_page=True,
-    ),
-    get_route("openapi", "/openapi.json", "This protocol as OpenAPI 3.1", ANYBODY, dict[str, Any]),
 )
 
 ROUTES: tuple[Route, ...] = (

@@ -71,6 +71,7 @@ WEBHOOKS = of_noun(
         "What was delivered of a job, what is tried again, what was given up",
         READERS,
         webhooks.DeliveryList,
+        query=bodies.WholeQuery,
     ),
     post_route(
         "resend_delivery",

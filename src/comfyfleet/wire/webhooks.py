@@ -108,6 +108,8 @@ class DeliveryView(msgspec.Struct, frozen=True):
     last_status: int | None = None
     last_error: str | None = None
     ended_at: float | None = None
+    webhook_id: str = ""
+    """The same as `webhook`."""
 
 
 class DeliveryList(msgspec.Struct, frozen=True):
@@ -210,6 +212,7 @@ def delivery_view(delivery: Delivery) -> DeliveryView:
         delivery.last_status,
         delivery.last_error,
         delivery.ended_at,
+        delivery.webhook_id,
     )
 
 

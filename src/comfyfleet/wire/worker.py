@@ -168,6 +168,8 @@ class RegisteredBody(msgspec.Struct, frozen=True, omit_defaults=True):
     profile: str
     knows_nodes: bool | None = None
     """Whether the hub has been told what nodes of this signature accept. None: none was declared."""
+    id: str = ""
+    """The same as `worker_id`."""
 
 
 class LeasedPayload(msgspec.Struct, frozen=True, omit_defaults=True):
