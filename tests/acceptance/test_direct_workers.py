@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from psycopg.conninfo import conninfo_to_dict
@@ -46,7 +47,9 @@ def url(redis_url: str) -> str:
 
 def worker(stack: ExitStack, url: str, name: str, *options: str) -> Process:
     command = (*CLI, "worker", "--store", url, "--name", name, "--rules", json.dumps(RULES), *options)
-    return stack.enter_context(started(*command))
+    # Tests beside this one have workers of the same names, each with a journal.
+    journals = stack.enter_context(TemporaryDirectory())
+    return stack.enter_context(started(*command, env={"COMFYFLEET_DATA": journals}))
 
 
 async def ready(*workers: Process) -> None:

@@ -24,7 +24,13 @@ def test_the_first_example_of_the_tenants_page_runs_as_copied(tmp_path: Path) ->
     folder = tmp_path / "empty"
     folder.mkdir()
     programs = Path(sys.executable).parent
-    env = {"HOME": str(tmp_path / "home"), "XDG_DATA_HOME": "", "HUB_PORT": "", "COMFYFLEET_PORT": "0"}
+    env = {
+        "HOME": str(tmp_path / "home"),
+        "XDG_DATA_HOME": "",
+        "HUB_PORT": "",
+        "COMFYFLEET_PORT": "0",
+        "COLUMNS": "",
+    }
     env["PATH"] = f"{programs}{os.pathsep}{os.defpath}"
     with started(*shlex.split(up), cwd=folder, env=env) as hub:
         read_until(hub, lambda line: line.endswith(": online"))
