@@ -14,6 +14,7 @@ from tests.hub._hub import graph
 from comfyfleet.cli.key import _from_elsewhere
 from comfyfleet.cli.local import LocalHub, write_hub
 from comfyfleet.client.fleet import FleetClient
+from comfyfleet.model.access import Role
 from comfyfleet.wire.answers import WorkerBody
 
 
@@ -37,18 +38,25 @@ def workflow(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_invitation_is_the_whole_command_for_the_other_machine(run: Run, hub: Address) -> None:
+def test_an_invitation_is_the_whole_command_for_the_other_machine(
+    run: Run, hub: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
     port = hub.url.rpartition(":")[2]
     ended = run("key", "invite", "--uses", "2", "--prefix", "gpu-")
     token = ended.output.strip()
     assert token.startswith("cfe_")
-    words = (
-        f"worker --hub http://{socket.gethostname()}:{port} --enrol {token} --server http://127.0.0.1:8188"
-    )
+    words = f"worker --hub http://{socket.gethostname()}:{port} --enrol TOKEN --server http://127.0.0.1:8188"
     assert f"comfyfleet {words} --name gpu-1" in ended.errors
     assert f"asked at {hub.url}" in ended.errors and "--host" in ended.errors, (
         "no other machine reaches it there"
     )
+    assert token not in ended.errors, "what goes there is often kept"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    seen = run("key", "invite").output.splitlines()
+    assert f"--enrol {seen[0]} --server" in seen[2], "at a terminal it can be copied as it is"
+    monkeypatch.undo()
+    monkeypatch.setenv("COMFYFLEET_HUB", hub.url)
+    monkeypatch.setenv("COMFYFLEET_KEY", hub.keys[Role.ADMIN])
     made = run("key", "invite", "--json").json
     assert f"--enrol {made['token']} " in made["command"] and f":{port} " in made["command"]
     assert _from_elsewhere("https://hub.example:4001") == ("https://hub.example:4001", False)

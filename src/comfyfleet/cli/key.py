@@ -144,9 +144,11 @@ def rotate(key_id: str, overlap: float, as_json: bool, **flags: Any) -> None:
 def invite(uses: int, hours: float, prefix: str, replace: bool, as_json: bool, **flags: Any) -> None:
     """Make a token with which workers fetch keys of their own, and show the command for their machines.
 
-    The token goes to standard output, the command to standard error; with --json both are in the object.
+    At a terminal the whole command is shown. In a pipe standard output has the token alone, and standard error the
+    command without it, as that is often kept; with --json both are in the object.
     """
     import shlex
+    import sys
 
     from comfyfleet.cli.reach import ask, plain, print_json
     from comfyfleet.client.fleet import FleetClient
@@ -167,10 +169,11 @@ def invite(uses: int, hours: float, prefix: str, replace: bool, as_json: bool, *
     if as_json:
         print_json({**plain(made), "command": command_})
         return
+    is_seen = sys.stdout.isatty()
     echo(made.token)
     machines = "On the other machine" if uses == 1 else f"On each of up to {uses} machines"
-    echo(f"{machines}, within {hours:g} h, where ComfyUI runs on port 8188:", err=True)
-    echo(f"  {command_}", err=True)
+    echo(f"{machines}, within {hours:g} h, where ComfyUI runs on port 8188:", err=not is_seen)
+    echo(f"  {command_ if is_seen else command_.replace(made.token, 'TOKEN')}", err=not is_seen)
     if is_near:
         echo(
             f"This hub was asked at {url}. It must listen where that machine reaches it: start it with --host 0.0.0.0 "
