@@ -44,6 +44,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # Each of several processes notes what its own tests did.
         os.environ[OFFENCES] = str(home / f"offences-{os.getpid()}")
     _skips.register(config)
+    # Tables are judged by the widths that tests name, not by that of the terminal that these tests run in.
+    os.environ.pop("COLUMNS", None)
     # A shell without job control starts what it puts in the background with Ctrl-C ignored, and children inherit that:
     # the commands under test would never hear theirs.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

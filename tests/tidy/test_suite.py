@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,9 +17,14 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 def commands(target: str) -> list[str]:
     """What make would run for it."""
-    listing = subprocess.run(
-        ["make", "--dry-run", "--always-make", target], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    # What a make that runs these tests was told is not told to this one.
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("MAKE", "MFLAGS", "PROFILE"))
+    }
+    command = ["make", "--dry-run", "--always-make", target]
+    listing = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     return [line for line in listing.stdout.splitlines() if "pytest" in line]
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Literal, TypeVar
 
 import msgspec
@@ -39,6 +40,7 @@ _FORGET = 1000
 _GIVEN_UP_S = 120.0
 """No operation takes so long: whoever began it is gone."""
 _BATCH = 100
+_CLOSE_S = 2.0
 
 
 class _Begun(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -91,7 +93,7 @@ class Audit:
             try:
                 await self._chains["operations"].append(ended)
                 # The answer need not wait for this: what stays is found again, and known.
-                self._in_background(self._ended(name))
+                self._in_background(partial(self._ended, name))
             except ComfyFleetError as error:
                 self._lose(ended, error)
             self._look_after()
@@ -122,7 +124,7 @@ class Audit:
 
     def happened(self, entry: AuditEntry) -> None:
         """Nobody asked for it, and nobody waits."""
-        self._in_background(self._append(self._dated(entry)))
+        self._in_background(partial(self._append, self._dated(entry)))
 
     async def _append(self, entry: AuditEntry) -> None:
         try:
@@ -141,6 +143,9 @@ class Audit:
         return [each for each in found if since is None or each.entry.at >= since], cursor
 
     async def close(self) -> None:
+        """What happened just now is written, if the store takes it."""
+        if self._later:
+            await asyncio.wait(self._later, timeout=_CLOSE_S)
         for task in list(self._later):
             task.cancel()
         await asyncio.gather(*self._later, return_exceptions=True)
@@ -163,12 +168,12 @@ class Audit:
         now = self._clock.monotonic()
         if now - self._looked_at >= _LOOK_EVERY_S:
             self._looked_at = now
-            self._in_background(self.tidy())
+            self._in_background(self.tidy)
 
-    def _in_background(self, work: Awaitable[None]) -> None:
+    def _in_background(self, work: Callable[[], Awaitable[None]]) -> None:
         async def quietly() -> None:
             try:
-                await work
+                await work()
             except ComfyFleetError as error:
                 _LOG.warning("the audit log could not be tidied up; it is tried again later: %s", error)
 
