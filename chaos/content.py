@@ -143,7 +143,9 @@ class Witness(HttpWorkerApi):
 
     async def complete(self, call: Completion) -> Settled:
         settled = await super().complete(call)
-        self._cast.ended(call.ref.job_id, self._number)
+        if settled.phase.is_final:
+            # Otherwise it is tried again, and nothing can be downloaded yet.
+            self._cast.ended(call.ref.job_id, self._number)
         return settled
 
 
