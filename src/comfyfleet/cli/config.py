@@ -19,10 +19,9 @@ def command() -> None:
 
 @command.command("show")
 @click.option("--said", "is_said", is_flag=True, help="Only what was said somewhere.")
-@click.option("--all", "show_all", is_flag=True, hidden=True)
 @as_json
 @settings(*EVERY)
-def show(config: str | None, is_said: bool, show_all: bool, as_json: bool, **flags: Any) -> None:  # noqa: ARG001
+def show(config: str | None, is_said: bool, as_json: bool, **flags: Any) -> None:
     """Every setting, the value it has, and where that comes from: a flag, the environment, the file, the default.
 
     Secrets are not shown. With flags of `up`, `hub` or `worker` it shows what they would have.
