@@ -22,7 +22,7 @@ from tests.tenancy._mortal import Deadline, Killed, Mortal
 from comfyfleet.contract.teller import ACME, BORG, Teller
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.failure import Failure, FailureKind, FailureText
 from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.ledger import RunEntry
@@ -35,7 +35,7 @@ from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.sealed.keyring import Keyring
 from comfyfleet.stores.sealed.masters import MasterKeys
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
-from comfyfleet.tenancy.database import PARTS, BookClosed, FailureText, Row, TenantDatabase
+from comfyfleet.tenancy.database import PARTS, BookClosed, Row, TenantDatabase
 from comfyfleet.tenancy.databases import leaving, open_tenant_database
 from comfyfleet.tenancy.databases.sealed import sealed_database
 from comfyfleet.tenancy.databases.work import for_postgres

@@ -61,6 +61,14 @@ class Failure(msgspec.Struct, frozen=True, omit_defaults=True):
     that happened before the prompt started, or is merely likely."""
 
 
+class FailureText(msgspec.Struct, frozen=True):
+    """What a worker reported of an attempt that failed, where it is kept apart from the attempt."""
+
+    failure: Failure
+    data: dict[str, Any]
+    """Of the fact that tells of it."""
+
+
 _MAX_MESSAGE = 10_000
 _MAX_LINES = 100
 _MAX_LINE = 2_000

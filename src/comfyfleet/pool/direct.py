@@ -18,6 +18,7 @@ from comfyfleet.policy.rules import Rules
 from comfyfleet.pool.options import Server
 from comfyfleet.pool.servers import Servers
 from comfyfleet.ports import Clock, Store
+from comfyfleet.stores.failure_texts import without_a_hub
 from comfyfleet.stores.opening import open_store, refuse_if_sealed
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
@@ -41,8 +42,8 @@ class DirectWorkers:
         """`sealing` is put around the store where its jobs are sealed; without, such a store is refused."""
         clock = SystemClock()
         opened = open_store(store, clock)
-        if sealing is not None:
-            opened = sealing(opened, clock)
+        # Sealed, what a server said may lie in the store itself.
+        opened = without_a_hub(opened) if sealing is None else sealing(opened, clock)
         self._has_keys = sealing is not None
         if not opened.is_shared:
             scheme = urlsplit(store).scheme

@@ -55,6 +55,7 @@ from comfyfleet.pool.servers import Servers
 from comfyfleet.pool.telling import Teller
 from comfyfleet.pool.waiting import Waiting, within
 from comfyfleet.ports import Store
+from comfyfleet.stores.failure_texts import without_a_hub
 from comfyfleet.stores.opening import open_store, refuse_if_sealed
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
@@ -108,7 +109,9 @@ class WorkflowPool:
         )
         if (problem := problem_of(changed)) is not None:
             raise Refusal(RefusalCode.INVALID_REQUEST, f"the rule {problem[0]} will not do: it {problem[1]}")
-        self._engine = Engine(open_store(store, clock), rules=changed, clock=clock, strategy=failover)
+        self._engine = Engine(
+            without_a_hub(open_store(store, clock)), rules=changed, clock=clock, strategy=failover
+        )
         agent_settings = msgspec.structs.replace(
             agent or AgentSettings(),
             health_interval_s=seconds(health_check_interval) or 0.0,

@@ -42,7 +42,7 @@ from comfyfleet.policy.settling import hold_of
 from comfyfleet.policy.tenants import terms_of
 from comfyfleet.policy.terms import check_state
 from comfyfleet.ports import Store
-from comfyfleet.tenancy import texts
+from comfyfleet.stores import failure_texts as texts
 from comfyfleet.tenancy.apart_records import ApartRecords, stub_of
 from comfyfleet.tenancy.database import BookClosed, Entered, Opening
 from comfyfleet.tenancy.homes import Home, Homes

@@ -8,11 +8,11 @@ import msgspec
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault
+from comfyfleet.model.failure import FailureText
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.ports import Store
-from comfyfleet.tenancy import texts
-from comfyfleet.tenancy.database import FailureText
+from comfyfleet.stores import failure_texts as texts
 from comfyfleet.tenancy.homes import Homes
 from comfyfleet.tenancy.settling import Settler
 
@@ -83,7 +83,10 @@ class ApartRecords:
         found = await home.database.failures_of([job_id])
         if not wanted <= found.keys() and (home := await self._homes.newest(dispatch.tenant)) is not None:
             found = await home.database.failures_of([job_id])
-        return found
+        if wanted <= found.keys():
+            return found
+        # A worker without a way to that database left them a moment ago.
+        return {**found, **await self._settler.left_texts.of(wanted - found.keys())}
 
     async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
         home = await self._homes.of(tenant)
@@ -126,6 +129,8 @@ class ApartRecords:
                 if home is not None:
                     jobs |= await home.database.get_many(job_ids)
                     said |= await home.database.failures_of([each for each in job_ids if each in unsaid])
+                    left = {place for stub in page if texts.is_left(stub) and (place := texts.place_of(stub))}
+                    said |= await self._settler.left_texts.of(left - said.keys())
             except Fault:
                 if is_one_tenants:
                     raise

@@ -15,7 +15,7 @@ import msgspec
 
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.failure import Failure
+from comfyfleet.model.failure import FailureText
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import (
@@ -124,14 +124,6 @@ class OpenRound(msgspec.Struct, frozen=True):
     job: Job
     result: JobResult | None
     """What the attempt that is asked for left here before it was reported."""
-
-
-class FailureText(msgspec.Struct, frozen=True):
-    """What a worker reported of an attempt that failed."""
-
-    failure: Failure
-    data: dict[str, Any]
-    """Of the fact that tells of it."""
 
 
 class OutboxEntry(msgspec.Struct, frozen=True):

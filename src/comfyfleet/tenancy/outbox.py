@@ -1,5 +1,6 @@
 """The relay: brings to the central store what waits in tenants' databases (S2, S3), and settles there what ended here
-(T1, T2), whenever whoever began it could not go on.
+(T1, T2), whenever whoever began it could not go on. What workers without a hub left there for a tenant's database goes
+the same way.
 
 What is on its way in the ordinary manner is left alone: something is repeated once it was seen twice. Every hub has a
 relay; that two do the same is harmless.
@@ -92,7 +93,8 @@ class OutboxRelay:
             await self._store.homes.open()
         # Beside each other: a database that does not answer keeps nobody else's jobs waiting.
         pools = [self._send_of(each, before, at_once) for each in self._store.homes.pools.asked]
-        ends = await asyncio.gather(*pools, self._settle(at_once), return_exceptions=True)
+        left = self._store.settler.left_texts.take_all()
+        ends = await asyncio.gather(*pools, self._settle(at_once), left, return_exceptions=True)
         # Only now: what went on behind a look that failed would be in the way of the next one.
         for end in ends:
             if end is not None:

@@ -8,9 +8,10 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.settling import deciding_attempt, hold_of, settled
 from comfyfleet.ports import Store
-from comfyfleet.tenancy import texts
+from comfyfleet.stores import failure_texts as texts
 from comfyfleet.tenancy.database import Ending, Entered
 from comfyfleet.tenancy.homes import Home, Homes
+from comfyfleet.tenancy.left_texts import LeftTexts
 
 
 class Settler:
@@ -19,6 +20,7 @@ class Settler:
     def __init__(self, central: Store, homes: Homes) -> None:
         self._central = central
         self._homes = homes
+        self.left_texts = LeftTexts(central, homes)
 
     async def settle(self, dispatch: Dispatch) -> None:
         """Raises `Fault` while the tenant's database is away, or has never heard of the round."""
@@ -46,9 +48,11 @@ class Settler:
                     f"tenant {dispatch.tenant!r}, which ended here: was it set back to an older state?"
                 )
             return
+        left = {texts.place_of(each) or "" for each in attempts if texts.is_left(each)}
+        await self.left_texts.take(left)
         if (place := texts.place_of(stub)) is not None:
             said = await home.database.failures_of([dispatch.job_id])
-            if place not in said:
+            if place not in said and place not in left:
                 raise Fault(f"the pool {home.tenant.pool!r} does not have what was said of {hold_id}")
             stub = texts.job_with(stub, said)
         verdict = settled(

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from comfyfleet.model.failure import FailureText
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.stores.packing import pack
-from comfyfleet.tenancy.database import FailureText
 from comfyfleet.tenancy.databases.rounds import check_open
 from comfyfleet.tenancy.databases.work import Work, row, rows
 

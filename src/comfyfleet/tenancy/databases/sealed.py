@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from comfyfleet.model.fact import Fact, FactDraft, FactKind
+from comfyfleet.model.failure import FailureText
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId
@@ -22,7 +23,6 @@ from comfyfleet.tenancy.database import (
     Ended,
     Ending,
     Entered,
-    FailureText,
     Opened,
     Opening,
     OpenRound,

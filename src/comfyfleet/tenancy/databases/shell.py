@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.failure import FailureText
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import (
@@ -26,7 +27,6 @@ from comfyfleet.tenancy.database import (
     Ended,
     Ending,
     Entered,
-    FailureText,
     Opened,
     Opening,
     OpenRound,

@@ -1,0 +1,194 @@
+"""What a worker reported of a failure of a job whose tenant has a database of its own: its words lie there, and the
+central store has in their place where they are found. Which kind of failure it was, and what policy goes by, stays.
+
+A worker without a way to that database leaves them in a drawer of the central store, from which the next hub takes them
+there (`tenancy/left_texts.py`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
+
+from comfyfleet.model.dispatch import AtRevision, Attempt, Dispatch, LeaseOffer, Write, Written
+from comfyfleet.model.fact import Fact, FactDraft, FactKind
+from comfyfleet.model.failure import Failure, FailureKind, FailureText
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.model.ledger import HoldId
+from comfyfleet.ports import Store
+from comfyfleet.stores.packing import pack
+
+DRAWER = "failure_texts"
+"""Of the central store's cabinet: what waits for a hub, by the id of the attempt."""
+
+_ELSEWHERE = "what was said of it lies in its tenant's database: "
+_ON_ITS_WAY = "what was said of it waits for a hub to take it to its tenant's database: "
+_TELLING = (FactKind.FAILED, FactKind.RETRYING)
+_PUBLIC = ("kind", "worker_id", "lease", "not_before")
+"""Of the data of a fact."""
+
+_OWN = (FailureKind.LEASE_EXPIRED, FailureKind.TOTAL_TIMEOUT)
+"""No worker reports these: an engine finds them out, also while a tenant's database is away."""
+
+Texts = Mapping[str, FailureText]
+"""By the id of the attempt that was reported."""
+
+
+def text_of(write: Write) -> FailureText | None:
+    """What is private in it. What the product itself says of a lease that ran out, or of the job's time, is not."""
+    end = write.attempt_end
+    if end is None or end.failure is None or end.failure.kind in _OWN:
+        return None
+    data = next((fact.data for fact in write.facts if fact.kind in _TELLING), None)
+    return FailureText(end.failure, data or {})
+
+
+def without_text(write: Write, attempt_id: str, *, is_left: bool = False) -> Write:
+    """`is_left`: they are not in the tenant's database yet."""
+    job, end = write.job, write.attempt_end
+    place = (_ON_ITS_WAY if is_left else _ELSEWHERE) + attempt_id
+    if job is not None and isinstance(failure := job.get("failure"), Failure):
+        job = {**job, "failure": _withheld(failure, place)}
+    if end is not None and end.failure is not None:
+        end = msgspec.structs.replace(end, failure=_withheld(end.failure, place))
+    facts = tuple(
+        FactDraft(each.kind, _withheld_data(each.data, place)) if each.kind in _TELLING else each
+        for each in write.facts
+    )
+    return msgspec.structs.replace(write, job=job, attempt_end=end, facts=facts)
+
+
+def told(written: Written, write: Write) -> Written:
+    """As it was asked for: whoever hears of it now need not look for the words."""
+    facts = tuple(
+        msgspec.structs.replace(fact, data=draft.data)
+        for fact, draft in zip(written.facts, write.facts, strict=True)
+    )
+    return Written(written.dispatch, facts)
+
+
+def _withheld(failure: Failure, place: str) -> Failure:
+    return Failure(failure.kind, place, vram_gb=failure.vram_gb, server_died=failure.server_died)
+
+
+def _withheld_data(data: dict[str, Any] | None, place: str) -> dict[str, Any]:
+    public = {name: value for name, value in (data or {}).items() if name in _PUBLIC}
+    return {**public, "message": place}
+
+
+# on the way out
+
+
+def place_of(value: Job | Attempt | Fact) -> str | None:
+    """The attempt under which its words are found, where they lie elsewhere."""
+    message = _message_of(value)
+    for said in (_ELSEWHERE, _ON_ITS_WAY):
+        if message.startswith(said):
+            return message.removeprefix(said)
+    return None
+
+
+def is_left(value: Job | Attempt | Fact) -> bool:
+    """Whether a worker left its words for a hub: they may not be in the tenant's database yet."""
+    return _message_of(value).startswith(_ON_ITS_WAY)
+
+
+def _message_of(value: Job | Attempt | Fact) -> str:
+    if isinstance(value, Fact):
+        message = (value.data or {}).get("message") if value.kind in _TELLING else None
+    else:
+        message = None if value.failure is None else value.failure.message
+    return message if isinstance(message, str) else ""
+
+
+def job_with(job: Job, texts: Texts) -> Job:
+    found = texts.get(place_of(job) or "")
+    return job if found is None else msgspec.structs.replace(job, failure=found.failure)
+
+
+def attempt_with(attempt: Attempt, texts: Texts) -> Attempt:
+    found = texts.get(place_of(attempt) or "")
+    return attempt if found is None else msgspec.structs.replace(attempt, failure=found.failure)
+
+
+def fact_with(fact: Fact, texts: Texts) -> Fact:
+    found = texts.get(place_of(fact) or "")
+    return fact if found is None else msgspec.structs.replace(fact, data=found.data)
+
+
+# workers that have no way to tenants' databases
+
+
+class LeftText(msgspec.Struct, frozen=True):
+    """A document of the drawer."""
+
+    tenant: TenantId
+    hold_id: HoldId
+    text: FailureText
+    at: float
+
+
+_left = msgspec.msgpack.Decoder(LeftText)
+_MAX_BODY = 60_000
+_MAX_TEXT = 2_000
+
+
+def body_of(left: LeftText) -> bytes:
+    """As much of it as a document holds: mostly all of it."""
+    failure, data = left.text.failure, left.text.data
+    brief = msgspec.structs.replace(failure, node_errors=None)
+    briefest = msgspec.structs.replace(brief, traceback=(), message=failure.message[:_MAX_TEXT], missing=())
+    cut = {name: value[:_MAX_TEXT] if isinstance(value, str) else value for name, value in data.items()}
+    for text in (left.text, FailureText(brief, data), FailureText(briefest, cut)):
+        body = zlib.compress(pack(msgspec.structs.replace(left, text=text)))
+        if len(body) <= _MAX_BODY:
+            break
+    return body
+
+
+def left_in(body: bytes) -> LeftText:
+    return _left.decode(zlib.decompress(body))
+
+
+def without_a_hub(store: Store) -> Store:
+    """The store as a process has it that knows no tenants' databases. One that nobody shares has none beside it."""
+    return cast("Store", _WithoutHub(store)) if store.is_shared else store
+
+
+class _WithoutHub:
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def write(self, write: Write) -> Written | None:
+        text = text_of(write)
+        dispatch = None if text is None else await self._store.load(write.job_id)
+        if text is None or dispatch is None or not dispatch.is_apart or dispatch.lease is None:
+            return await self._store.write(write)
+        if isinstance(write.guard, AtRevision) and write.guard.revision != dispatch.revision:
+            # Decided on what is out of date: the lease may be another's by now.
+            return None
+        attempt_id = await self._leave(dispatch, text)
+        written = await self._store.write(without_text(write, attempt_id, is_left=True))
+        return None if written is None else told(written, write)
+
+    async def finish_and_lease_next(
+        self, write: Write, offer: LeaseOffer
+    ) -> tuple[Written | None, Written | None]:
+        if text_of(write) is None:
+            return await self._store.finish_and_lease_next(write, offer)
+        return await self.write(write), await self._store.lease_next(offer)
+
+    async def _leave(self, dispatch: Dispatch, text: FailureText) -> str:
+        """Before the failure is written. A text whose write came to nothing goes the same way: nobody asks for it."""
+        attempt_id = dispatch.lease_ref().attempt_id
+        hold_id = HoldId(dispatch.job_id, dispatch.round)
+        left = LeftText(dispatch.tenant, hold_id, text, await self._store.now())
+        await self._store.cabinet.put(DRAWER, attempt_id, body_of(left), version=None)
+        return attempt_id
