@@ -162,6 +162,18 @@ def test_every_usual_shape_of_json_is_read(given: dict[str, Any]) -> None:
     assert read(b"\xef\xbb\xbf" + json.dumps(given).encode(), "flow.json") == GRAPH
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_json_that_a_windows_shell_wrote_is_read(encoding: str) -> None:
+    """PowerShell's `>` writes two bytes for each character, and says so in the first two."""
+    mark = "" if encoding == "utf-16" else "\ufeff"
+    assert read((mark + PROMPT).encode(encoding), "flow.json") == GRAPH
+
+
+def test_text_in_an_older_encoding_is_told_as_such() -> None:
+    told = refused(json.dumps(GRAPH, ensure_ascii=False).encode("latin-1"), "flow.json")
+    assert told == "flow.json is text, but not UTF-8: save it as UTF-8."
+
+
 def test_a_workflow_of_the_editor_is_read_in_any_wrapping() -> None:
     for given in (EDITOR, {"workflow": EDITOR}, {"prompt": GRAPH, "workflow": EDITOR}):
         assert workflow_in(given) == (GRAPH if "prompt" in given else EDITOR)
@@ -252,6 +264,31 @@ def test_texts_that_point_to_the_same_bytes_are_bounded_together() -> None:
     block = b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", count) + entries + bytes(1 << 20)
     content = b"RIFF" + bytes(4) + b"WEBP" + struct.pack("<4sI", b"EXIF", len(block)) + block
     assert "more texts than" in refused(content, "cat.webp")
+
+
+def test_texts_of_nothing_but_zeros_count_as_what_was_read() -> None:
+    """What is left of them is empty, and reading them all would take as long as a hostile file likes."""
+    zeros = zlib.compress(bytes(MAX_TEXT_BYTES - 1), 9)
+    packed = SIGNATURE + chunk(b"zTXt", b"a\0\0" + zeros) * 3
+    entries = b"".join(struct.pack("<HHII", 0x0110, 2, MAX_TEXT_BYTES, 0) for _ in range(3))
+    block = b"II*\0" + struct.pack("<I", 8) + struct.pack("<H", 3) + entries
+    block += bytes(MAX_TEXT_BYTES - len(block))
+    shared = b"RIFF" + bytes(4) + b"WEBP" + struct.pack("<4sI", b"EXIF", len(block)) + block
+    assert "more texts than" in refused(packed)
+    assert "more texts than" in refused(shared, "cat.webp")
+
+
+@pytest.mark.parametrize("value", ["[],", '{"":0},', "0,"])
+def test_json_of_more_values_than_any_workflow_has_is_refused_before_it_is_read(value: str) -> None:
+    text = '{"a": [' + value * 2_000_001 + "0]}"
+    packed = SIGNATURE + chunk(b"zTXt", b"prompt\0\0" + zlib.compress(text.encode(), 9))
+    tracemalloc.start()
+    try:
+        assert "more than 2000000 values: no workflow has" in refused(text.encode(), "flow.json")
+        assert "carries a prompt that is no workflow" in refused(packed)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MAX_TEXT_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 def test_deep_boxes_and_tags_end() -> None:

@@ -67,6 +67,63 @@ def test_what_lacks_a_part_of_a_store_is_refused_with_its_name() -> None:
         WorkflowPool([], store=half)
 
 
+class Odd(Wrapped):
+    """One whose parts are replaced by others."""
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__(SystemClock())
+        self.__dict__.update(others)
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"enqueue": None}, "enqueue is no method"),
+        ({"lease": lambda job_id: None}, r"lease does not take \(job_id, offer\)"),
+        ({"due": lambda limit: None}, r"due does not take \(limit, after\)"),
+        ({"put_profile": lambda profile, fits, version_: None}, r"put_profile does not take"),
+        ({"records": object()}, r"it lacks records.by_reference, records.get, records.listing"),
+        ({"cabinet": None}, r"it lacks cabinet.drawers, cabinet.get"),
+        ({"relay": object()}, r"it lacks relay.announce"),
+        ({"epoch": "1"}, "epoch is a str and not a int"),
+        ({"is_shared": lambda: True}, "is_shared is a function and not a bool"),
+    ],
+)
+def test_a_part_that_is_none_is_refused_at_once_with_its_name(others: dict[str, Any], words: str) -> None:
+    odd: Any = Odd(**others)
+    with pytest.raises(Refusal, match=words):
+        WorkflowPool([], store=odd)
+
+
+def test_a_class_is_no_store_and_a_property_may_raise_anything() -> None:
+    class Raises(Wrapped):
+        @property
+        def records(self) -> None:
+            raise RuntimeError("not connected yet")
+
+    unmade: Any = MemoryStore
+    raises: Any = Raises(SystemClock())
+    with pytest.raises(Refusal, match=r"MemoryStore is a class and no store: .* MemoryStore\(clock\)"):
+        WorkflowPool([], store=unmade)
+    with pytest.raises(Refusal, match=r"records raises RuntimeError \(not connected yet\)"):
+        WorkflowPool([], store=raises)
+
+
+async def test_what_a_store_raises_when_it_is_opened_is_told_and_not_what_it_raises_when_it_is_closed() -> (
+    None
+):
+    class Unreachable(Wrapped):
+        async def open(self) -> None:
+            raise OSError("the disk is away")
+
+        async def close(self) -> None:
+            raise AttributeError("no connection")
+
+    store: Any = Unreachable(SystemClock())
+    with pytest.raises(OSError, match="the disk is away"):
+        await WorkflowPool([], store=store).start()
+
+
 @pytest.mark.timeout(120)
 async def test_a_hub_and_its_commands_take_one_by_the_name_of_its_module(tmp_path: Path) -> None:
     (tmp_path / "my_store.py").write_text(MODULE)
@@ -92,5 +149,14 @@ async def test_a_hub_and_its_commands_take_one_by_the_name_of_its_module(tmp_pat
     "url", ["python:", "python:nowhere:MyStore", "python:json:MyStore", "python:json:loads"]
 )
 def test_a_name_that_leads_to_no_store_is_refused_in_words(url: str) -> None:
-    with pytest.raises((Refusal, TypeError), match=r"python:MODULE:NAME|is no store|JSON object"):
+    with pytest.raises(Refusal, match=r"write python:MODULE:NAME, where NAME\(clock\) makes one"):
         WorkflowPool([], store=url)
+
+
+def test_a_module_that_cannot_be_imported_is_told_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_store.py").write_text("raise RuntimeError('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(Refusal, match=r"python:MODULE:NAME.*\(RuntimeError: no licence\)"):
+        WorkflowPool([], store="python:broken_store:Store")

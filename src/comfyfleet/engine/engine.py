@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from types import TracebackType
 from typing import Any
 
@@ -153,8 +153,9 @@ class Engine:
             self.store.listen(rounds.everything_changed, self._commands.hear, rounds.relearn)
             await self._foreign.start()
         except BaseException:
-            # Nobody else will: its file would stay locked, its connections open.
-            await self.close()
+            # Nobody else will: its file would stay locked, its connections open. What is not open may refuse to close.
+            with suppress(Exception):
+                await self.close()
             raise
         self._sweeper.start()
         return self

@@ -55,7 +55,8 @@ def texts_in(file: BinaryIO, kind: FileKind) -> dict[str, str]:
     size = 0
     try:
         for number, (name, text) in enumerate(_READERS[kind](_File(file))):
-            found.setdefault(name.lower(), text)
+            found.setdefault(name.lower(), text.strip("\0"))
+            # Before anything is taken off: what was read is what it cost.
             size += len(text)
             if number >= _MAX_TEXTS or size > 2 * MAX_TEXT_BYTES:
                 raise BadFile("it has more texts than any picture should")
@@ -190,10 +191,10 @@ def _exif(content: bytes) -> Iterator[tuple[str, str]]:
 
 def _labelled(text: str) -> tuple[str, str]:
     """`prompt:{…}` by its label. What has none is a comment."""
-    text = text.strip("\0 \n")
     label, colon, rest = text.partition(":")
-    if colon and label.strip().lower() in ("prompt", "workflow"):
-        return label.strip(), rest
+    label = label.strip("\0 \n")
+    if colon and label.lower() in ("prompt", "workflow"):
+        return label, rest
     return "comment", text
 
 
@@ -353,9 +354,9 @@ def _number(file: _File, *, keeps_mark: bool = False) -> int | None:
 
 def _text(content: bytes) -> str:
     try:
-        return content.decode().rstrip("\0")
+        return content.decode()
     except UnicodeDecodeError:
-        return content.decode("latin-1").rstrip("\0")
+        return content.decode("latin-1")
 
 
 _READERS: dict[FileKind, Callable[[_File], Iterator[tuple[str, str]]]] = {

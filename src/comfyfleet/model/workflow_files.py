@@ -6,6 +6,7 @@ Owns the shapes and what is said of a file that holds no workflow. How each kind
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 import re
@@ -17,6 +18,8 @@ from comfyfleet.model.workflow_graph import InvalidWorkflow, decode_workflow
 
 MAX_JSON_BYTES = 256 * 1024 * 1024
 """No file of JSON is read beyond this; a hub takes less."""
+MAX_VALUES = 2_000_000
+"""Decoded, a value takes a hundred bytes and more, however short its text."""
 _HEAD = 64
 _OWN_FOLDER = re.compile(r"\A(comfyfleet/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}/)+")
 
@@ -67,15 +70,21 @@ def _is_node(value: Any) -> bool:
 def _from_json(content: bytes, head: bytes, shown: str) -> dict[str, Any]:
     if not content.strip():
         raise InvalidWorkflow(f"{shown} is empty: export the workflow again.")
-    start = content.removeprefix(b"\xef\xbb\xbf").lstrip()[:_HEAD]
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        content = content.decode("utf-16", "replace").encode()
+    start = content.removeprefix(codecs.BOM_UTF8).lstrip()[:_HEAD]
     if start[:1] not in b'{["':
         raise InvalidWorkflow(
             f"{shown} holds no workflow: it is {_what(start, head)}. A workflow is a JSON file of ComfyUI, or a "
             "picture that ComfyUI saved."
         )
+    if _values_in(content) > MAX_VALUES:
+        raise InvalidWorkflow(f"{shown} has more than {MAX_VALUES} values: no workflow has.")
     try:
         found = decode_workflow(content)
     except InvalidWorkflow as error:
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            raise InvalidWorkflow(f"{shown} is text, but not UTF-8: save it as UTF-8.") from error
         raise InvalidWorkflow(f"{shown}: {error}") from error
     if not isinstance(found, dict):
         what = "a list" if isinstance(found, list) else "a single value"
@@ -135,9 +144,14 @@ def _without_own_folders(workflow: dict[str, Any]) -> dict[str, Any]:
 
 def _decoded(text: str) -> Any:
     """ComfyUI writes NaN, which is no JSON, beside inputs that changed; nothing that runs depends on it."""
-    if len(text) > MAX_TEXT_BYTES:
+    if len(text) > MAX_TEXT_BYTES or _values_in(text.encode("utf-8", "surrogatepass")) > MAX_VALUES:
         return None
     try:
         return json.loads(text, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         return None
+
+
+def _values_in(text: bytes) -> int:
+    """At least as many as there are: commas in prompts count too."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.ports import Cabinet, Clock, Store
+from comfyfleet.stores.checking import checked_store
 from comfyfleet.stores.memory import MemoryStore
 
 DATA_KEYS = "data_keys"
@@ -32,19 +33,6 @@ def open_store(url: str | Store, clock: Clock) -> Store:
         return checked_store(url)
     check_address(url)
     return _OPENERS[urlsplit(url).scheme](url, clock)
-
-
-def checked_store(store: Store) -> Store:
-    """Refuses what cannot be a store, and names what it lacks: better now than at the first job."""
-    names = [name for name in dir(Store) if not name.startswith("_")] + list(Store.__annotations__)
-    lacking = sorted({name for name in names if not hasattr(store, name)})
-    if lacking:
-        raise Refusal(
-            RefusalCode.INVALID_REQUEST,
-            f"a {type(store).__name__} is no store: it lacks {', '.join(lacking)}. Give a URL, such as "
-            "sqlite:///fleet.db, or an object that passes the contract of stores",
-        )
-    return store
 
 
 def check_address(url: str) -> None:
@@ -128,10 +116,11 @@ def _python(url: str, clock: Clock) -> Store:
     if not module or not name:
         raise Refusal(RefusalCode.INVALID_REQUEST, wanted)
     try:
-        make = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise Refusal(RefusalCode.INVALID_REQUEST, f"{wanted} ({error})") from error
-    return checked_store(make(clock))
+        made = getattr(import_module(module), name)(clock)
+    except Exception as error:
+        # Whatever stands in somebody's module.
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"{wanted} ({type(error).__name__}: {error})") from error
+    return checked_store(made)
 
 
 def _redis(url: str, _clock: Clock) -> Store:
