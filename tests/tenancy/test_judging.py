@@ -11,12 +11,14 @@ from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
+from comfyfleet.engine.gate import OpenGate
 from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureKind
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import Account
 from comfyfleet.model.requirement import LocationNeed
-from comfyfleet.model.tenant import TenantCaps
+from comfyfleet.model.tenant import Tenant, TenantCaps
 from comfyfleet.policy import tenants as policy
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
@@ -146,3 +148,30 @@ async def test_jobs_of_another_hub_are_judged_too(tmp_path: Path) -> None:
         await changed(one, caps=TenantCaps(max_priority=10), location=LocationNeed("eu"))
         assert (await now(one, job_id)).priority == 10
         assert graph() == (await other.engine.get(job_id)).job.payload.workflow
+
+
+async def test_a_round_that_is_sent_late_and_may_not_run_any_more_fails_and_is_refunded(fleet: Fleet) -> None:
+    tenants = fleet.estate.tenants
+
+    class Gate(OpenGate):
+        async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
+            return await tenants.newest(tenant_id)
+
+    async def is_away(*_: object) -> None:
+        raise Fault("the store is away")
+
+    await fleet.worker()
+    fleet.engine.judged_by(Gate())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet.central, "enqueue", is_away)
+        denied, also_denied = await fleet.submit(), await fleet.submit(priority=-1)
+    assert await fleet.central.load(denied) is None, "it waits in its tenant's database alone"
+    await changed(fleet, caps=TenantCaps(max_nodes=1))
+    await fleet.relay.look(at_once=True)
+    for job_id in (denied, also_denied):
+        job = (await fleet.engine.get(job_id)).job
+        assert job.phase is Phase.FAILED and job.failure is not None
+        assert job.failure.kind is FailureKind.INVALID_WORKFLOW and "terms" in job.failure.message
+    assert await fleet.poll() is None
+    assert await fleet.account() == Account(ACME, 100)
+    await fleet.check()

@@ -193,7 +193,9 @@ class Engine:
         self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[Written | None]]
     ) -> None:
         """Brings a round into the queue that was taken before, at another time or by another engine."""
-        await self._submitting.admit(job, dispatch, write)
+        tenant = await self._submitting.admit(job, dispatch, write)
+        if tenant is not None:
+            await self.judge.judge_again(job.job_id, tenant)
 
     async def repeat_of(self, submission: Submission) -> Submitted | None:
         """The job that was made of exactly this before, if any."""

@@ -26,7 +26,7 @@ from comfyfleet.engine.room import Room
 from comfyfleet.engine.rounds import Rounds
 from comfyfleet.model.calls import Submitted
 from comfyfleet.model.conversion import is_editor_workflow
-from comfyfleet.model.dispatch import Dispatch, Phase, Written
+from comfyfleet.model.dispatch import Dispatch, Phase, Standing, Written
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import TenantId, WorkflowHash
@@ -34,6 +34,7 @@ from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.tenant import Tenant
 from comfyfleet.model.variants import WorkflowVariant, common_to, with_nodes
 from comfyfleet.model.workflow import check_workflow, hash_workflow, read_needs
 from comfyfleet.policy.admission import check_dependencies, check_submission
@@ -43,12 +44,13 @@ from comfyfleet.policy.inputs import check_inputs
 from comfyfleet.policy.lifecycle import standing_at
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.repeating import digest_of, is_repeat
-from comfyfleet.policy.terms import under_new_terms, under_terms, with_terms
+from comfyfleet.policy.terms import keeps_to, under_new_terms, under_terms, with_terms
 from comfyfleet.policy.timing import wake_at
 from comfyfleet.policy.visibility import asker_of, name_for
 
 _QUEUED = (FactDraft(FactKind.QUEUED),)
 _TRIES = 20
+_UNTIL_JUDGED_S = 60.0
 
 T = TypeVar("T")
 
@@ -145,12 +147,13 @@ class SubmitDesk:
 
     async def admit(
         self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[Written | None]]
-    ) -> None:
+    ) -> Tenant | None:
         """Brings a round into the queue that was taken before, at another time or by another engine. `write` puts the
-        dispatch there; None from it: its class has gone meanwhile."""
+        dispatch there; None from it: its class has gone meanwhile. Answers with the tenant whose terms, as they are
+        now, it does not keep to: then it waits as paused, for its end."""
         context = self._context
         lesson = await context.lesson(dispatch.workflow_hash)
-        # It was judged when it was taken. Where it may run is what its tenant's terms say now.
+        # It was judged when it was taken. Whether and where it may run is what its tenant's terms say now.
         tenant = await context.gate.terms(job.tenant)
         payload = job.payload if tenant is None else with_terms(job.payload, tenant)
         refusing = await self._catalogs.refusing(payload.workflow, payload.variants)
@@ -167,6 +170,12 @@ class SubmitDesk:
         if tenant is not None:
             placed = under_new_terms(placed, job, tenant, now, context.rules).apply(placed)
             placed = msgspec.structs.replace(placed, revision=dispatch.revision)
+        is_kept = tenant is None or keeps_to(job.payload, tenant)
+        if not is_kept:
+            # It ends by itself should nobody come to it.
+            placed = msgspec.structs.replace(
+                placed, standing=Standing.PAUSED, expires_at=now + _UNTIL_JUDGED_S
+            )
         placed = msgspec.structs.replace(placed, wake_at=wake_at(placed, now, context.rules))
         for _ in range(_TRIES):
             for each in place.classes:
@@ -174,7 +183,8 @@ class SubmitDesk:
             written = await write(placed)
             if written is not None:
                 await self._tell(written)
-                return
+                return None if is_kept else tenant
+        return None
 
     async def repeat_of(self, submission: Submission) -> Submitted | None:
         """The job that was made of exactly this before, whatever has become of its files and workers."""

@@ -47,6 +47,14 @@ def check_kept(submission: Submission, tenant: Tenant) -> None:
     check_region(tenant, submission.requirements)
 
 
+def keeps_to(submission: Submission, tenant: Tenant) -> bool:
+    try:
+        check_kept(submission, tenant)
+    except Refusal:
+        return False
+    return True
+
+
 def judged_again(cls: RequirementClass, submission: Submission, tenant: Tenant) -> RequirementClass:
     """The class of a job that waits, as its tenant's terms are now. Whether direct workers may take it was decided with
     where its payload lies: that can be withdrawn, and not be given later."""
