@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.cli._hub import Run, hub_with_a_worker, runner
-from tests.hub._hub import graph, running_hub
+from tests.hub._hub import graph, hub_in_process, running_hub
 from tests.pool._fleet import fleet, text_to_image
 
 from comfyfleet import hash_workflow
@@ -107,6 +107,55 @@ async def test_a_slip_in_a_submission_is_told_as_one() -> None:
         assert answer.code == "invalid_request" and "priorty" in answer.body["detail"]
         answer = await rig.post("/api/jobs", {"payloda": {"workflow": GRAPH}})
         assert answer.code == "invalid_request" and "payloda" in answer.body["detail"]
+
+
+NODE = {"class_type": "A", "inputs": {}}
+EDITOR: dict[str, Any] = {"nodes": [], "links": []}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        # What is said beside a workflow is heard or refused, and never left out without a word.
+        {"workflow": GRAPH, "metadata": {"class_type": "x"}, "priorty": 5, "tenant": "acme"},
+        {"payload": GRAPH, "tenant": "acme", "webhook": NODE},
+        {"workflow": GRAPH, "1": NODE},
+        {"prompt": GRAPH, "1": NODE},
+        {"tenant": "acme", "1": NODE},
+        {**EDITOR, "workflow": GRAPH},
+        {**EDITOR, "tenant": "acme"},
+        {**EDITOR, "priority": 5},
+    ],
+)
+async def test_a_body_is_a_workflow_alone_only_where_it_says_nothing_else(body: dict[str, Any]) -> None:
+    async with hub_in_process() as rig:
+        answer = await rig.post("/api/jobs", body)
+        assert (answer.status, answer.code) == (400, "invalid_request"), answer.body
+        (item,) = (await rig.post("/api/jobs/batch", {"jobs": [body]})).body["items"]
+        assert item["status"] == 400
+        assert (await rig.get("/api/jobs")).body["jobs"] == []
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [{"workflow": GRAPH, "1": NODE}, {"prompt": GRAPH, "1": NODE}, {"workflow": NODE, "prompt": GRAPH}],
+)
+async def test_a_payload_that_could_mean_two_workflows_is_refused(payload: dict[str, Any]) -> None:
+    async with hub_in_process() as rig:
+        for body in ({"payload": payload}, {"workflow": payload}):
+            answer = await rig.post("/api/jobs", body)
+            assert (answer.status, answer.code) == (400, "invalid_request"), answer.body
+            assert "two workflows" in answer.body["detail"]
+
+
+async def test_nodes_may_have_the_names_of_fields() -> None:
+    named = {"workflow": NODE, "tenant": NODE, "id": NODE}
+    async with hub_in_process() as rig:
+        for body in (named, {"payload": named}, {"workflow": named}):
+            answer = await rig.post("/api/jobs", body)
+            assert answer.status == 201, answer.body
+            told = (await rig.get(f"/api/jobs/{answer.body['id']}/payload")).body
+            assert (told["payload"]["workflow"], told["tenant"]) == (named, "default")
 
 
 def test_the_commands_take_every_shape_and_pictures(

@@ -192,6 +192,11 @@ class SentSubmit(SpelledSubmit, frozen=True, kw_only=True):
     prompt: dict[str, msgspec.Raw] | None = None
 
 
+_SAID = frozenset(SentSubmit.__struct_fields__)
+_IN_EDITOR_FILES = frozenset({"id"})
+"""Fields of a submission that a file of the editor has too."""
+
+
 class SubmitDecoder:
     """Of a submission, or of a workflow alone, which is a submission that says nothing else."""
 
@@ -337,32 +342,48 @@ def _given_workflow(body: SubmitBody) -> dict[str, Any]:
 
 
 def _is_workflow(parts: dict[str, msgspec.Raw]) -> bool:
-    """Whether a body is a graph, or a file of the editor, and no submission with a slip in it."""
+    """Whether a body is a graph, or a file of the editor, and no submission with a slip in it: what is said beside
+    a workflow must not be lost."""
     if "nodes" in parts and "links" in parts:
-        return True
-    for text in parts.values():
-        try:
-            _NODE.decode(text)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            continue
-        return True
-    return False
+        return _SAID.isdisjoint(parts.keys() - _IN_EDITOR_FILES)
+    # A node may have any name, those of fields too.
+    return all(_is_node(parts[name]) for name in _SAID & parts.keys()) and any(map(_is_node, parts.values()))
+
+
+def _is_node(given: object) -> bool:
+    if not isinstance(given, msgspec.Raw):
+        return isinstance(given, dict) and "class_type" in given
+    try:
+        _NODE.decode(given)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def _workflow(payload: dict[str, Any]) -> dict[str, Any]:
-    workflow: dict[str, Any] = payload
-    for name in ("workflow", "prompt"):
-        inner = payload.get(name)
-        if isinstance(inner, msgspec.Raw):
-            inner = _parts(inner)
-        # A node may have any name, these too.
-        if isinstance(inner, dict) and "class_type" not in inner:
-            workflow = inner
-            break
+    # Where both are there, the prompt, as in files: servers run that as it is.
+    held = {name: inner for name in ("prompt", "workflow") if (inner := _held(payload.get(name))) is not None}
+    if held and any(_is_node(each) for name, each in payload.items() if name not in held):
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"there are nodes beside {' and '.join(map(repr, held))}, so this could mean two workflows: send one",
+        )
+    found = [each for each in held.values() if len(held) == 1 or _holds_nodes(each)]
+    workflow = found[0] if found else held.get("workflow", payload)
     if isinstance(workflow.get("nodes"), msgspec.Raw):
         # A file of the editor, most likely: what is in it is no node yet.
         return decoded_graph(workflow)
     return workflow
+
+
+def _held(given: object) -> dict[str, Any] | None:
+    """What may be a workflow, and is no node."""
+    inner = _parts(given) if isinstance(given, msgspec.Raw) else given
+    return inner if isinstance(inner, dict) and "class_type" not in inner else None
+
+
+def _holds_nodes(graph: dict[str, Any]) -> bool:
+    return "nodes" in graph or any(map(_is_node, graph.values()))
 
 
 def _parts(text: msgspec.Raw) -> dict[str, msgspec.Raw] | None:
