@@ -42,12 +42,13 @@ class RecordKeeper:
             raise _taken()
 
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
-        """`tenant`, where it is known: its record is found even if the central store has lost the stub."""
+        """`tenant`, where it is known: its record is found even if the central store has lost the stub, and of any
+        other no database is asked."""
         found = await _get(self._central, file_id)
         if found is not None and not found.is_apart:
             return found
         owner = tenant if found is None else found.tenant
-        if owner is None:
+        if owner is None or (tenant is not None and owner != tenant):
             return None
         cabinet = await self.cabinet(owner)
         return None if cabinet is self._central else await _get(cabinet, file_id)

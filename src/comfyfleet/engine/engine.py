@@ -211,8 +211,9 @@ class Engine:
         """A workflow of the ComfyUI editor as the graph that servers run, where a live worker has its nodes."""
         return await self._nodes.convert(workflow, tenant)
 
-    async def get(self, job_id: JobId) -> JobView:
-        return await self._jobs.get(job_id)
+    async def get(self, job_id: JobId, tenant: TenantId | None = None) -> JobView:
+        """`tenant`: of any other there is no such job."""
+        return await self._jobs.get(job_id, tenant)
 
     async def by_reference(self, reference: str, tenant: TenantId = DEFAULT_TENANT) -> JobId | None:
         return await self._jobs.by_reference(reference, tenant)

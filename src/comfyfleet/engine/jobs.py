@@ -68,8 +68,8 @@ class JobDesk:
 
     # look
 
-    async def get(self, job_id: JobId) -> JobView:
-        found = await read_together(self._context.store, job_id)
+    async def get(self, job_id: JobId, tenant: TenantId | None = None) -> JobView:
+        found = await read_together(self._context.store, job_id, tenant)
         if found is None:
             raise _no_job(job_id)
         dispatch, job = found

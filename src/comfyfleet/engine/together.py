@@ -8,19 +8,23 @@ from __future__ import annotations
 
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.ports import Store
 
 _TRIES = 20
 
 
-async def read_together(store: Store, job_id: JobId) -> tuple[Dispatch, Job] | None:
-    """None: there is no such job (any more)."""
+async def read_together(
+    store: Store, job_id: JobId, tenant: TenantId | None = None
+) -> tuple[Dispatch, Job] | None:
+    """None: there is no such job (any more), or it is not this tenant's, whose database is not asked then."""
     for _ in range(_TRIES):
         dispatch = await store.load(job_id)
-        job = None if dispatch is None else await store.records.get(job_id)
-        if dispatch is None or job is None:
+        if dispatch is None or tenant not in (None, dispatch.tenant):
+            return None
+        job = await store.records.get(job_id)
+        if job is None:
             return None
         if _is_of_one_moment(dispatch, job):
             return dispatch, job

@@ -10,6 +10,7 @@ from typing import Any
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.owners import no_job
 from comfyfleet.hub.tenants import known
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
@@ -73,7 +74,7 @@ class CreditHandlers:
         job_id = JobId(call.parameters["job_id"])
         dispatch = await self._engine.store.load(job_id)
         if dispatch is None or not call.caller.sees(dispatch.tenant):
-            raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+            raise no_job(job_id)
         tenant = await self._tenants.get(dispatch.tenant)
         rounds = []
         if tenant is not None:

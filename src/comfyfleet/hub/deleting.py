@@ -6,7 +6,8 @@ import logging
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
-from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.hub.owners import check_sees
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId
 from comfyfleet.tenancy.homes import Homes
 
@@ -23,10 +24,7 @@ class DeleteHandlers:
 
     async def delete(self, call: Call[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
-        dispatch = await self._engine.store.load(job_id)
-        if dispatch is not None and not call.caller.sees(dispatch.tenant):
-            # In the words of the engine: nobody learns from them that somebody else has such a job.
-            raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+        await check_sees(call.caller, self._engine.store, job_id)
         forgotten = await self._engine.forget(job_id)
         if forgotten.is_apart:
             try:

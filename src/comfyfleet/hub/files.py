@@ -199,7 +199,7 @@ class FileHandlers:
 
     async def _mine(self, call: Call[Any]) -> FileRecord:
         file_id = call.parameters["file_id"]
-        record = await self._assets.get(file_id, call.caller.tenant)
+        record = await self._assets.get(file_id, call.caller.scope)
         if record is None or not call.caller.sees(record.tenant):
             raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file_id!r} (any more)")
         return record

@@ -20,7 +20,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.json_bounds import PIECE_BYTES, check_json
-from comfyfleet.hub.owners import owner_of
+from comfyfleet.hub.owners import check_sees, owner_of
 from comfyfleet.hub.safe_reports import made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
@@ -242,18 +242,11 @@ class JobHandlers:
 
     async def _mine(self, call: Call[None] | Call[bodies.ChangeBody] | Call[bodies.CancelRequest]) -> JobId:
         job_id = JobId(call.parameters["job_id"])
-        if call.caller.scope is not None:
-            dispatch = await self._engine.store.load(job_id)
-            if dispatch is not None and not call.caller.sees(dispatch.tenant):
-                raise _no_job(job_id)
+        await check_sees(call.caller, self._engine.store, job_id)
         return job_id
 
     async def _view(self, call: Call[None]) -> JobView:
-        job_id = JobId(call.parameters["job_id"])
-        view = await self._engine.get(job_id)
-        if not call.caller.sees(view.job.tenant):
-            raise _no_job(job_id)
-        return view
+        return await self._engine.get(JobId(call.parameters["job_id"]), call.caller.scope)
 
 
 def _submission(
@@ -314,11 +307,6 @@ def _check_readable(job: Job, what: str) -> None:
         raise Refusal(
             RefusalCode.NOT_FOUND, f"the {what} of job {job.job_id!r} cannot be read: {job.unreadable}"
         )
-
-
-def _no_job(job_id: JobId) -> Refusal:
-    """In the words of the engine: nobody learns from them that somebody else has such a job."""
-    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
 
 
 def _idempotency_key(headers: Mapping[str, str]) -> str | None:

@@ -30,7 +30,7 @@ from comfyfleet.hub.feeds import Entry
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.json_bounds import PIECE_BYTES
 from comfyfleet.hub.limits import Limits, Rate
-from comfyfleet.hub.owners import owner_of
+from comfyfleet.hub.owners import check_sees, owner_of
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.rooms import Room, Rooms
 from comfyfleet.hub.socket_agents import AgentSession, Identify
@@ -353,10 +353,7 @@ class Session:
         )
 
     async def _check_mine(self, job_id: JobId) -> None:
-        if self.caller.scope is not None:
-            dispatch = await self._hub.engine.store.load(job_id)
-            if dispatch is None or not self.caller.sees(dispatch.tenant):
-                raise _no_job(job_id)
+        await check_sees(self.caller, self._hub.engine.store, job_id)
 
     async def _subscribe(self, job_id: JobId) -> None:
         if job_id in self._subscribed:
@@ -365,10 +362,8 @@ class Session:
             raise Refusal(
                 RefusalCode.TOO_LARGE, f"a connection watches at most {_MAX_SUBSCRIPTIONS} jobs at a time"
             )
+        await self._check_mine(job_id)
         room = await self._hub.rooms.enter(job_id, self._line.wake)
-        if not self.caller.sees(room.tenant):
-            self._hub.rooms.leave(room, self._line.wake)
-            raise _no_job(job_id)
         now = room.facts[-1].value if room.is_over and room.facts else room.progress
         if (said := socket.message_of(now)) is not None:
             self.tell(said)
@@ -405,10 +400,6 @@ def _encoded(entry: Entry) -> bytes:
         said = socket.message_of(entry.value)
         entry.message = b"" if said is None else _ENCODER.encode(said)
     return entry.message
-
-
-def _no_job(job_id: JobId) -> Refusal:
-    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
 
 
 async def _refuse(scope: Scope, error: Refusal | Fault, send: Send) -> None:

@@ -20,6 +20,7 @@ from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.events import FleetFeed, Wanted
 from comfyfleet.hub.feeds import Entry, Feed
 from comfyfleet.hub.limits import HungUp
+from comfyfleet.hub.owners import check_sees, no_job
 from comfyfleet.hub.places import Places
 from comfyfleet.hub.progress import standing_of
 from comfyfleet.hub.rooms import Rooms
@@ -188,9 +189,11 @@ class StreamHandlers:
         job_id = JobId(call.parameters["job_id"])
         _after(call.headers, call.given)
         dispatch = await self._engine.store.load(job_id)
-        record = None if dispatch is None else await self._engine.store.records.get(job_id)
-        if dispatch is None or record is None or not call.caller.sees(record.tenant):
-            raise _no_job(job_id)
+        if dispatch is None or not call.caller.sees(dispatch.tenant):
+            raise no_job(job_id)
+        record = await self._engine.store.records.get(job_id)
+        if record is None:
+            raise no_job(job_id)
         standing = await standing_of(self._engine, dispatch, record)
         return Reply(200, standing.body(self._engine.now()))
 
@@ -205,10 +208,9 @@ class StreamHandlers:
 
         with ExitStack() as staying:
             place = staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
+            await check_sees(call.caller, self._engine.store, job_id)
             room = await self._rooms.enter(job_id, wake)
             staying.callback(self._rooms.leave, room, wake)
-            if not call.caller.sees(room.tenant):
-                raise _no_job(job_id)
             if room.is_over and after >= room.told:
                 # Nothing is left to say; a browser that gets this does not ask again.
                 return Reply(204)
@@ -272,10 +274,6 @@ def _after(headers: Mapping[str, str], query: StreamQuery) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 15:
         raise Refusal(RefusalCode.INVALID_REQUEST, f"Last-Event-ID {text!r} is not the number of an event")
     return int(text)
-
-
-def _no_job(job_id: JobId) -> Refusal:
-    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
 
 
 async def _until_hung_up(receive: Receive) -> None:

@@ -12,6 +12,7 @@ from msgspec import UNSET
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.owners import no_job
 from comfyfleet.hub.queries import page_of
 from comfyfleet.hub.sending import Sender, make_secret
 from comfyfleet.model.access import Caller
@@ -145,7 +146,7 @@ class WebhookHandlers:
         job_id = JobId(call.parameters["job_id"])
         dispatch = await self._engine.store.load(job_id)
         if dispatch is None or not call.caller.sees(dispatch.tenant):
-            raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+            raise no_job(job_id)
         found = [each for each in await self._book.of_job(job_id) if _sees(call.caller, each.owner)]
         page, cursor = page_of(found, call.given, lambda each: each.delivery_id)
         return Reply(200, wire.DeliveryList(tuple(map(wire.delivery_view, page)), cursor))
