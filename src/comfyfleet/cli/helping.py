@@ -40,6 +40,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "submit workflow.json --set 6.text='a cat' --set 3.seed=-1",
         "submit *.json --count 10 --metadata project=autumn",
         "submit upscale.json --attach 10.image=photo.png --watch",
+        "submit video.json --vram 24 --region eu --prefer-worker gpu-a --deadline 2026-12-01T08:00",
     ),
     "jobs": ("jobs", "jobs --status failed --since 24", "jobs --tenant acme --json"),
     "job": (
@@ -57,6 +58,14 @@ _ALL = 10_000
 """Characters of a summary: all there are."""
 
 
+class GroupedOption(click.Option):
+    """An option that stands under a heading of its own in the help."""
+
+    def __init__(self, *names: Any, group: str, **more: Any) -> None:
+        super().__init__(*names, **more)
+        self.group = group
+
+
 class _WithExamples(click.Command):
     """Examples stand below everything else, as they are."""
 
@@ -66,6 +75,20 @@ class _WithExamples(click.Command):
             with formatter.section("Examples"):
                 for line in lines:
                     formatter.write(f"  comfyfleet {line}\n")
+
+
+class _Command(_WithExamples):
+    """Options with a heading of their own stand below the others."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(context):
+            row = parameter.get_help_record(context)
+            if row is not None and not isinstance(parameter, click.Argument):
+                groups.setdefault(getattr(parameter, "group", "Options"), []).append(row)
+        for heading, rows in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(rows)
 
 
 class Group(_WithExamples, click.Group):
@@ -103,4 +126,4 @@ def group(name: str, **more: Any) -> Callable[[Callable[..., Any]], Group]:
 
 
 def command(name: str, **more: Any) -> Callable[[Callable[..., Any]], click.Command]:
-    return click.command(name, cls=_WithExamples, **more)
+    return click.command(name, cls=_Command, **more)

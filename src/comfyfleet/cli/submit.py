@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from comfyfleet.cli import helping
+from comfyfleet.cli.asking import asked_for, asking
 from comfyfleet.cli.endings import OUT_HELP, CommandFailed, ExitCode, Out, make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
@@ -44,9 +45,6 @@ if TYPE_CHECKING:
     help="Wait for a job and give what it left to an input, such as 10.image=JOB/9. Repeatable.",
 )
 @click.option(
-    "--priority", type=click.IntRange(-1000, 1000), default=0, show_default=True, help="Higher runs first."
-)
-@click.option(
     "--count", type=click.IntRange(1), default=1, metavar="N", help="So many jobs of each workflow."
 )
 @click.option(
@@ -60,13 +58,14 @@ if TYPE_CHECKING:
     "--reference", metavar="TEXT", help="Your own id of the job: submitted again, it is the same job."
 )
 @click.option(
-    "--max-attempts", type=click.IntRange(1, 1000), metavar="N", help="Give up after so many; 3 unless given."
+    "--tenant", metavar="TENANT", help="For whom, where that is not the key's tenant: for operators."
 )
 @click.option(
-    "--timeout",
-    type=click.FloatRange(0, min_open=True),
-    metavar="SECONDS",
-    help="Give up after so long, waiting included.",
+    "--include-output",
+    "include_outputs",
+    multiple=True,
+    metavar="NODE",
+    help="Keep what this node leaves, and nothing of those that are not named. Repeatable.",
 )
 @click.option(
     "--webhook", metavar="URL", help="Deliver the end of each job there, signed; see `comfyfleet webhook`."
@@ -86,6 +85,7 @@ if TYPE_CHECKING:
     type=click.Path(file_okay=False, writable=True, path_type=Path),
     help="With --watch: folder for the newest preview of each job.",
 )
+@asking
 @as_json
 @settings(*TO_REACH)
 def command(
@@ -93,12 +93,9 @@ def command(
     changes: tuple[str, ...],
     attachments: tuple[str, ...],
     outputs: tuple[str, ...],
-    priority: int,
     count: int,
     labels: tuple[str, ...],
     reference: str | None,
-    max_attempts: int | None,
-    timeout: float | None,
     webhook: str | None,
     workable: bool,
     watch: bool,
@@ -114,7 +111,6 @@ def command(
     """
     from comfyfleet.cli.reach import ask
     from comfyfleet.cli.run import Draft
-    from comfyfleet.wire.bodies import TimeoutsBody
 
     drafts: list[tuple[str, Draft]] = []
     for workflow in workflows:
@@ -123,10 +119,8 @@ def command(
     if reference is not None and len(drafts) * count > 1:
         raise click.UsageError("several jobs cannot share one --reference")
     options = {
-        "priority": priority,
+        **asked_for(flags),
         "metadata": dict(map(label, labels)) or None,
-        "max_attempts": max_attempts,
-        "timeouts": None if timeout is None else TimeoutsBody(total_s=timeout),
         "require_workable": workable,
         "webhook": webhook,
     }
