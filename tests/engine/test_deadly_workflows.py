@@ -248,3 +248,41 @@ async def test_a_death_more_than_an_hour_ago_is_no_first_one() -> None:
             await rig.fail(leased, FailureKind.DEAD_WORKER, server_died="thread")
             await rig.clock.advance(3601)
         await rig.submit(tenant=EVE)
+
+
+async def test_the_only_server_gets_the_job_that_it_died_of_as_soon_as_it_answers_and_the_second_death_refuses_it() -> (
+    None
+):
+    async with Rig(cooldown_s=3600.0) as rig:
+        await rig.worker("a")
+        await rig.submit(tenant=EVE, retry_delay_s=0, max_attempts=9)
+        first = await rig.fail(await rig.take("a"), FailureKind.CRASHED, server_died="process")
+        assert first.will_retry
+        assert [block.blocked_until for block in await rig.engine.blocks()] == [None], "it is counted"
+        second = await rig.fail(await rig.take("a"), FailureKind.CRASHED, server_died="process")
+        assert second.phase is Phase.FAILED
+        with pytest.raises(Refusal, match="servers died"):
+            await rig.submit(tenant=EVE)
+
+
+async def test_where_another_server_is_there_a_crash_blocks_for_the_cooldown_also_when_that_one_crashed_too() -> (
+    None
+):
+    async with Rig(cooldown_s=60.0) as rig:
+        for name in "ab":
+            await rig.worker(name)
+        await rig.submit(tenant=EVE, retry_delay_s=0, max_attempts=9)
+        for name in "ab":
+            await rig.fail(await rig.take(name), FailureKind.CRASHED)
+        assert await rig.poll("a") is None and await rig.poll("b") is None
+
+
+async def test_a_crash_shortens_no_block_that_the_only_server_had_before() -> None:
+    async with Rig(cooldown_s=60.0) as rig:
+        await rig.worker("a", slots=2)
+        for _ in range(2):
+            await rig.submit(tenant=EVE, retry_delay_s=0, max_attempts=9)
+        failing, crashing = await rig.take("a"), await rig.take("a")
+        await rig.fail(failing, FailureKind.NODE_ERROR)
+        await rig.fail(crashing, FailureKind.CRASHED)
+        assert await rig.poll("a") is None

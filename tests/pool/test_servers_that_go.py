@@ -63,3 +63,17 @@ async def test_a_job_of_one_attempt_that_is_interrupted_fails_so_and_the_next_on
         other = await it.pool.enqueue(text_to_image(steps=2))
         async with asyncio.timeout(60):
             assert (await it.pool.wait(other)).files
+
+
+async def test_the_only_server_of_a_pool_runs_its_job_again_as_soon_as_it_is_back() -> None:
+    async with fleet(SLOW, comfyui=PATIENT, cooldown=3600) as it:
+        job_id = await it.pool.enqueue(text_to_image(steps=20))
+        await it.told.until("job:progress", job_id)
+        await it.servers[0].crash()
+        failed = await it.told.until("job:failed", job_id)
+        assert failed.failure is not None and failed.will_retry
+        await it.servers[0].restart()
+        async with asyncio.timeout(60):
+            assert (await it.pool.wait(job_id)).files
+        assert (await it.pool.get_job(job_id)).attempts == 2, "while it was away nothing was tried there"
+        assert it.told.of("client:blocked_workflow") == []

@@ -32,7 +32,7 @@ from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.deadly import deaths_lately, failure_of_deadly, refusal_of
-from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two
+from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two, when_alone
 from comfyfleet.policy.fairness import used_s
 from comfyfleet.policy.learning import no_lesson, of_out_of_memory, with_memory
 from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
@@ -70,12 +70,14 @@ class Verdicts:
             known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
             deaths = max(dispatch.server_deaths, deaths_lately(known, context.rules, now))
             dispatch = msgspec.structs.replace(dispatch, server_deaths=deaths)
-        block = await self._recorded(dispatch, worker_id, failure, now)
+        block, known_block = await self._recorded(dispatch, worker_id, failure, now)
         job = await context.store.records.get(dispatch.job_id)
         if block is not None and block.reason is BlockReason.REFUSED and job and job.payload.variants:
             # The hash is that of several graphs, and it is only this one that was refused.
             block = None
         choice = await self._choice(dispatch, worker_id, block, now)
+        if (held := when_alone(block, known_block, failure, choice)) != block:
+            block, choice = held, await self._choice(dispatch, worker_id, held, now)
         refusing: frozenset[str] = frozenset()
         if is_refusal(failure):
             refusing = await self._refusals.refusing(dispatch, worker_id, failure, now)
@@ -326,8 +328,9 @@ class Verdicts:
 
     async def _recorded(
         self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
-    ) -> Block | None:
-        """The failure, counted for whom it concerns. A strategy knows workers and hashes alone."""
+    ) -> tuple[Block | None, Block | None]:
+        """The failure, counted for whom it concerns, and what was known before. A strategy knows workers and hashes
+        alone."""
         context, workflow_hash = self._context, dispatch.workflow_hash
         cls = context.fleet.classes.get(dispatch.class_key)
         block_target = blocked_target(
@@ -336,14 +339,14 @@ class Verdicts:
         known = await context.store.get_block(Pair(worker_id, block_target))
         previous = known and msgspec.structs.replace(known, target=workflow_hash)
         block = context.strategy.record_failure(worker_id, workflow_hash, failure, previous, now)
-        return block and msgspec.structs.replace(block, target=block_target)
+        return block and msgspec.structs.replace(block, target=block_target), known
 
     async def _choice(
         self, dispatch: Dispatch, worker_id: WorkerId, block: Block | None, now: float
     ) -> Choice:
         fleet = self._context.fleet
         profiles = frozenset(fleet.profiles_for(dispatch.relaxed_class or dispatch.class_key))
-        others, is_blocked_everywhere = 0, True
+        others, is_blocked_everywhere, is_alone = 0, True, True
         for worker in list(fleet.workers.values()):
             if worker.profile not in profiles:
                 continue
@@ -352,12 +355,14 @@ class Verdicts:
             else:
                 for_all, for_tenant, for_job = dispatch.block_targets
                 is_blocked = await self._is_blocked(worker.worker_id, now, for_tenant, for_all)
+                takes_work = fleet.takes_work(worker, now)
+                is_alone &= not takes_work
                 # One that is kept off this job because it failed there too is no way out.
-                if not is_blocked and fleet.takes_work(worker, now):
+                if not is_blocked and takes_work:
                     others += not await self._is_blocked(worker.worker_id, now, for_job)
             # A worker that is offline just now is still one that may run it.
             is_blocked_everywhere &= is_blocked
-        return Choice(others, is_blocked_everywhere)
+        return Choice(others, is_blocked_everywhere, is_alone)
 
     async def _is_blocked(self, worker_id: WorkerId, now: float, *targets: str) -> bool:
         if worker_id not in self._context.fleet.with_blocks:

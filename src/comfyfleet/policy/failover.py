@@ -20,7 +20,7 @@ from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHas
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.policy.feasibility import normal_model
 from comfyfleet.policy.refusals import concerns_structure, is_refusal
-from comfyfleet.policy.retry import BlockRule, row_of
+from comfyfleet.policy.retry import BlockRule, Choice, row_of
 from comfyfleet.policy.rules import Rules
 
 
@@ -95,6 +95,15 @@ class SmartFailover:
 
     def is_blocked(self, block: Block, now: float) -> bool:
         return block.is_in_force(now)
+
+
+def when_alone(block: Block | None, known: Block | None, failure: Failure, choice: Choice) -> Block | None:
+    """A server that died takes nothing before it answers again; a cooldown beyond that keeps its job for another one.
+    Where there is no other the failure is counted, and the block is what it was before."""
+    has_died = failure.kind is FailureKind.CRASHED or failure.server_died is not None
+    if block is None or not has_died or not choice.is_alone:
+        return block
+    return msgspec.structs.replace(block, blocked_until=None if known is None else known.blocked_until)
 
 
 _OF_A_RUN = (BlockReason.FAILURES, BlockReason.OUT_OF_MEMORY)

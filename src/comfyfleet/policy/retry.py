@@ -87,6 +87,8 @@ class Choice(msgspec.Struct, frozen=True):
     """Live workers, beside the one that failed, that may take it now."""
     is_blocked_everywhere: bool
     """Every compatible worker is blocked for its workflow."""
+    is_alone: bool = False
+    """No other worker that is there may take it, blocked for it or not."""
     may_accept: int = 0
     """After a refusal: live workers that could run it and have not refused it, whether or not they are free now."""
 
