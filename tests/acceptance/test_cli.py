@@ -30,6 +30,9 @@ from tests.acceptance._process import (
 
 from comfyfleet.policy.rules import MAX_PRIORITY, MIN_PRIORITY
 
+REFUSED = "connection refused. Is ComfyUI running there, and is the port right?"
+"""As `comfyfleet workers` and a pool's log say it."""
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
@@ -322,7 +325,21 @@ def test_servers_in_the_environment_are_told_apart_by_commas_or_spaces(
         names = f"127.0.0.1:9{separator}{server}"
         ended = run_cli("run", workflow, cwd=tmp_path, env={"COMFYFLEET_SERVERS": names})
         assert ended.returncode == 0, ended.stderr
-        assert "127.0.0.1:9 does not answer" in ended.stderr
+        assert (
+            f"127.0.0.1:9 is offline and is tried again: comfyui at http://127.0.0.1:9: {REFUSED}"
+            in ended.stderr
+        )
+
+
+def test_where_no_server_answers_each_is_told_with_the_cause_that_workers_show(
+    workflow: Path, tmp_path: Path
+) -> None:
+    ended = run_cli("run", workflow, "-s", "127.0.0.1:9", "-s", "127.0.0.1:19", "-o", tmp_path)
+    assert ended.returncode == 4
+    line = only_line(ended.stderr)
+    for address in ("127.0.0.1:9", "127.0.0.1:19"):
+        assert f"{address} is offline: comfyui at http://{address}: {REFUSED}" in line
+    assert line.count("is the port right?") == 2 and line.endswith("right?")
 
 
 def test_an_address_without_a_port_gets_a_hint_where_nothing_answers(workflow: Path, tmp_path: Path) -> None:

@@ -283,20 +283,22 @@ async def _take_back(pool: WorkflowPool, job_id: str, progress: RunProgress) -> 
 
 
 async def _must_reach_one(pool: WorkflowPool, progress: RunProgress) -> None:
+    from comfyfleet.pool.records import offline_words
+
     servers = (await pool.stats()).servers
     away = [server for server in servers if server.state != "online"]
     if len(away) == len(servers):
-        asked = ", ".join(
-            f"{server.id} ({server.reason})" if server.reason else server.id for server in servers
+        told = "; ".join(
+            f"{server.id} is offline: {server.reason or 'it does not answer'}" for server in servers
         )
-        hint = "is it running, and is the address right?"
+        hint = ""
         if without := [server.id for server in servers if not _has_port(server.url or "")]:
-            hint += (
+            hint = (
                 f" No port was given for {', '.join(without)}: ComfyUI's own is 8188, as in http://gpu:8188"
             )
-        raise CommandFailed(f"no ComfyUI server answers at {asked}: {hint}", ExitCode.UNREACHABLE)
+        raise CommandFailed(f"no ComfyUI server answers. {told}{hint}", ExitCode.UNREACHABLE)
     for server in away:
-        progress.say(f"{server.id} does not answer and is left out until it does")
+        progress.say(offline_words(server.id, server.reason))
 
 
 def _has_port(url: str) -> bool:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from comfyfleet.cli.printing import echo, escaped
 from comfyfleet.pool.events import PoolEvent
+from comfyfleet.pool.records import offline_words
 
 
 class RunProgress:
@@ -80,8 +81,10 @@ class RunProgress:
             case "job:retrying":
                 self._show("waiting for another try", 0.0)
                 self.say("tries again")
-            case "client:state" if event.state in ("offline", "online"):
-                self.say(f"{event.client_id} is {event.state}")
+            case "client:state" if event.state == "offline":
+                self.say(offline_words(str(event.client_id), event.message or ""))
+            case "client:state" if event.state == "online":
+                self.say(f"{event.client_id} is online again")
             case _:
                 pass
 

@@ -21,6 +21,7 @@ from comfyfleet.model.dispatch import Phase, Standing
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import Requirements
+from comfyfleet.pool.records import offline_words
 from comfyfleet.worker.settings import AgentState, AgentStatus
 
 _LOG = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Notices:
             causes = self._offline.setdefault(client_id, set())
             if state.reason not in causes:
                 causes.add(state.reason)
-                _LOG.warning("server %s is offline and is tried again: %s", client_id, state.reason)
+                _LOG.warning("server %s", offline_words(client_id, state.reason))
         elif state.status is AgentStatus.ONLINE and client_id in self._offline:
             del self._offline[client_id]
             _LOG.warning("server %s is online again", client_id)

@@ -148,3 +148,8 @@ def record_of(view: JobView) -> JobRecord:
         retry_requested=dispatch.phase is Phase.LEASED and dispatch.stop is Stop.RETRY,
         cancel_reason=dispatch.cancel_reason,
     )
+
+
+def offline_words(client_id: str, reason: str) -> str:
+    """Why a server is not used, wherever it is told: the cause, and what to look at next, stand in the reason."""
+    return f"{client_id} is offline and is tried again" + (f": {reason}" if reason else "")
