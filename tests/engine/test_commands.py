@@ -8,7 +8,9 @@ from contextlib import asynccontextmanager
 from typing import Literal
 
 import pytest
+from psycopg import AsyncConnection
 from psycopg.conninfo import conninfo_to_dict
+from redis.asyncio import Redis
 from tests.engine._rig import graph, offers
 from tests.engine.test_several_engines import Engines, register, take
 from tests.servers.postgres_database import empty_database
@@ -23,6 +25,7 @@ from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.opening import open_store
+from comfyfleet.stores.redis.store import RedisStore
 
 B = WorkerId("b")
 
@@ -187,6 +190,66 @@ async def test_a_worker_that_comes_back_is_not_told_what_it_was_told_in_an_earli
         await second.unregister(B, "drained")
         await first.register(RegisterWorker(B, offers("KSampler")))
         assert (await first.heartbeat(B, [])).commands == ()
+
+
+@pytest.mark.parametrize("is_to_all", [False, True])
+async def test_a_drain_that_was_taken_back_before_the_worker_heard_of_it_is_not_told_any_more(
+    is_to_all: bool,
+) -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        await it.second.heartbeat(B, [])
+        if is_to_all:
+            await it.second.command_workers("drain")
+            await it.second.command_workers("resume")
+        else:
+            await it.second.drain_worker(B)
+            await it.second.resume_worker(B)
+        assert (await it.second.heartbeat(B, [])).commands == ()
+        await it.second.pause_worker(B)
+        await it.second.drain_worker(B)
+        await it.second.pause_worker(B, False)
+        told = (await it.second.heartbeat(B, [])).commands
+        assert Command("drain") in told, "the end of a pause is no end of a drain"
+
+
+async def test_a_command_that_is_repeated_before_it_was_heard_is_told_once() -> None:
+    async with Engines() as it:
+        await register(it.second, "b", "KSampler")
+        await it.second.heartbeat(B, [])
+        for _ in range(50):
+            await it.second.refresh_worker(B)
+        assert (await it.second.heartbeat(B, [])).commands == (Command("refresh"),)
+
+
+NONSENSE = (
+    b'{"worker_id":"\xff","action":"drain"}',
+    b'{"worker_id":"b","action":"drain","more":' + b"[" * 5000,
+    b'{"worker_id":"b","command":{"action":"drain"},"more":' + b"[" * 5000,
+    b'{"worker_id":"b","action":"dance","lease":1e999}',
+    b"\xff\x00",
+)
+
+
+async def test_nonsense_on_the_channels_does_not_make_an_engine_deaf(store_url: str) -> None:
+    async with two_engines(store_url) as (first, second):
+        if store_url.startswith("redis"):
+            assert isinstance(first.store, RedisStore)
+            prefix = first.store._address.prefix
+            async with Redis.from_url(store_url.partition("?")[0]) as redis:
+                for text in NONSENSE:
+                    for channel in ("workers:all", "hub:events", "news"):
+                        assert await redis.publish(f"{prefix}channel:{channel}", text) >= 2
+        else:
+            async with await AsyncConnection.connect(store_url, autocommit=True) as connection:
+                for text in NONSENSE:
+                    readable = text.decode(errors="replace").replace("\0", "")
+                    await connection.execute("SELECT pg_notify('comfyfleet_commands', %s)", (readable,))
+        await first.refresh_worker(B)
+        told: tuple[Command, ...] = ()
+        async with asyncio.timeout(60):
+            while Command("refresh") not in told:
+                told = await second.commands(B, 60)
 
 
 async def test_what_is_kept_for_a_worker_that_never_asks_again_has_a_bound() -> None:

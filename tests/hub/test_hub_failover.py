@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from comfyfleet.client.fleet import FleetClient
 from comfyfleet.hub.serving import ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import LeasedJob
-from comfyfleet.model.errors import Fault
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import JobResult
-from comfyfleet.worker.agent import Agent
+from comfyfleet.worker.agent import Agent, AgentSettings
 from comfyfleet.worker.connectors.simulated import Reporter, SimulatedConnector
 from comfyfleet.worker.transports.http import HttpWorkerApi
 from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
@@ -54,6 +55,9 @@ class Pair:
     @property
     def urls(self) -> list[str]:
         return [f"http://127.0.0.1:{port}" for port in self._ports.values()]
+
+    def port(self, name: str) -> int:
+        return self._ports[name]
 
     async def come(self, name: str) -> HubRig:
         life = self._lives[name] = AsyncExitStack()
@@ -148,6 +152,93 @@ async def test_a_submission_whose_answer_was_lost_is_one_job_at_the_other_hub(pa
         assert dropped and b"idempotency-key" in dropped[0].lower()
         assert [each.id for each in (await client.jobs()).jobs] == [job.id]
         assert client.url == pair.urls[1]
+
+
+PAGE = b"<!doctype html><title>It works</title>"
+
+
+@asynccontextmanager
+async def page(port: int, status: str) -> AsyncIterator[None]:
+    """A web server, a proxy in front of a hub that is gone, or a ComfyUI."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            asked = await reader.read(1 << 20)
+            told, kind, text = status, "text/html", PAGE
+            if status == "comfyui":
+                told, kind, text = "405 Method Not Allowed", "text/plain", b"405: Method Not Allowed"
+                if b" /system_stats " in asked:
+                    told, kind, text = "200 OK", "application/json", b'{"system": {}, "devices": []}'
+            head = f"HTTP/1.1 {told}\r\nContent-Type: {kind}\r\nContent-Length: {len(text)}\r\n"
+            writer.write(head.encode() + b"Connection: close\r\n\r\n" + text)
+            await writer.drain()
+            writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", port):
+        yield
+
+
+def somebody_else(what: str, port: int) -> AbstractAsyncContextManager[object]:
+    if what == "hub of another fleet":
+        return running_hub(ServingSettings(port=port, graceful_s=0.1))
+    return page(port, what)
+
+
+OTHERS = ["502 Bad Gateway", "404 Not Found", "200 OK", "comfyui", "hub of another fleet"]
+
+
+@pytest.mark.parametrize("transport", [HttpWorkerApi, WebSocketWorkerApi])
+@pytest.mark.parametrize("what", OTHERS)
+async def test_a_worker_passes_over_an_address_where_somebody_else_answers(
+    pair: Pair, what: str, transport: type[HttpWorkerApi]
+) -> None:
+    await pair.come("b")
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(somebody_else(what, pair.port("a")))
+        client = await stack.enter_async_context(FleetClient(pair.urls[1], pair.keys[Role.ADMIN]))
+        api = await stack.enter_async_context(transport(pair.urls, pair.keys[Role.WORKER]))
+        await stack.enter_async_context(
+            Agent(api, WorkerId("gpu"), [SimulatedConnector()], AgentSettings(backoff_cap_s=0.1))
+        )
+        job = await client.submit(graph())
+        assert (await client.wait(job.id, 60)).status == "completed"
+
+
+@pytest.mark.parametrize("what", OTHERS[:-1])
+async def test_a_caller_passes_over_an_address_where_somebody_else_answers(pair: Pair, what: str) -> None:
+    await pair.come("b")
+    async with (
+        somebody_else(what, pair.port("a")),
+        FleetClient(pair.urls, pair.keys[Role.ADMIN]) as client,
+    ):
+        job = await client.submit(graph())
+        assert (await client.get(job.id)).status == "queued"
+        assert client.url == pair.urls[1]
+
+
+async def test_a_caller_whose_key_one_hub_does_not_know_is_told_and_goes_back_to_the_other(
+    pair: Pair,
+) -> None:
+    await pair.come("b")
+    async with (
+        somebody_else("hub of another fleet", pair.port("a")),
+        FleetClient(pair.urls, pair.keys[Role.ADMIN]) as client,
+    ):
+        with pytest.raises(Refusal) as refused:
+            await client.jobs()
+        assert refused.value.code is RefusalCode.UNAUTHENTICATED
+        assert (await client.jobs()).jobs == ()
+
+
+@pytest.mark.parametrize("what", OTHERS[1:-1])
+async def test_where_nobody_is_a_hub_the_caller_is_told_so(pair: Pair, what: str) -> None:
+    async with (
+        somebody_else(what, pair.port("a")),
+        somebody_else(what, pair.port("b")),
+        FleetClient(pair.urls, patience_s=0.2) as client,
+    ):
+        with pytest.raises(Fault, match="ComfyUI server answers at" if what == "comfyui" else "not a Comfy"):
+            await client.jobs()
 
 
 async def test_where_no_hub_answers_the_caller_is_told_within_its_patience(pair: Pair) -> None:

@@ -17,8 +17,9 @@ from tests.hub._watching import GPU, complete, lease, register, report, watching
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import Release
+from comfyfleet.model.calls import FailureReport, Release
 from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.outbound.guard import Allowed, Guard
 from comfyfleet.policy.rules import Rules
@@ -338,3 +339,30 @@ async def test_one_command_to_all_workers_and_events_of_the_system_are_read_on_r
         for name in ("gpu-a", "gpu-b"):
             found: Any = await redis.xrange(f"{prefix}commands:{name}")
             assert [entry[b"action"] for _, entry in found] == [b"drain"]
+
+
+async def test_the_words_of_a_failure_are_not_told_on_the_channel_that_every_worker_reads(
+    hubs: Hubs, server: str
+) -> None:
+    """They may quote a prompt, and where jobs are sealed so are they."""
+    await register(hubs.a)
+    await hubs.a.submit()
+    leased = await lease(hubs.a)
+    store = hubs.a.engine.store
+    assert isinstance(store, RedisStore)
+    async with Redis.from_url(server, protocol=2) as redis, redis.pubsub() as heard:
+        await heard.subscribe(f"{store._address.prefix}channel:hub:events")
+        messages = heard.listen()
+        async with asyncio.timeout(60), watching(hubs.a, "/api/events") as stream:
+            await anext(messages)
+            failure = Failure(FailureKind.NODE_ERROR, "the prompt 'my secret' is too long")
+            await hubs.a.engine.fail(FailureReport(leased.ref, failure))
+            await hubs.a.post("/api/queue/pause")
+            seen: list[bytes] = []
+            while not any(b"queue_paused" in each for each in seen):
+                seen.append((await anext(messages))["data"])
+            shown = await stream.until("blocked")
+    (blocked,) = [msgspec.json.decode(each) for each in seen if b'"blocked"' in each]
+    assert (blocked["worker_id"], blocked["data"]["reason"]) == ("gpu-a", "failures")
+    assert not any(b"secret" in each for each in seen)
+    assert "secret" in shown.data["data"]["message"], "operators read it at a hub"

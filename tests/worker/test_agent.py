@@ -413,6 +413,31 @@ async def test_a_refresh_that_waits_while_the_worker_leaves_does_not_bring_it_ba
     assert api.names[-1] == "unregister"
 
 
+async def test_many_refreshes_at_once_are_one_look_and_another_for_what_came_meanwhile() -> None:
+    """Each look asks a server for all that it has, and a hub may be asked a hundred times a second."""
+    look = asyncio.Event()
+    look.set()
+
+    class Slow(SimulatedConnector):
+        async def inventory(self) -> Inventory:
+            found = await super().inventory()
+            await look.wait()
+            return found
+
+    api, connector = ScriptedApi(), Slow()
+    async with running(api, connector, settings=quick(health_interval_s=1000.0, heartbeat_s=0.005)):
+        look.clear()
+        api.orders = [Command("refresh")] * 50
+        await until(lambda: connector.inventory_count == 2)
+        api.orders = [Command("refresh")] * 50
+        await until(lambda: not api.orders)
+        look.set()
+        await until(lambda: len(api.named("register")) == 3)
+        beats = len(api.named("heartbeat"))
+        await until(lambda: len(api.named("heartbeat")) > beats + 3)
+    assert (connector.inventory_count, len(api.named("register"))) == (3, 3)
+
+
 # ends that nobody takes
 
 

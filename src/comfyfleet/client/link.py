@@ -42,6 +42,9 @@ _SAME_TWICE = frozenset(
         "pause_worker",
         "resume_worker",
         "refresh_worker",
+        "drain_workers",
+        "pause_workers",
+        "resume_workers",
         "revoke_key",
         "create_file",
         "complete_file",
@@ -149,6 +152,7 @@ class Link:
         is_safe = route.method == "GET" or name in _SAME_TWICE
         content = None if body is None else msgspec.json.encode(body)
         tries = self.tries()
+        wrong: set[str] = set()
         while True:
             url = self.url
             try:
@@ -157,7 +161,10 @@ class Link:
                 ) as response:
                     return await response.read()
             except WrongAddress:
-                raise
+                self.leave(url)
+                wrong.add(url)
+                if len(wrong) == len(self._urls):
+                    raise
             except _Away as error:
                 self.leave(url)
                 await tries.after(error)
@@ -167,6 +174,9 @@ class Link:
                     raise
                 await tries.after(error)
             except Refusal as error:
+                if error.code is RefusalCode.UNAUTHENTICATED:
+                    # It may be of another fleet; whoever asks next asks another one.
+                    self.leave(url)
                 if error.code not in NOT_NOW:
                     raise
                 if error.code is RefusalCode.UNAVAILABLE:
@@ -206,7 +216,7 @@ class Link:
                 timeout=timeout or aiohttp.ClientTimeout(total=self._answer_s),
                 allow_redirects=False,
             ) as response:
-                if response.status >= 300:
+                if response.status >= 300 or response.content_type == "text/html":
                     refusal = refusal_in(response.status, await response.read())
                     if isinstance(refusal, Fault) and response.status < 500:
                         refusal = await not_a_hub(self.session, url, response.status)

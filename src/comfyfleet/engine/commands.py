@@ -62,15 +62,25 @@ class CommandDesk:
             # Agents stop a run in one way, and one of an older version would pause itself.
             command = msgspec.structs.replace(command, action="cancel", reason=command.reason or "paused")
         if command.action in ("pause", "resume"):
+            if command.action == "resume":
+                self._take_back_drain(worker_id)
             self._rounds.look_again()
         elif worker_id == EVERY_WORKER:
             for each in tuple(self._served):
                 self.hear(each, command)
         elif worker_id in self._served:
             told = self._told[worker_id]
-            told.append(command)
-            del told[:-_MAX_KEPT]
+            if command not in told:
+                told.append(command)
+                del told[:-_MAX_KEPT]
             self.call(worker_id)
+
+    def _take_back_drain(self, worker_id: WorkerId) -> None:
+        """One that has not heard of it yet stays. Where the drain still stands, a heartbeat tells it again."""
+        for each in tuple(self._told) if worker_id == EVERY_WORKER else (worker_id,):
+            kept = [command for command in self._told.pop(each, []) if command.action != "drain"]
+            if kept:
+                self._told[each] = kept
 
     def call(self, worker_id: WorkerId) -> None:
         """Its agent is answered at once, with no command: there is news for it with a heartbeat."""

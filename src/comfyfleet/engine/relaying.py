@@ -48,6 +48,10 @@ _JUDGED = frozenset({FactKind.FAILED, FactKind.RETRYING})
 """Also of a run that another told of: of one whose worker has the store alone."""
 
 
+_WORDS = "message"
+"""What a server said of a failure may quote its job: every worker reads the announcements."""
+
+
 class _Wants(msgspec.Struct, frozen=True, tag="wants"):
     jobs: list[JobId]
     everything: bool = False
@@ -234,7 +238,7 @@ class Relaying:
                 "event": event.kind,
                 "worker_id": event.worker_id,
                 "timestamp": event.at,
-                "data": event.data,
+                "data": {name: value for name, value in event.data.items() if name != _WORDS},
             }
             yield relay.announce(msgspec.json.encode(told))
         for job_id, notes in keep.items():

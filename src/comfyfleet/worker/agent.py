@@ -106,6 +106,7 @@ class Agent:
         self._ending: asyncio.Task[None] | None = None
 
         self._tend_now = asyncio.Event()
+        self._refresh_now = asyncio.Event()
         self._first_verdict = asyncio.Event()
         self._disconnects = 0
         self._is_paused = False
@@ -140,6 +141,7 @@ class Agent:
         self._own(self._keep_going(self._heart.run))
         self._own(self._keep_going(self._news.run))
         self._own(self._keep_going(self._commands.run))
+        self._own(self._keep_going(self._refresh_when_asked))
         for _ in range(self._settings.slots):
             self._own(self._keep_going(self._slots.run_one))
 
@@ -153,11 +155,15 @@ class Agent:
         if self._registration.offer is not None:
             await self._registration.look(is_asked=True)
 
-    async def _refresh(self) -> None:
-        try:
-            await self.refresh()
-        except Exception as error:
-            self._outage.miss(error)
+    async def _refresh_when_asked(self) -> None:
+        """However often it is asked meanwhile, one more look is enough."""
+        while True:
+            await self._refresh_now.wait()
+            self._refresh_now.clear()
+            try:
+                await self.refresh()
+            except Exception as error:
+                self._outage.miss(error)
 
     async def drain(self, reason: str = "drain") -> None:
         """Takes nothing new, finishes what runs or gives it back after the grace, and leaves."""
@@ -366,7 +372,10 @@ class Agent:
                 self._is_paused = False
                 self._update(command.reason or "resumed")
             case "refresh":
-                self._own(self._refresh())
+                self._refresh_now.set()
+            case "drain" if self._is_draining:
+                # With every heartbeat it is told again.
+                pass
             case "drain":
                 self._own(self.drain(command.reason or "told to drain"))
             case _:

@@ -132,8 +132,9 @@ class Hints:
     def _take(self, text: str) -> None:
         try:
             told = _told.decode(text)
-        except msgspec.DecodeError as error:
-            _log.debug("a command could not be read: %s", error)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            # Of a newer version, or nobody's: whoever it was for hears of it with its next heartbeat.
+            _log.debug("a command could not be read: %r", error)
             return
         if told.sender != self._sender_id:
             for hear in self._hearers:

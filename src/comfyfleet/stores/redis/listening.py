@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 
 import msgspec
@@ -19,6 +20,8 @@ from comfyfleet.model.calls import Action, Command
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.stores.redis.address import Address
 from comfyfleet.stores.redis.relay import CHANNEL as NEWS
+
+_LOG = logging.getLogger(__name__)
 
 CHANNEL = "channel:hub:events"
 COMMANDS = "channel:workers:all"
@@ -107,21 +110,29 @@ class Listener:
                 channels = (COMMANDS, NEWS, CHANNEL)
                 await subscription.subscribe(*(address.prefix + channel for channel in channels))
                 async for message in subscription.listen():
-                    if message["channel"].endswith(NEWS.encode()):
-                        if message["type"] == "message":
-                            self._hear_news(message["data"])
-                    elif message["channel"].endswith(COMMANDS.encode()):
-                        if message["type"] == "message":
-                            self._take(message["data"])
-                    elif message["type"] == "subscribe":
+                    if message["type"] == "message":
+                        try:
+                            self._hear_message(message["channel"], message["data"])
+                        except Exception as error:
+                            # Whoever may publish may publish anything; those who listen go on.
+                            _LOG.info(
+                                "a message on %r could not be understood: %r", message["channel"], error
+                            )
+                    elif message["type"] == "subscribe" and message["channel"].endswith(CHANNEL.encode()):
                         self.is_listening.set()
                         # What was told while nobody listened is not told again.
                         self._wake()
                         self._wake_for_workers()
-                    elif message["type"] == "message":
-                        self._look_for(message["data"])
         finally:
             await redis.aclose()
+
+    def _hear_message(self, channel: bytes, text: bytes) -> None:
+        if channel.endswith(NEWS.encode()):
+            self._hear_news(text)
+        elif channel.endswith(COMMANDS.encode()):
+            self._take(text)
+        else:
+            self._look_for(text)
 
     def _look_for(self, what: bytes) -> None:
         if what in _FROM_WORKERS:

@@ -53,6 +53,8 @@ T = TypeVar("T")
 
 ANSWER_S = 15.0
 """What a call may take beyond what it waits for."""
+LEFT_FOR = (RefusalCode.UNAVAILABLE, RefusalCode.UNAUTHENTICATED)
+"""Of several hubs another one may do what this one refuses: it is stopping, or it is of another fleet."""
 _PACK_FROM_BYTES = 16 * 1024
 _QUIET_S = 120.0
 _ASK_AGAIN_S = 60.0
@@ -286,8 +288,12 @@ class HttpWorkerApi:
                 self._leave(url)
                 raise unreached(error, url) from error
             except Refusal as refusal:
-                if refusal.code is RefusalCode.UNAVAILABLE:
+                if refusal.code in LEFT_FOR:
                     self._leave(url)
+                raise
+            except Fault:
+                # A proxy whose hub is gone, or somebody else at its address.
+                self._leave(url)
                 raise
         raise AssertionError("there is a hub")
 
@@ -304,7 +310,7 @@ class HttpWorkerApi:
             answer = await response.read()
             if response.status == 204:
                 return None
-            if response.status < 300:
+            if response.status < 300 and response.content_type != "text/html":
                 return answer
             refusal = refusal_in(response.status, answer)
         if isinstance(refusal, Fault) and response.status < 500:

@@ -27,7 +27,7 @@ from comfyfleet.wire import socket
 from comfyfleet.wire.problems import KINDS, refusal_in
 from comfyfleet.wire.reaching import WrongAddress, not_a_hub
 from comfyfleet.worker.settings import AgentSettings, Backoff
-from comfyfleet.worker.transports.http import ANSWER_S, HttpWorkerApi, unreached
+from comfyfleet.worker.transports.http import ANSWER_S, LEFT_FOR, HttpWorkerApi, unreached
 
 _log = logging.getLogger(__name__)
 
@@ -169,6 +169,10 @@ class WebSocketWorkerApi(HttpWorkerApi):
             try:
                 self._line = await self._connect_to(url)
                 return self._line
+            except Refusal as refusal:
+                if refusal.code in LEFT_FOR:
+                    self._leave(url)
+                raise
             except Fault:
                 self._leave(url)
                 if not left:
