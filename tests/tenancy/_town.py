@@ -16,7 +16,7 @@ from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._breaking import Crash, Fate, Turns, fated_database, fated_store
 from tests.tenancy._estate import Fleet
 
-from comfyfleet.model.calls import Completion, FailureReport, LeasedJob
+from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release
 from comfyfleet.model.dispatch import Dispatch, LeaseRef, Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
@@ -245,6 +245,14 @@ class Town:
         if self.taken:
             await hub.engine.retry(self.taken[number % len(self.taken)])
 
+    async def pause(self, hub: Hub, number: int) -> None:
+        if self.taken:
+            await hub.engine.pause(self.taken[number % len(self.taken)])
+
+    async def resume(self, hub: Hub, number: int) -> None:
+        if self.taken:
+            await hub.engine.resume(self.taken[number % len(self.taken)])
+
     # what workers do
 
     async def take(self, hub: Hub, worker: WorkerId, *, is_alone: bool = False) -> bool:
@@ -282,6 +290,13 @@ class Town:
         settled = await hub.engine.fail(FailureReport(ref, Failure(kind, "it broke")))
         if settled.phase is Phase.FAILED:
             self._told(ref, settled.phase)
+
+    async def release(self, hub: Hub, number: int) -> None:
+        """As it was told to, or because it leaves."""
+        if not self.leases:
+            return
+        ref = self.leases[number % len(self.leases)].ref
+        self._told(ref, (await hub.engine.release(Release(ref, "cancelled"))).phase)
 
     def _told(self, ref: LeaseRef, phase: Phase) -> None:
         hold_id = HoldId(ref.job_id, ref.round)
@@ -364,6 +379,8 @@ class Town:
             for hub in self.hubs:
                 await self.do(self.relay(hub))
             await self.do(self.reconcile(self.hubs[0]))
+            for number in range(len(self.taken)):
+                await self.do(self.resume(self.hubs[0], number))
             while await self._take_any():
                 await self.do(self.complete(self.hubs[0], -1, 1))
             await self.pass_time(61.0)

@@ -63,6 +63,9 @@ deeds = st.one_of(
     st.tuples(st.just("cancel"), hubs, pick),
     st.tuples(st.just("cancel the next"), hubs),
     st.tuples(st.just("retry"), hubs, pick),
+    st.tuples(st.just("pause"), hubs, pick),
+    st.tuples(st.just("resume"), hubs, pick),
+    st.tuples(st.just("release"), hubs, pick),
     st.tuples(st.just("take"), hubs, workers),
     st.tuples(st.just("complete"), hubs, pick, st.integers(0, 5)),
     st.tuples(st.just("run"), hubs, workers, st.integers(0, 5)),
@@ -197,6 +200,12 @@ class Day(RuleBasedStateMachine):
                 await town.cancel(hub, number)
             case "retry", (number,):
                 await town.retry(hub, number)
+            case "pause", (number,):
+                await town.pause(hub, number)
+            case "resume", (number,):
+                await town.resume(hub, number)
+            case "release", (number,):
+                await town.release(hub, number)
             case "take", (worker,):
                 await town.take(hub, worker)
             case "complete", (number, outputs):
