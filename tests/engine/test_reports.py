@@ -13,7 +13,7 @@ from comfyfleet.model.dispatch import AttemptOutcome, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import News, NewsKind
 from comfyfleet.model.failure import FailureKind
-from comfyfleet.model.ids import LeaseToken, PollId, WorkerId
+from comfyfleet.model.ids import LeaseToken, PollId, WorkerId, prompt_id_of
 
 
 async def test_completing_twice_gets_the_same_answer_and_counts_once() -> None:
@@ -105,6 +105,52 @@ async def test_progress_of_a_held_lease_goes_out_and_is_noted_in_the_record() ->
         assert [(event.kind.value, event.lease_number) for event in told] == [("started", 1), ("progress", 1)]
         job = (await rig.engine.get(job_id)).job
         assert (job.started_at, job.worker_id) == (rig.clock.now(), "a")
+
+
+async def test_what_a_job_says_of_its_run_is_of_the_run_it_is_in() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        first = await rig.take("a")
+        await rig.engine.progress([Report(first.ref, NewsKind.ACCEPTED), Report(first.ref, NewsKind.STARTED)])
+        view = await rig.engine.get(job_id)
+        assert (view.worker_id, view.started_at) == ("a", rig.clock.now())
+        assert view.prompt_id == prompt_id_of(first.ref.attempt_id)
+
+        await rig.engine.pause(job_id)
+        await rig.engine.release(Release(first.ref, "cancelled"))
+        view = await rig.engine.get(job_id)
+        assert (view.started_at, view.prompt_id) == (None, None), "it waits, and what ran is over"
+
+        await rig.engine.resume(job_id)
+        await rig.clock.advance(5)
+        second = await rig.take("a")
+        view = await rig.engine.get(job_id)
+        assert (view.started_at, view.prompt_id) == (None, None), "this run has not started yet"
+        await rig.engine.progress(
+            [Report(second.ref, NewsKind.ACCEPTED), Report(second.ref, NewsKind.STARTED)]
+        )
+        view = await rig.engine.get(job_id)
+        assert (view.started_at, view.prompt_id) == (rig.clock.now(), prompt_id_of(second.ref.attempt_id))
+        await rig.complete(second)
+        assert (await rig.engine.get(job_id)).started_at == rig.clock.now()
+
+
+async def test_a_run_whose_worker_never_said_that_it_started_began_with_its_lease() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        first, second = await rig.submit(), await rig.submit()
+        leased = await rig.take("a")
+        leased_at = rig.clock.now()
+        await rig.clock.advance(3)
+        await rig.complete(leased)
+        assert (await rig.engine.get(first)).started_at == leased_at
+
+        leased = await rig.take("a")
+        await rig.engine.cancel(second)
+        await rig.engine.release(Release(leased.ref, "cancelled"))
+        view = await rig.engine.get(second)
+        assert (view.dispatch.phase, view.worker_id) == (Phase.CANCELLED, "a")
 
 
 async def test_a_lease_that_is_never_acknowledged_returns_uncharged_to_its_old_place() -> None:

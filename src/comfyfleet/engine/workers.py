@@ -355,6 +355,9 @@ class WorkerDesk:
             "completed_at": now,
         }
         record = await context.store.records.get(ref.job_id)
+        if record is not None and (record.started_at or 0) < dispatch.lease.leased_at:
+            # Its worker never said so.
+            job["started_at"] = dispatch.lease.leased_at
         if record is not None and record.payload.attachments:
             # A completed job runs no more: what was attached to it need not be kept.
             job["payload"] = msgspec.structs.replace(record.payload, attachments=())

@@ -14,7 +14,7 @@ from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import FetchedFile, InputFile
-from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId, WorkflowHash
+from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId, WorkflowHash, prompt_id_of
 from comfyfleet.model.job import Attachment, Job, JobResult, Timeouts
 from comfyfleet.model.worker import Capabilities, LiveState
 
@@ -35,6 +35,32 @@ class JobView(msgspec.Struct, frozen=True):
     job: Job
     dispatch: Dispatch
     attempts: tuple[Attempt, ...] = ()
+
+    @property
+    def worker_id(self) -> WorkerId | None:
+        """Who runs it, or ran it last."""
+        if self.dispatch.lease is not None:
+            return self.dispatch.lease.worker_id
+        if self.job.worker_id is None and self.dispatch.phase.is_final and self.attempts:
+            return self.attempts[-1].worker_id
+        return self.job.worker_id
+
+    @property
+    def started_at(self) -> float | None:
+        """Of the run it is in, or ended with. None while it waits: what ran before is over."""
+        lease, started_at = self.dispatch.lease, self.job.started_at
+        if lease is not None and started_at is not None and started_at < lease.leased_at:
+            return None
+        return None if self.dispatch.phase is Phase.QUEUED else started_at
+
+    @property
+    def prompt_id(self) -> str | None:
+        """As `started_at`."""
+        if self.dispatch.lease is not None and self.job.prompt_id != prompt_id_of(
+            self.dispatch.lease_ref().attempt_id
+        ):
+            return None
+        return None if self.dispatch.phase is Phase.QUEUED else self.job.prompt_id
 
 
 class JobFilter(msgspec.Struct, frozen=True, omit_defaults=True):

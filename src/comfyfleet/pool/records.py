@@ -125,17 +125,16 @@ def block_of(block: Block) -> BlockedWorkflow:
 
 def record_of(view: JobView) -> JobRecord:
     job, dispatch = view.job, view.dispatch
-    lease = dispatch.lease
     return JobRecord(
         id=job.reference or job.job_id,
         workflow_hash=job.workflow_hash,
         status=STATUS[dispatch.phase],
         priority=job.payload.priority if job.priority is None else job.priority,
         attempts=dispatch.attempts,
-        client_id=job.worker_id if lease is None else lease.worker_id,
-        prompt_id=job.prompt_id,
+        client_id=view.worker_id,
+        prompt_id=view.prompt_id,
         queued_at=job.submitted_at,
-        started_at=job.started_at,
+        started_at=view.started_at,
         completed_at=job.completed_at,
         last_error=job.failure,
         result=job.result,

@@ -234,7 +234,9 @@ def details(view: JobView) -> JobDetails:
     return JobDetails(
         **_of_record(view.job, dispatch.phase)
         | {
-            "worker_id": view.job.worker_id if dispatch.lease is None else dispatch.lease.worker_id,
+            "worker_id": view.worker_id,
+            "started_at": view.started_at,
+            "prompt_id": view.prompt_id,
             "attempts": dispatch.attempts,
             "is_paused": dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.PAUSED,
             "cancel_requested": dispatch.cancel_requested_at is not None,
