@@ -210,6 +210,25 @@ async def test_progress_of_a_worker_that_has_redis_alone_reaches_watchers(hubs: 
         assert (await stream.rest())[-1].kind == "completed"
 
 
+async def test_progress_of_a_worker_that_has_redis_alone_is_dated_and_of_its_own_run(hubs: Hubs) -> None:
+    await register(hubs.b)
+    job_id = await hubs.a.submit()
+    ref = (await lease(hubs.b)).ref
+    store = hubs.b.engine.store
+    assert isinstance(store, RedisStore)
+    shown = (ref.job_id, ref.round, ref.number, ref.epoch, ref.token)
+    assert await store._do("worker_progress", *shown, b'{"percentage": 40, "message": "half done"}') == 1
+    told_before = await store.now()
+    body = (await hubs.a.get(f"/jobs/{job_id}/progress")).body
+    assert (body["percentage"], body["worker_id"], body["lease"]) == (40, "gpu-a", 1)
+    assert body["updated_at"] <= told_before, "when its worker said so, not when it was asked"
+    assert await store._do("worker_release", *shown, "declined") == 1
+    again = await lease(hubs.b, poll_id="again")
+    assert again.ref.number == 2
+    body = (await hubs.a.get(f"/jobs/{job_id}/progress")).body
+    assert (body["percentage"], body["message"], body["lease"]) == (None, None, 2), "of the run before"
+
+
 async def test_the_fleets_stream_tells_of_the_other_hubs_workers_and_jobs(hubs: Hubs) -> None:
     async with watching(hubs.a, "/api/events") as stream:
         await stream.until("resync")
@@ -288,7 +307,7 @@ async def test_the_stream_of_a_job_tells_of_a_run_by_a_hubs_worker_too(
     await register(hubs.a)
     leased = await lease(hubs.a)
     await report(hubs.a, leased, NewsKind.STARTED)
-    await report(hubs.a, leased, NewsKind.PROGRESS, value=1, max=4)
+    await report(hubs.a, leased, NewsKind.PROGRESS, value=1, max=4, percentage=12.5, message="step 1 of 4")
     if is_completed:
         await complete(hubs.a, leased)
     else:
@@ -309,6 +328,7 @@ async def test_the_stream_of_a_job_tells_of_a_run_by_a_hubs_worker_too(
     assert {entry[b"worker_id"].decode() for entry in entries} == {GPU}
     assert all(float(entry[b"timestamp"]) > 1e9 for entry in entries)
     assert msgspec.json.decode(entries[1][b"progress"])["value"] == 1
+    assert (entries[1][b"percentage"], entries[1][b"message"]) == (b"12.5", b"step 1 of 4")
 
 
 async def test_one_command_to_all_workers_and_events_of_the_system_are_read_on_redis(

@@ -64,7 +64,8 @@ async def test_a_job_has_started_with_the_first_heartbeat_and_its_stream_tells_o
     started_at = record.started_at
     assert started_at == pytest.approx(await bench.store.now(), abs=60)
     assert worker.call("heartbeat", *worker.lease, 60) == 1
-    assert worker.call("progress", *worker.lease, '{"percentage": 25}') == 1
+    assert worker.call("progress", *worker.lease, '{"percentage": 25, "message": "step 1 of 4"}') == 1
+    assert worker.call("progress", *worker.lease, '{"percentage": [1], "message": {}, "at": 7}') == 1
     assert worker.call("complete", *worker.lease, "{}") == 1
     record = await bench.store.records.get(job.job_id)
     assert record is not None and record.started_at == started_at
@@ -73,8 +74,15 @@ async def test_a_job_has_started_with_the_first_heartbeat_and_its_stream_tells_o
     entries = [entry for _, entry in found[0][1]]
     assert [(entry["status"], entry["worker_id"], entry["progress"]) for entry in entries] == [
         ("started", A, "{}"),
-        ("assigned", A, '{"percentage": 25}'),
+        ("assigned", A, '{"percentage": 25, "message": "step 1 of 4"}'),
+        ("assigned", A, '{"percentage": [1], "message": {}, "at": 7}'),
         ("completed", A, "{}"),
+    ]
+    assert [(entry.get("percentage"), entry.get("message")) for entry in entries] == [
+        (None, None),
+        ("25", "step 1 of 4"),
+        (None, None),
+        (None, None),
     ]
     times = [float(entry["timestamp"]) for entry in entries]
     assert times == sorted(times) and times[0] == started_at

@@ -211,7 +211,11 @@ async def test_a_worker_leases_beats_reports_and_completes(bench: Bench, worker:
     assert worker.lease_next("p2") is None
     assert worker.call("heartbeat", *lease, 60) == 1
     assert worker.call("progress", *lease, '{"percentage": 50}') == 1
-    assert worker.redis.get("{cf}:job:" + job.job_id + ":progress") == '{"percentage": 50}'
+    kept = json.loads(worker.redis.get("{cf}:job:" + job.job_id + ":progress") or "")
+    assert kept.pop("at") == pytest.approx(await bench.store.now(), abs=60)
+    assert kept == {"percentage": 50, "worker_id": A, "lease": 1}
+    assert worker.call("progress", *lease, " { } ") == 1, "nothing to say"
+    assert json.loads(worker.redis.get("{cf}:job:" + job.job_id + ":progress") or "")["lease"] == 1
     assert worker.call("complete", *lease, msgspec.json.encode(JobResult(cached_nodes=("3",)))) == 1
     assert worker.call("complete", *lease, "{}") == 1, "the same report gets the same answer"
     assert worker.call("heartbeat", *lease, 60) == 0

@@ -176,7 +176,16 @@ class Relaying:
                 del self._kept_at[next(iter(self._kept_at))]
             known = {"at": news.at, "worker_id": news.worker_id, "lease": news.lease_number}
             progress = msgspec.json.encode({**news.data, **known})
-            self._note(news.job_id, RunNote("assigned", news.at, news.worker_id, progress))
+            percentage, message = news.data.get("percentage"), news.data.get("message")
+            note = RunNote(
+                "assigned",
+                news.at,
+                news.worker_id,
+                progress,
+                percentage if isinstance(percentage, int | float) else None,
+                message if isinstance(message, str) else None,
+            )
+            self._note(news.job_id, note)
 
     def _note(self, job_id: JobId, note: RunNote) -> None:
         self._workers.pop(job_id, None)

@@ -84,6 +84,8 @@ class RunNote(msgspec.Struct, frozen=True):
     worker_id: WorkerId | None = None
     progress: bytes | None = None
     """A JSON object. None: there is none to tell."""
+    percentage: float | None = None
+    message: str | None = None
 
 
 class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -41,7 +41,11 @@ class RedisRelay:
         if note.progress is not None:
             await self._call("SET", f"{self._prefix}job:{job_id}:progress", note.progress, "EX", _KEEP_S)
         stream = f"{self._prefix}progress:{job_id}"
-        told = ("worker_id", note.worker_id or "", "timestamp", repr(note.at), "status", note.status)
+        told = ["worker_id", note.worker_id or "", "timestamp", repr(note.at), "status", note.status]
+        if note.percentage is not None:
+            told += ["percentage", f"{note.percentage:g}"]
+        if note.message is not None:
+            told += ["message", note.message]
         await self._call(
             "XADD", stream, "MAXLEN", "~", _NOTES_KEPT, "*", "progress", note.progress or b"{}", *told
         )

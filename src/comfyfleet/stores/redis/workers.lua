@@ -170,10 +170,17 @@ end, function(s, args, names)
 end)
 
 -- What became of a run, for whoever reads its stream.
-local function tell_run(s, job_id, worker_id, status, progress)
+local function tell_run(s, job_id, worker_id, status, progress, told)
   local stream = s.p .. 'progress:' .. job_id
-  call('XADD', stream, 'MAXLEN', '~', PROGRESS_KEPT, '*', 'progress', progress or '{}', 'worker_id', worker_id,
-    'timestamp', now_text(s), 'status', status)
+  local fields = {'progress', progress or '{}', 'worker_id', worker_id, 'timestamp', now_text(s), 'status', status}
+  for _, name in ipairs({'percentage', 'message'}) do
+    local value = told and told[name]
+    if type(value) == 'number' or type(value) == 'string' then
+      fields[#fields + 1] = name
+      fields[#fields + 1] = tostring(value)
+    end
+  end
+  call('XADD', stream, 'MAXLEN', '~', PROGRESS_KEPT, '*', unpack(fields))
   call('EXPIRE', stream, PROGRESS_S)
 end
 
@@ -198,9 +205,13 @@ define('worker_progress', function(s, args)
   if not job then
     return 0
   end
-  object(args[9], 'CFREPORT', 'the progress')
-  call('SET', job_key(s, job.job_id) .. ':progress', args[9], 'EX', PROGRESS_S)
-  tell_run(s, job.job_id, job.lease.worker_id, 'assigned', args[9])
+  local told, lease = object(args[9], 'CFREPORT', 'the progress'), job.lease
+  -- As engines keep it: whose it is and when it was told. Of two values with one name the last counts.
+  local values = args[9]:match('^%s*{(.*)}%s*$')
+  local kept = string.format('{%s%s"at":%s,"worker_id":%s,"lease":%d}', values, values:find('%S') and ',' or '',
+    now_text(s), cjson.encode(lease.worker_id), lease.number)
+  call('SET', job_key(s, job.job_id) .. ':progress', kept, 'EX', PROGRESS_S)
+  tell_run(s, job.job_id, lease.worker_id, 'assigned', args[9], told)
   return stop_of(job) and 2 or 1
 end, wants_ref)
 
