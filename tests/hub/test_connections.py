@@ -162,6 +162,86 @@ async def test_a_body_that_nobody_reads_is_not_waited_for_either() -> None:
         await trickle_until_closed(reader, writer)
 
 
+async def poured(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, what: bytes, most: int) -> int:
+    """How much of it, over and over, was sent until the hub closed."""
+    sent = 0
+    reading = asyncio.create_task(rest(reader))
+    try:
+        async with asyncio.timeout(60):
+            while sent < most and not reading.done():
+                writer.write(what)
+                sent += len(what)
+                await writer.drain()
+    except ConnectionError:
+        pass
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    return sent
+
+
+@pytest.mark.parametrize("path", ["/api/jobs", "/api/files"])
+@pytest.mark.parametrize("role", [None, Role.VIEWER])
+async def test_of_a_body_that_was_refused_no_end_is_read(
+    path: str, role: Role | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However quickly it comes: whoever needs no key for it must not keep the hub busy."""
+    most = 4 * 1024 * 1024
+    monkeypatch.setattr("comfyfleet.hub.connections.MAX_UNREAD_BYTES", most)
+    async with running_hub() as rig:
+        key = "" if role is None else f"authorization: Bearer {rig.keys[role]}\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: h\r\n{key}content-type: multipart/form-data; boundary=x\r\n"
+        for more in ("transfer-encoding: chunked", "content-length: 100000000000"):
+            async with wire(rig, f"{head}{more}\r\n\r\n".encode()) as (reader, writer):
+                assert (await reader.readline()).split()[1] in (b"401", b"403")
+                piece = b"x" * 65_536
+                piece = b"10000\r\n%s\r\n" % piece if "chunked" in more else piece
+                assert most / 2 <= await poured(reader, writer, piece, 20 * most) < 10 * most
+        assert (await rig.get("/health")).status == 200
+
+
+async def test_a_body_that_is_refused_may_be_sent_to_its_end_where_that_is_near() -> None:
+    async with running_hub() as rig:
+        head = b"POST /api/jobs HTTP/1.1\r\nhost: h\r\ncontent-length: 3000000\r\n\r\n"
+        async with wire(rig, head) as (reader, writer):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 401")
+            writer.write(b"x" * 3_000_000 + b"GET /health HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n")
+            assert b"HTTP/1.1 200 OK" in await rest(reader)
+
+
+@pytest.mark.parametrize(
+    ("first", "around"),
+    [
+        (b"1;", b"x" * 65_536),
+        (b"", b"1;%b\r\nx\r\n" % (b"x" * 2_000)),
+        # Trailers, which the server would gather.
+        (b"0\r\n", b"x: y\r\n" * 1_000),
+    ],
+    ids=["an endless name", "long names", "trailers"],
+)
+@pytest.mark.parametrize("role", [None, Role.ADMIN])
+async def test_what_stands_around_the_chunks_of_a_body_has_a_bound(
+    first: bytes, around: bytes, role: Role | None
+) -> None:
+    async with running_hub() as rig:
+        key = "" if role is None else f"authorization: Bearer {rig.keys[role]}\r\n"
+        head = f"POST /api/jobs HTTP/1.1\r\nhost: h\r\n{key}transfer-encoding: chunked\r\n\r\n".encode()
+        async with wire(rig, head + first) as (reader, writer):
+            assert await poured(reader, writer, around, 80_000_000) < 40_000_000
+
+
+async def test_a_body_in_chunks_of_one_byte_is_a_body() -> None:
+    async with running_hub() as rig:
+        head = f"POST /api/jobs HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {rig.keys[Role.ADMIN]}\r\n"
+        body = b"".join(b"1\r\n%c\r\n" % byte for byte in b" " * 60_000 + b"{}")
+        async with wire(rig, f"{head}transfer-encoding: chunked\r\n\r\n".encode() + body + b"0\r\n\r\n") as (
+            reader,
+            _,
+        ):
+            async with asyncio.timeout(60):
+                assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+
+
 async def test_a_slow_body_that_moves_is_taken() -> None:
     async with running_hub(limits=Limits(request_s=0.2, min_bytes_per_s=100)) as rig:
 

@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 
 from comfyfleet.hub.limits import Limits
 from comfyfleet.hub.quiet import QuietLogger
+from comfyfleet.wire.route import LARGE_BYTES
 
 ANSWER = "comfyfleet.answer"
 """In the scope of a request: how to answer it with head and body at once. Other servers do not have it."""
@@ -32,6 +33,10 @@ _OWN_FILES = 128
 _STEP_BYTES = 2 * 1024
 """As requests without headers, about a hundred."""
 _TURN_S = 0.005
+MAX_UNREAD_BYTES = LARGE_BYTES
+"""Of a body that comes when its request has been answered."""
+_AROUND_A_BYTE = 16
+"""Each byte of a body may come in a chunk of its own, with its length and two line ends."""
 _MAX_AHEAD = 16
 """Requests of one connection that may wait for an answer to the one before them."""
 
@@ -96,6 +101,10 @@ class Connection(HttpToolsProtocol):
         self._all = connections
         self._arriving_since: float | None = None
         self._received = 0
+        self._in_body = 0
+        """Of what was received …"""
+        self._unread = 0
+        """… and came when the request had been answered."""
         self._is_in_head = True
         self._stuck_since: float | None = None
         self._unanswered: deque[RequestResponseCycle] = deque()
@@ -175,6 +184,13 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._body_left = max(0, self._body_left - len(body))
+        self._in_body += len(body)
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if cycle is not None and cycle.response_complete:
+            # Nobody reads it any more. A little is let through, or its sender might not get to read the answer.
+            self._unread += len(body)
+            if self._unread > MAX_UNREAD_BYTES:
+                self.transport.close()
         super().on_body(body)
 
     def _read(self, data: bytes) -> None:
@@ -184,8 +200,11 @@ class Connection(HttpToolsProtocol):
             self._begin()
         self._received += len(data)
         super().data_received(data)
-        # The parser would gather a head without end.
-        if self._is_in_head and self._received > self._all.limits.max_head_bytes:
+        # The parser would gather a head without end, and whatever stands around the chunks of a body or behind them.
+        most = self._all.limits.max_head_bytes
+        if not self._is_in_head:
+            most += most + _AROUND_A_BYTE * self._in_body
+        if self._received - self._in_body > most:
             self._end("431 Request Header Fields Too Large")
 
     def on_message_begin(self) -> None:
@@ -226,6 +245,7 @@ class Connection(HttpToolsProtocol):
 
     def _begin(self) -> None:
         self._arriving_since, self._received, self._is_in_head = self.loop.time(), 0, True
+        self._in_body = self._unread = 0
 
     @property
     def _address(self) -> str:
