@@ -448,6 +448,7 @@ class Assets(Protocol):
         """A link for each of these parts, by its number, bound to the SHA-256 of the part."""
 
     async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord: ...
+    def arriving(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]: ...
     def read(self, record: FileRecord) -> AsyncGenerator[bytes, None]:
         """Piece by piece, none larger than a mebibyte or so. `not_found`: it is not here."""
 

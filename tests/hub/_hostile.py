@@ -106,6 +106,28 @@ def _generic(limit: int) -> Iterator[Hostile]:
     yield Hostile("another type", lambda: b"<a>" * (limit // 3), {"content-type": "text/xml"})
 
 
+def forms(size: int) -> Iterator[Hostile]:
+    """Forms with a file of about so many bytes: most of them never come to their end."""
+    for boundary in ("x", "-" * 70, "ab" * 35):
+        headers = {"content-type": f'multipart/form-data; boundary="{boundary}"'}
+        begun = f'--{boundary}\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n'.encode()
+        file = begun % (b"file", b'; filename="a.png"')
+        almost = f"\r\n--{boundary[:-1]}".encode()
+        for name, body in (
+            ("almost the boundary", file + _repeated(almost, size)),
+            ("a line feed for each byte", file + _repeated(b"\r\n", size)),
+            ("a whole file", file + b"x" * size + f"\r\n--{boundary}--".encode()),
+            ("a field without an end", begun % (b"name", b"") + b"x" * size),
+            ("thousands of parts", _repeated(begun % (b"n", b"") + b"v\r\n", size)),
+            ("thousands of files", _repeated(file + b"v\r\n", size)),
+            ("a header without an end", file[:-4] + _repeated(b';name="', size)),
+            ("parameters", (begun % (b"n", _repeated(b'; filename="\\', 7_000))) + b"x" * size),
+            ("blanks", (begun % (b"n", b";" + b" " * 7_000)) + b"x" * size),
+            ("a preamble", b"x" * size),
+        ):
+            yield Hostile(f"{name}, boundary {boundary:.5}", partial(bytes, body), headers)
+
+
 def frames_of(kind: type[msgspec.Struct]) -> Iterator[bytes]:
     """Bodies that fit but for one place, marked by `@`: each field in turn, and shapes that anything goes through."""
     shape = inspect.type_info(kind)

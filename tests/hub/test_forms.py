@@ -128,7 +128,7 @@ async def test_nothing_of_a_form_is_read_before_the_key_is(rig: HubRig) -> None:
             asked += 1
             return {"type": "http.request", "body": b"x" * 65_536, "more_body": True}
 
-        assert await _status(rig, receive, None if role is None else rig.keys[role]) == status
+        assert await asked_of(rig, receive, None if role is None else rig.keys[role]) == status
         assert asked == 0
     read = 0
 
@@ -138,11 +138,11 @@ async def test_nothing_of_a_form_is_read_before_the_key_is(rig: HubRig) -> None:
         head = form(b"")[: form(b"").index(b"\r\n\r\n") + 4] if read == 65_536 else b""
         return {"type": "http.request", "body": head + b"x" * 65_536, "more_body": True}
 
-    assert await _status(rig, endless, rig.keys[Role.TENANT]) == 413
+    assert await asked_of(rig, endless, rig.keys[Role.TENANT]) == 413
     assert read <= 3 * 65_536
 
 
-async def _status(rig: HubRig, receive: Any, key: str | None) -> int:
+async def asked_of(rig: HubRig, receive: Any, key: str | None) -> int:
     headers = {"content-type": TYPE} | ({} if key is None else {"authorization": f"Bearer {key}"})
     scope: dict[str, Any] = {
         "type": "http",
@@ -174,7 +174,7 @@ async def test_whoever_hangs_up_in_the_middle_leaves_nothing(rig: HubRig, tmp_pa
 
     with pytest.raises(IndexError):
         # Nobody is there to be answered.
-        await _status(rig, receive, rig.keys[Role.TENANT])
+        await asked_of(rig, receive, rig.keys[Role.TENANT])
     assert left_in(tmp_path) == []
     assert (await rig.get("/api/files")).body["files"] == []
 

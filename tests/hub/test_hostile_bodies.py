@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 import pytest
 import pytest_asyncio
-from tests.hub._hostile import Hostile, bodies, dearest, few, send, values
+from tests.hub._hostile import Hostile, bodies, dearest, few, forms, send, values
 
 from comfyfleet.hub.limits import Limits
 from comfyfleet.model.access import Role
@@ -34,6 +34,8 @@ TRIES = 4
 
 SCALED = 160 * 1024
 """Beyond what is read on the event loop."""
+FORM_BYTES = 4 * 1024 * 1024
+"""Of the file in a form: far more than the memory that its route may take."""
 BY_NAME = {route.name: route for route in ROUTES}
 
 
@@ -133,6 +135,8 @@ async def test_no_body_stops_the_hub(scaled: HostileHub, name: str) -> None:
     every: list[Attack] = [(role, each) for role in (None, *Role) for each in few(bound(route))]
     if route.body is not None:
         every += [(_whoever_may(route), each) for each in bodies(route, bound(route))]
+    if route.takes_form:
+        every += [(role, each) for role in (None, *Role) for each in forms(FORM_BYTES)]
     await attack(scaled, route, bound(route), every)
 
 

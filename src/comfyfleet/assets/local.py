@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Literal
 
@@ -145,7 +146,11 @@ class LocalAssets(FileRecords):
         target = self.path(record)
         partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
         try:
-            size, digest = await self._write(partial, pieces, self._bound(record))
+            if record.size is None:
+                async with aclosing(self.arriving(record.tenant, pieces)) as let_in:
+                    size, digest = await self._write(partial, let_in, self._max_bytes)
+            else:
+                size, digest = await self._write(partial, pieces, self._bound(record))
             received = await self._entered(record, size, digest)
             if (received.size, received.sha256) != (size, digest):
                 check_is_open(received)
@@ -191,17 +196,15 @@ class LocalAssets(FileRecords):
         await asyncio.to_thread(private.make_folder, self._folder)
         await asyncio.to_thread(private.make_folder, path.parent)
         size, digest = 0, hashlib.sha256()
-        file = await asyncio.to_thread(private.create, path)
-        try:
-            async for piece in pieces:
-                size += len(piece)
-                if size > bound:
-                    raise self._too_large(bound)
-                digest.update(piece)
-                await asyncio.to_thread(file.write, piece)
-            await asyncio.to_thread(_settle, file.fileno(), file.flush)
-        finally:
-            file.close()
+        # Opened for each piece: of senders who take their time there may be more than files that can be open.
+        await asyncio.to_thread(lambda: private.create(path).close())
+        async for piece in pieces:
+            size += len(piece)
+            if size > bound:
+                raise self._too_large(bound)
+            digest.update(piece)
+            await asyncio.to_thread(_append, path, piece)
+        await asyncio.to_thread(_settle, path)
         return size, digest.hexdigest()
 
 
@@ -215,10 +218,15 @@ def elsewhere(record: FileRecord) -> Refusal:
     )
 
 
-def _settle(descriptor: int, flush: object) -> None:
-    assert callable(flush)
-    flush()
-    os.fsync(descriptor)
+def _append(path: Path, piece: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(0, os.SEEK_END)
+        file.write(piece)
+
+
+def _settle(path: Path) -> None:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -10,7 +10,8 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Unpack
 
 from comfyfleet.assets.keeping import CabinetOf, RecordKeeper
@@ -192,6 +193,16 @@ class FileRecords:
 
     def _bound(self, record: FileRecord) -> int:
         return self._max_bytes if record.size is None else min(record.size, self._max_bytes)
+
+    async def arriving(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Of a file whose size nobody has said: as much as a file may have, and as there is room for meanwhile."""
+        size = 0
+        async with aclosing(self._room.arriving(tenant, pieces)) as let_in:
+            async for piece in let_in:
+                size += len(piece)
+                if size > self._max_bytes:
+                    raise self._too_large()
+                yield piece
 
     def _too_large(self, bound: int | None = None) -> Refusal:
         most = self._max_bytes if bound is None else bound

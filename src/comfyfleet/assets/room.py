@@ -8,6 +8,8 @@ seen with the next one.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator
 from hashlib import sha256
 
 import msgspec
@@ -36,24 +38,43 @@ class Room:
         self._clock = clock
         self._most = most
         self._sums: dict[TenantId, _Sum] = {}
+        self._arriving: Counter[TenantId] = Counter()
+        """Bytes of files whose size nobody knows yet."""
         self._counting = asyncio.Lock()
 
     async def take(self, tenant: TenantId, size: int) -> None:
         """For a file that wants to come in; 0, where nobody knows its size yet. Raises `too_large`."""
-        if self._most is None:
-            return
-        known = await self._sum(tenant)
-        taken = known.size
-        if taken + max(size, 1) <= self._most:
+        if self._most is not None:
+            known = await self._sum(tenant)
+            self._check(tenant, known, size, self._most)
             # At once, so that of many who come together none is let in on the room of another.
             known.size += size
-        else:
+
+    async def arriving(self, tenant: TenantId, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+        """Of a file whose size nobody knows yet: each takes room until all have come, and then the file does."""
+        size = 0
+        try:
+            async for piece in pieces:
+                if self._most is not None:
+                    self._check(tenant, await self._sum(tenant), len(piece), self._most)
+                    self._arriving[tenant] += len(piece)
+                    size += len(piece)
+                yield piece
+        finally:
+            if size:
+                self._arriving[tenant] -= size
+                if not self._arriving[tenant]:
+                    del self._arriving[tenant]
+
+    def _check(self, tenant: TenantId, known: _Sum, size: int, most: int) -> None:
+        taken = known.size + self._arriving.get(tenant, 0)
+        if taken + max(size, 1) > most:
             raise Refusal(
                 RefusalCode.TOO_LARGE,
-                f"the files of this tenant take {taken} bytes of {self._most}, too many for {size or 'any'} more: "
+                f"the files of this tenant take {taken} bytes of {most}, too many for {size or 'any'} more: "
                 "files go when their time is over; the hub's operator sets the bound (limits.max_tenant_file_bytes)",
                 taken=taken,
-                max_bytes=self._most,
+                max_bytes=most,
             )
 
     async def note(self, record: FileRecord) -> None:

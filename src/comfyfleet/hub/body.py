@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 import msgspec
 
 from comfyfleet.hub.json_bounds import PIECE_BYTES, JsonScanner, check_json
-from comfyfleet.hub.limits import HungUp, Limits
+from comfyfleet.hub.limits import Budget, HungUp, Limits
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.wire.route import LARGE_BYTES, Route
 
@@ -27,7 +26,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 T = TypeVar("T")
 
 _WINDOWS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-_AGAIN_S = 2.0
 
 
 class JsonDecoder(Protocol):
@@ -61,35 +59,11 @@ class Bodies:
     """Every large body that is being read or worked on at this hub."""
 
     def __init__(self, limits: Limits) -> None:
-        self._most = limits.max_bodies_bytes
-        self._held: Counter[str] = Counter()
-        self._in_all = 0
+        self.budget = Budget(limits.max_bodies_bytes, "large bodies")
         self._thread = ThreadPoolExecutor(1, "hub-bodies")
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    @property
-    def held_bytes(self) -> int:
-        return self._in_all
-
-    def take(self, key_id: str, size: int) -> None:
-        """One key has half of it at most, so that it does not keep everybody else out."""
-        if self._in_all + size > self._most or self._held[key_id] + size > self._most // 2:
-            raise Refusal(
-                RefusalCode.UNAVAILABLE,
-                f"the hub reads large bodies of {self._most} bytes at a time and no more, half of it for one key; "
-                "try again",
-                retry_after_s=_AGAIN_S,
-            )
-        self._held[key_id] += size
-        self._in_all += size
-
-    def give_back(self, key_id: str, size: int) -> None:
-        self._in_all -= size
-        self._held[key_id] -= size
-        if not self._held[key_id]:
-            del self._held[key_id]
 
     async def apart(self, work: Callable[[], T]) -> T:
         """In the thread, beside the event loop."""
@@ -115,7 +89,7 @@ class Reading:
 
     def let_go(self) -> None:
         if self._held:
-            self._bodies.give_back(self._key_id, self._held)
+            self._bodies.budget.give_back(self._key_id, self._held)
             self._held = 0
 
     async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes | bytearray:
@@ -165,7 +139,7 @@ class Reading:
 
     def _hold(self, size: int) -> None:
         if size > PIECE_BYTES and size > self._held:
-            self._bodies.take(self._key_id, size - self._held)
+            self._bodies.budget.take(self._key_id, size - self._held)
             self._held = size
 
     def _check_sent(self, size: int) -> None:

@@ -13,12 +13,12 @@ from starlette.responses import FileResponse, Response
 from comfyfleet.assets.local import LocalAssets, elsewhere
 from comfyfleet.assets.thumbnails import Thumbnails
 from comfyfleet.engine.engine import Engine
+from comfyfleet.hub import uploading
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.forms import Form, boundary_in, is_form
-from comfyfleet.hub.limits import HungUp
+from comfyfleet.hub.limits import Budget, HungUp
 from comfyfleet.hub.outputs import OutputDesk
 from comfyfleet.hub.owners import owner_for
-from comfyfleet.hub.uploading import FormUpload
 from comfyfleet.model.access import Caller
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -47,6 +47,7 @@ class FileHandlers:
     def __init__(self, engine: Engine, assets: Assets | None) -> None:
         self._engine = engine
         self._kept = assets
+        self._disk = Budget(uploading.MAX_ALL_SPOOLED_BYTES, "forms")
         self._thumbnails = None if assets is None else Thumbnails(assets)
 
     def bound(self) -> dict[str, Handler]:
@@ -94,7 +95,9 @@ class FileHandlers:
         return Reply(201, await self._to_put(record), made=record.file_id)
 
     async def _create_whole(self, call: Call[wire.FileBody]) -> Reply:
-        upload = FormUpload(Form(_pieces(call), boundary_in(call.headers)), self._assets)
+        upload = uploading.FormUpload(
+            Form(_pieces(call), boundary_in(call.headers)), self._assets, self._disk
+        )
         body = await upload.head()
         owner = owner_for(call.caller, body.tenant)
         await self._check_source(body, owner)

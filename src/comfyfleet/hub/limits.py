@@ -6,6 +6,7 @@ stands in the table of routes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from comfyfleet.wire.route import LARGE_BYTES
 from comfyfleet.wire.socket import AGENT_MESSAGE_BYTES
 
 _MAX_BUCKETS = 10_000
+_AGAIN_S = 2.0
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,6 +70,35 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class HungUp(Exception):
     """Whoever asked is gone; nobody reads an answer."""
+
+
+class Budget:
+    """Bytes that are held for a while: so many in all, and half of them by one holder at most, so that it does not keep
+    everybody else out. What does not fit is refused, not queued: a queue would hold what has arrived."""
+
+    def __init__(self, most: int, of: str) -> None:
+        """`of`: what they are, as whoever is refused reads it."""
+        self._most = most
+        self._of = of
+        self._by_holder: Counter[str] = Counter()
+        self.held = 0
+
+    def take(self, holder: str, size: int) -> None:
+        if self.held + size > self._most or self._by_holder[holder] + size > self._most // 2:
+            raise Refusal(
+                RefusalCode.UNAVAILABLE,
+                f"the hub takes {self._of} of {self._most} bytes at a time and no more, half of it for one key; "
+                "try again",
+                retry_after_s=_AGAIN_S,
+            )
+        self._by_holder[holder] += size
+        self.held += size
+
+    def give_back(self, holder: str, size: int) -> None:
+        self.held -= size
+        self._by_holder[holder] -= size
+        if not self._by_holder[holder]:
+            del self._by_holder[holder]
 
 
 class Rate:

@@ -14,13 +14,15 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import PurePosixPath
-from typing import IO
+from types import TracebackType
+from typing import IO, Self
 
 import msgspec
 
 from comfyfleet.assets.local import LocalAssets
 from comfyfleet.hub.forms import Form, Part
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.hub.limits import Budget
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Assets
@@ -28,7 +30,11 @@ from comfyfleet.wire.files import FORM_FILE, FileBody
 
 MAX_FIELD_BYTES = 1_024
 MAX_SPOOLED_BYTES = 2**30
-_IN_MEMORY_BYTES = 1 << 20
+MAX_ALL_SPOOLED_BYTES = 4 * 2**30
+"""Of all forms that lie on the disk on their way."""
+STEP_BYTES = 64 * 2**20
+"""Taken of that at a time, so that no more than 64 of them are open together."""
+_IN_MEMORY_BYTES = 64 * 1024
 _PIECE = 1 << 20
 _TYPE = re.compile(r"[A-Za-z0-9_.+-]{1,64}/[A-Za-z0-9_.+-]{1,64}")
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -37,9 +43,11 @@ _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066
 class FormUpload:
     """One form: `head` is read first, then `received` is, into whatever was reserved by it."""
 
-    def __init__(self, form: Form, assets: Assets) -> None:
+    def __init__(self, form: Form, assets: Assets, disk: Budget) -> None:
+        """`disk`: for what all forms together lay down on their way."""
         self._parts = form.parts()
         self._assets = assets
+        self._disk = disk
         self._file: Part | None = None
 
     async def head(self) -> FileBody:
@@ -61,12 +69,13 @@ class FormUpload:
     async def received(self, body: FileBody, owner: TenantId) -> FileRecord:
         if isinstance(self._assets, LocalAssets) or body.size is not None:
             return await self._take(body, owner, self._pieces())
-        with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES) as spool:
-            size, digest = await _spooled(self._pieces(), spool)
+        with Spool(self._disk, owner) as spool:
+            async with aclosing(self._assets.arriving(owner, self._pieces())) as pieces:
+                size, digest = await spool.fill(pieces)
             if body.sha256 is not None and body.sha256 != digest:
                 raise _wrong("what came has another SHA-256 than was said: send it again")
             known = msgspec.structs.replace(body, size=size, sha256=digest)
-            return await self._take(known, owner, _read(spool))
+            return await self._take(known, owner, spool.pieces())
 
     async def _take(self, body: FileBody, owner: TenantId, pieces: AsyncIterator[bytes]) -> FileRecord:
         record = await self._assets.reserve(
@@ -79,10 +88,20 @@ class FormUpload:
         )
         try:
             await self._assets.receive(record, pieces)
-            return await self._assets.complete(record.file_id)
+            return await self._completed(record)
         except BaseException:
             await asyncio.shield(self._assets.forget(record))
             raise
+
+    async def _completed(self, record: FileRecord) -> FileRecord:
+        """However long a storage is looked at: whoever sent the file has nobody else to ask."""
+        while True:
+            try:
+                return await self._assets.complete(record.file_id)
+            except Refusal as refusal:
+                if refusal.code is not RefusalCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(float(refusal.details.get("retry_after_s", 1.0)))
 
     async def _pieces(self) -> AsyncIterator[bytes]:
         """To the end of the form: what breaks off behind the file was not sent whole."""
@@ -120,26 +139,56 @@ async def _text(part: Part) -> str:
     return text.decode("utf-8", "replace")
 
 
-async def _spooled(pieces: AsyncIterator[bytes], spool: IO[bytes]) -> tuple[int, str]:
-    size, digest = 0, hashlib.sha256()
-    async for piece in pieces:
-        size += len(piece)
-        if size > MAX_SPOOLED_BYTES:
+class Spool:
+    """A file on the hub's own disk, or in memory while it is small: a context manager that gives back what it took."""
+
+    def __init__(self, disk: Budget, owner: TenantId) -> None:
+        self._disk = disk
+        self._owner = owner
+        self._taken = 0
+        self._size = 0
+
+    def __enter__(self) -> Self:
+        self._file: IO[bytes] = tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        self._disk.give_back(self._owner, self._taken)
+
+    async def fill(self, pieces: AsyncIterator[bytes]) -> tuple[int, str]:
+        digest = hashlib.sha256()
+        async for piece in pieces:
+            self._size += len(piece)
+            self._check()
+            digest.update(piece)
+            try:
+                await asyncio.to_thread(self._file.write, piece)
+            except OSError as error:
+                raise Fault(f"the file could not be written: {error}. Make room on the hub's disk") from error
+        return self._size, digest.hexdigest()
+
+    def _check(self) -> None:
+        if self._size > MAX_SPOOLED_BYTES:
             raise Refusal(
                 RefusalCode.TOO_LARGE,
                 f"a form of more than {MAX_SPOOLED_BYTES} bytes says the size before the file (-F size=…), or the file "
                 "is announced first",
                 max_bytes=MAX_SPOOLED_BYTES,
             )
-        digest.update(piece)
-        await asyncio.to_thread(spool.write, piece)
-    return size, digest.hexdigest()
+        if self._size > max(_IN_MEMORY_BYTES, self._taken):
+            self._disk.take(self._owner, STEP_BYTES)
+            self._taken += STEP_BYTES
 
-
-async def _read(spool: IO[bytes]) -> AsyncIterator[bytes]:
-    await asyncio.to_thread(spool.seek, 0)
-    while piece := await asyncio.to_thread(spool.read, _PIECE):
-        yield piece
+    async def pieces(self) -> AsyncIterator[bytes]:
+        try:
+            await asyncio.to_thread(self._file.seek, 0)
+            while piece := await asyncio.to_thread(self._file.read, _PIECE):
+                yield piece
+        except OSError as error:
+            raise Fault(f"what came cannot be read again: {error}") from error
 
 
 def _wrong(why: str) -> Refusal:
