@@ -364,6 +364,7 @@ def test_top_looks_once_where_there_is_no_terminal(run: Run, hub: Address) -> No
     assert {"workers        1", "is paused      no"} <= set(shown), (
         "the longest name is that of the payload bytes"
     )
+    assert not any("None" in line for line in shown), "what is a tenant's alone is left out"
 
 
 def test_a_key_in_the_data_folder_that_is_another_hubs_is_told_and_an_open_hub_needs_none(

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 from tests.hub._hub import TENANT, HubRig, graph, hub_in_process, submission
+from tests.hub._watching import lease, register
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker, Release
@@ -54,6 +55,21 @@ async def test_every_door_leads_to_the_same_room(rig: HubRig, path: str) -> None
     assert made.status == 201
     for look in ("/api/jobs/", "/jobs/"):
         assert (await rig.get(look + made.body["id"])).body["status"] == "queued"
+
+
+async def test_a_status_is_asked_for_in_every_spelling_and_answered_in_one(rig: HubRig) -> None:
+    await register(rig)
+    running = await rig.submit()
+    await lease(rig)
+    waiting = await rig.submit()
+    for path in ("/api/jobs", "/jobs"):
+        for status in ("leased", "running", "assigned", "active"):
+            (found,) = (await rig.get(f"{path}?status={status}")).body["jobs"]
+            assert (found["id"], found["status"]) == (running, "leased")
+        for status in ("queued", "pending"):
+            (found,) = (await rig.get(f"{path}?status={status}")).body["jobs"]
+            assert (found["id"], found["status"]) == (waiting, "queued")
+        assert (await rig.get(f"{path}/{running}")).body["status"] == "leased"
 
 
 async def test_the_whole_submission_of_the_documentation_is_taken(rig: HubRig) -> None:

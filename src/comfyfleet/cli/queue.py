@@ -25,7 +25,9 @@ def show(as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json(stats)
         return
-    print_pairs([(name.replace("_", " "), getattr(stats, name)) for name in stats.__struct_fields__])
+    told = {name: getattr(stats, name) for name in stats.__struct_fields__}
+    # Of how many jobs the figures are is known, and said, for a tenant's key alone.
+    print_pairs([(name.replace("_", " "), value) for name, value in told.items() if value is not None])
 
 
 @command.command("pause")

@@ -18,7 +18,7 @@ class Face(StrEnum):
     SOCKET = "socket"
     """Old WebSocket callers, and the keys in Redis."""
     BROKER = "broker"
-    """Callers of the old job broker's REST interface."""
+    """Of the old job broker: understood, and not spoken, since its routes are names of today's."""
 
 
 _SAME = {phase: phase.value for phase in Phase}
