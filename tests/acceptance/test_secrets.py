@@ -111,7 +111,7 @@ def test_a_hub_with_every_kind_of_secret_at_the_most_talkative_level_tells_none(
         hook = f"http://127.0.0.1:1/told?token={HOOK}"
         run("submit", workflow, "--watch", "--webhook", hook, COMFYFLEET_KEY=tenant)
         run("webhook", "add", hook)
-        said += [run("config", "show", "--all"), run("config", "show", "--json"), run("config", "check")]
+        said += [run("config", "show"), run("config", "show", "--json"), run("config", "check")]
         said += [run("audit", "list", "--json"), run("audit", "list", "--jobs", "--json")]
         said += [run("jobs", "--json"), run("tenant", "list", "--json"), run("webhook", "list", "--json")]
         said.append(run("webhook", "deliveries", "--json", COMFYFLEET_KEY=tenant))
