@@ -68,6 +68,46 @@ async def test_a_job_that_failed_on_every_worker_goes_back_to_the_last_without_w
         assert [taken(each) for each in parked] == [None, job_id]
 
 
+@pytest.mark.parametrize("how", ["leaves", "drains", "pauses", "crashes while it runs the job"])
+async def test_a_job_goes_back_to_the_worker_that_failed_it_when_no_other_can_run_it_any_more(
+    how: str,
+) -> None:
+    async with Rig(max_failures_before_block=3) as rig:
+        a, b = await rig.worker("a"), await rig.worker("b")
+        job_id = await rig.submit(retry_delay_s=0)
+        leased = await rig.take("a")
+        await rig.fail(leased)
+        parked = rig.park("a")
+        await rig.clock.advance(10)
+        assert taken(parked) is None, "b can run it"
+        match how:
+            case "leaves":
+                await rig.engine.unregister(b, "it was stopped")
+            case "drains":
+                await rig.engine.drain_worker(b)
+            case "pauses":
+                await rig.engine.pause_worker(b)
+            case _:
+                await rig.fail(await rig.take("b"), FailureKind.CRASHED)
+                await rig.engine.unregister(b, "connection refused")
+        await rig.clock.advance(2 * rig.engine.rules.sweep_s)
+        assert taken(parked) == job_id
+        assert [block.target for block in await rig.engine.blocks() if block.worker_id == a] == [
+            f"{leased.workflow_hash}@default"
+        ], "its failure is still counted"
+
+
+async def test_a_worker_that_the_strategy_keeps_off_is_no_other_that_can_run_the_job() -> None:
+    rig = Rig(max_failures_before_block=3)
+    rig.replace_strategy(lambda worker_id: worker_id == "b")
+    async with rig:
+        await rig.worker("a")
+        await rig.worker("b")
+        job_id = await rig.submit(retry_delay_s=0)
+        await rig.fail(await rig.take("a"))
+        assert (await rig.take("a")).job_id == job_id
+
+
 async def test_the_third_failure_of_a_pair_blocks_it_and_not_the_second() -> None:
     async with Rig(max_failures_before_block=3) as rig:
         await rig.worker("a")

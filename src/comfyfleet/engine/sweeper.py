@@ -115,6 +115,8 @@ class Sweeper:
         self._deadly.look()
         await self._end_quarantines()
         await self._find_lost_workers()
+        with best_effort("look for jobs that no other worker can run"):
+            await self._verdicts.end_needless_blocks()
         await self._end_holds()
         is_all_done = await self._attend_to_due()
         await self._purge()

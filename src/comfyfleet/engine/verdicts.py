@@ -29,7 +29,7 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, bounded
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.deadly import deaths_lately, failure_of_deadly, refusal_of
 from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two, when_alone
@@ -39,6 +39,9 @@ from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
 from comfyfleet.policy.refusals import is_refusal
 from comfyfleet.policy.retry import Choice, Verdict, after_failure
 from comfyfleet.policy.timing import returned
+
+_MAX_KEPT_OFF = 256
+"""So many jobs a sweep looks at; what keeps the others off ends with the cooldown at the latest."""
 
 
 async def _nobody(_: Dispatch, __: Block, ___: Failure) -> None:
@@ -207,6 +210,26 @@ class Verdicts:
         phase = target(dispatch.phase, Move.RELEASE)
         return returned(dispatch, phase, dispatch.not_before, now, self._context.rules)
 
+    async def end_needless_blocks(self) -> None:
+        """A job is kept off a worker that failed it while another can run it. When no other worker is left, the job may
+        go back there."""
+        context = self._context
+        if not context.fleet.with_blocks:
+            return
+        store, now = context.store, await context.store.now()
+        kept_off: dict[JobId, list[Block]] = {}
+        for block in await store.blocks():
+            if block.reason is BlockReason.JOB and block.is_in_force(now) and len(kept_off) < _MAX_KEPT_OFF:
+                kept_off.setdefault(JobId(block.target), []).append(block)
+        for dispatch in await store.load_many(list(kept_off)) if kept_off else ():
+            if dispatch is None or dispatch.phase is not Phase.QUEUED or await self._has_taker(dispatch, now):
+                continue
+            # A worker that declined the job without having failed it would decline it again.
+            pairs = [each.pair for each in kept_off[dispatch.job_id] if each.worker_id in dispatch.failed_on]
+            for lifted in await store.lift(pairs):
+                await context.unblocked(lifted, "no other worker can run the job")
+                self._rounds.worker_freed(lifted.worker_id)
+
     async def ended(
         self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None
     ) -> Dispatch | None:
@@ -355,7 +378,7 @@ class Verdicts:
             else:
                 for_all, for_tenant, for_job = dispatch.block_targets
                 is_blocked = await self._is_blocked(worker.worker_id, now, for_tenant, for_all)
-                takes_work = fleet.takes_work(worker, now)
+                takes_work = self._takes(dispatch, worker, now)
                 is_alone &= not takes_work
                 # One that is kept off this job because it failed there too is no way out.
                 if not is_blocked and takes_work:
@@ -363,6 +386,23 @@ class Verdicts:
             # A worker that is offline just now is still one that may run it.
             is_blocked_everywhere &= is_blocked
         return Choice(others, is_blocked_everywhere, is_alone)
+
+    def _takes(self, dispatch: Dispatch, worker: WorkerRecord, now: float) -> bool:
+        """Whether it takes work now, and such work, as far as no block is concerned."""
+        context = self._context
+        return context.fleet.takes_work(worker, now) and not context.strategy.should_skip(
+            worker.worker_id, dispatch.workflow_hash, now
+        )
+
+    async def _has_taker(self, dispatch: Dispatch, now: float) -> bool:
+        fleet = self._context.fleet
+        profiles = frozenset(fleet.profiles_for(dispatch.relaxed_class or dispatch.class_key))
+        for worker in list(fleet.workers.values()):
+            if worker.profile not in profiles or not self._takes(dispatch, worker, now):
+                continue
+            if not await self._is_blocked(worker.worker_id, now, *dispatch.block_targets):
+                return True
+        return False
 
     async def _is_blocked(self, worker_id: WorkerId, now: float, *targets: str) -> bool:
         if worker_id not in self._context.fleet.with_blocks:
