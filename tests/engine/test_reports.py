@@ -14,6 +14,8 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import News, NewsKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import LeaseToken, PollId, WorkerId, prompt_id_of
+from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.memory import MemoryStore
 
 
 async def test_completing_twice_gets_the_same_answer_and_counts_once() -> None:
@@ -134,6 +136,38 @@ async def test_what_a_job_says_of_its_run_is_of_the_run_it_is_in() -> None:
         assert (view.started_at, view.prompt_id) == (rig.clock.now(), prompt_id_of(second.ref.attempt_id))
         await rig.complete(second)
         assert (await rig.engine.get(job_id)).started_at == rig.clock.now()
+
+
+async def test_a_job_that_fails_before_its_last_run_has_started_shows_nothing_of_the_run_before() -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        await rig.worker("b")
+        job_id = await rig.submit(max_attempts=2, retry_delay_s=0)
+        first = await rig.take("a")
+        await rig.engine.progress([Report(first.ref, NewsKind.ACCEPTED), Report(first.ref, NewsKind.STARTED)])
+        await rig.clock.advance(5)
+        assert (await rig.fail(first)).will_retry
+        await rig.fail(await rig.take("b"))
+        view = await rig.engine.get(job_id)
+        assert (view.dispatch.phase, view.worker_id) == (Phase.FAILED, "b")
+        assert (view.started_at, view.prompt_id) == (None, None)
+
+
+async def test_a_start_is_shown_where_the_clock_of_the_engine_is_behind_that_of_the_store() -> None:
+    """Leases have the time of the store; on a shared one that is another machine's."""
+
+    class Ahead(MemoryStore):
+        def __init__(self, clock: ManualClock) -> None:
+            super().__init__(ManualClock(clock.now() + 3600))
+
+    async with Rig(store=Ahead) as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        leased = await rig.take("a")
+        await rig.engine.progress([Report(leased.ref, NewsKind.STARTED)])
+        view = await rig.engine.get(job_id)
+        assert view.dispatch.lease is not None
+        assert view.started_at == view.dispatch.lease.leased_at
 
 
 async def test_a_run_whose_worker_never_said_that_it_started_began_with_its_lease() -> None:

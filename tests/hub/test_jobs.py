@@ -10,10 +10,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 from tests.hub._hub import TENANT, HubRig, graph, hub_in_process, submission
-from tests.hub._watching import lease, register
+from tests.hub._watching import lease, register, report
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker, Release
+from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
@@ -70,6 +71,21 @@ async def test_a_status_is_asked_for_in_every_spelling_and_answered_in_one(rig: 
             (found,) = (await rig.get(f"{path}?status={status}")).body["jobs"]
             assert (found["id"], found["status"]) == (waiting, "queued")
         assert (await rig.get(f"{path}/{running}")).body["status"] == "leased"
+
+
+async def test_a_list_shows_no_start_of_a_job_that_waits_again(rig: HubRig) -> None:
+    await register(rig)
+    job_id = await rig.submit()
+    leased = await lease(rig)
+    await report(rig, leased, NewsKind.ACCEPTED)
+    await report(rig, leased, NewsKind.STARTED)
+    (found,) = (await rig.get("/api/jobs")).body["jobs"]
+    assert found["started_at"] is not None and found["prompt_id"] is not None
+    await rig.engine.release(Release(leased.ref, "drain"))
+    (found,) = (await rig.get("/api/jobs")).body["jobs"]
+    shown = (await rig.get(f"/api/jobs/{job_id}")).body
+    assert (found["status"], found["started_at"], found["prompt_id"]) == ("queued", None, None)
+    assert (shown["started_at"], shown["prompt_id"]) == (None, None)
 
 
 async def test_the_whole_submission_of_the_documentation_is_taken(rig: HubRig) -> None:

@@ -35,6 +35,7 @@ from comfyfleet.model.dispatch import (
     Change,
     Dispatch,
     HeldBy,
+    Lease,
     LeaseRef,
     Phase,
     Write,
@@ -292,24 +293,23 @@ class WorkerDesk:
     async def progress(self, reports: Sequence[Report]) -> Beat:
         """News of leases that are still held goes out; that of others is dropped, and their holder is told."""
         context = self._context
-        held: dict[LeaseRef, WorkerId | None] = {}
+        held: dict[LeaseRef, Lease | None] = {}
         for report in reports:
             ref = report.ref
             if ref not in held:
                 dispatch = await self._held(ref)
-                lease = None if dispatch is None else dispatch.lease
-                held[ref] = None if lease is None else lease.worker_id
-            worker_id = held[ref]
-            if worker_id is None:
+                held[ref] = None if dispatch is None else dispatch.lease
+            lease = held[ref]
+            if lease is None:
                 continue
             if report.kind is NewsKind.ACCEPTED or report.kind is NewsKind.STARTED:
-                await self._note_start(report, worker_id)
+                await self._note_start(report, lease)
             context.bus.publish(
                 News(
                     ref.job_id,
                     report.kind,
                     context.clock.now(),
-                    worker_id,
+                    lease.worker_id,
                     ref.number,
                     report.data,
                     report.image,
@@ -317,20 +317,23 @@ class WorkerDesk:
             )
         return Beat(
             context.rules.lease_ttl_s,
-            tuple(ref for ref, worker_id in held.items() if worker_id is not None),
-            tuple(ref for ref, worker_id in held.items() if worker_id is None),
+            tuple(ref for ref, lease in held.items() if lease is not None),
+            tuple(ref for ref, lease in held.items() if lease is None),
             tuple(
                 command
-                for worker_id in dict.fromkeys(held.values())
-                if worker_id is not None
+                for worker_id in dict.fromkeys(lease.worker_id for lease in held.values() if lease)
                 for command in self._commands.take(worker_id)
             ),
         )
 
-    async def _note_start(self, report: Report, worker_id: WorkerId) -> None:
-        job: dict[str, object] = {"worker_id": worker_id, "prompt_id": prompt_id_of(report.ref.attempt_id)}
+    async def _note_start(self, report: Report, lease: Lease) -> None:
+        job: dict[str, object] = {
+            "worker_id": lease.worker_id,
+            "prompt_id": prompt_id_of(report.ref.attempt_id),
+        }
         if report.kind is NewsKind.STARTED:
-            job["started_at"] = self._context.clock.now()
+            # A lease has the time of the store, and the clock here may be behind it.
+            job["started_at"] = max(self._context.clock.now(), lease.leased_at)
         await self._context.store.write(Write(report.ref.job_id, HeldBy(report.ref), Change(), job=job))
 
     # how it ends

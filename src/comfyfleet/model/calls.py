@@ -47,20 +47,30 @@ class JobView(msgspec.Struct, frozen=True):
 
     @property
     def started_at(self) -> float | None:
-        """Of the run it is in, or ended with. None while it waits: what ran before is over."""
-        lease, started_at = self.dispatch.lease, self.job.started_at
-        if lease is not None and started_at is not None and started_at < lease.leased_at:
-            return None
-        return None if self.dispatch.phase is Phase.QUEUED else started_at
+        """Of the run it is in, or ended with. None while it waits, and where that run never began."""
+        return self.job.started_at if self._has_begun(self.job.started_at) else None
 
     @property
     def prompt_id(self) -> str | None:
         """As `started_at`."""
-        if self.dispatch.lease is not None and self.job.prompt_id != prompt_id_of(
-            self.dispatch.lease_ref().attempt_id
-        ):
+        run = self._attempt_id
+        if self.dispatch.phase is Phase.QUEUED or (run and self.job.prompt_id != prompt_id_of(run)):
             return None
-        return None if self.dispatch.phase is Phase.QUEUED else self.job.prompt_id
+        return self.job.prompt_id
+
+    def _has_begun(self, started_at: float | None) -> bool:
+        """Whether that is a time within the run it is in, or ended with."""
+        if started_at is None or self.dispatch.phase is Phase.QUEUED:
+            return False
+        if self.dispatch.lease is not None:
+            return started_at >= self.dispatch.lease.leased_at
+        return not self.attempts or started_at >= self.attempts[-1].started_at
+
+    @property
+    def _attempt_id(self) -> str | None:
+        if self.dispatch.lease is not None:
+            return self.dispatch.lease_ref().attempt_id
+        return self.attempts[-1].attempt_id if self.attempts else None
 
 
 class JobFilter(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -253,10 +253,12 @@ def details(view: JobView) -> JobDetails:
 
 
 def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
-    asked = record.payload
+    asked, phase = record.payload, phase or record.phase
+    # What ran before is over: what is left of it in the record is nothing of a job that waits.
+    waits = phase is Phase.QUEUED
     return {
         "id": record.job_id,
-        "status": spell(phase or record.phase),
+        "status": spell(phase),
         "service": asked.requirements.service,
         "tenant": record.tenant,
         "workflow_hash": record.workflow_hash,
@@ -265,9 +267,9 @@ def _of_record(record: Job, phase: Phase | None = None) -> dict[str, Any]:
         "reference": record.reference,
         "metadata": asked.metadata,
         "worker_id": record.worker_id,
-        "prompt_id": record.prompt_id,
+        "prompt_id": None if waits else record.prompt_id,
         "round": record.round,
-        "started_at": record.started_at,
+        "started_at": None if waits else record.started_at,
         "completed_at": record.completed_at,
         "not_before": asked.not_before,
         "deadline": asked.deadline,
