@@ -59,7 +59,7 @@ class Bodies:
     """Every large body that is being read or worked on at this hub."""
 
     def __init__(self, limits: Limits) -> None:
-        self.budget = Budget(limits.max_bodies_bytes, "large bodies")
+        self.budget = Budget(limits.max_bodies_bytes, "large bodies", "key")
         self._thread = ThreadPoolExecutor(1, "hub-bodies")
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class FileHandlers:
     def __init__(self, engine: Engine, assets: Assets | None) -> None:
         self._engine = engine
         self._kept = assets
-        self._disk = Budget(uploading.MAX_ALL_SPOOLED_BYTES, "forms")
+        self._disk = Budget(uploading.MAX_ALL_SPOOLED_BYTES, "forms", "tenant")
         self._thumbnails = None if assets is None else Thumbnails(assets)
 
     def bound(self) -> dict[str, Handler]:

@@ -76,10 +76,11 @@ class Budget:
     """Bytes that are held for a while: so many in all, and half of them by one holder at most, so that it does not keep
     everybody else out. What does not fit is refused, not queued: a queue would hold what has arrived."""
 
-    def __init__(self, most: int, of: str) -> None:
-        """`of`: what they are, as whoever is refused reads it."""
+    def __init__(self, most: int, of: str, holder: str) -> None:
+        """`of`: what they are; `holder`: who holds them. Both are words of the refusal."""
         self._most = most
         self._of = of
+        self._holder = holder
         self._by_holder: Counter[str] = Counter()
         self.held = 0
 
@@ -87,8 +88,8 @@ class Budget:
         if self.held + size > self._most or self._by_holder[holder] + size > self._most // 2:
             raise Refusal(
                 RefusalCode.UNAVAILABLE,
-                f"the hub takes {self._of} of {self._most} bytes at a time and no more, half of it for one key; "
-                "try again",
+                f"the hub takes {self._of} of {self._most} bytes at a time and no more, half of it for one "
+                f"{self._holder}; try again",
                 retry_after_s=_AGAIN_S,
             )
         self._by_holder[holder] += size
