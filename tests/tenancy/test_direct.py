@@ -164,6 +164,20 @@ async def test_of_a_tenant_that_was_deleted_nothing_that_was_said_stays(fleet: F
     assert await fleet.central.cabinet.listing(DRAWER) == []
 
 
+async def test_a_document_that_nobody_can_read_keeps_no_other_text_waiting(
+    fleet: Fleet, direct: Engine
+) -> None:
+    await fleet.tenant(granted=100, allows_direct=True)
+    job_id = await fleet.submit()
+    job = await leased(direct)
+    assert job is not None
+    await direct.fail(FailureReport(job.ref, said(FailureKind.INTERRUPTED)))
+    await fleet.central.cabinet.put(DRAWER, "0", b"of a newer version", version=None)
+    await fleet.relay.look(at_once=True)
+    assert [each.name for each in await fleet.central.cabinet.listing(DRAWER)] == ["0"]
+    assert (await fleet.engine.get(job_id)).job.failure == said(FailureKind.INTERRUPTED)
+
+
 @pytest.mark.parametrize("length", [10, 100_000])
 def test_a_text_that_waits_for_a_hub_fits_into_a_document(length: int) -> None:
     noise = "".join(map(chr, random.Random(1).choices(range(0x4E00, 0x9F00), k=length)))
@@ -175,5 +189,6 @@ def test_a_text_that_waits_for_a_hub_fits_into_a_document(length: int) -> None:
     body = body_of(left)
     assert len(body) < 64 * 1024
     found = left_in(body)
+    assert found is not None
     assert found.text.failure.message and failure.message.startswith(found.text.failure.message)
     assert found == left or length > 10

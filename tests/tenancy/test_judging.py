@@ -150,20 +150,25 @@ async def test_jobs_of_another_hub_are_judged_too(tmp_path: Path) -> None:
         assert graph() == (await other.engine.get(job_id)).job.payload.workflow
 
 
+class _Newest(OpenGate):
+    """Judges by the terms as they are now."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._tenants = fleet.estate.tenants
+
+    async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
+        return await self._tenants.newest(tenant_id)
+
+
+async def _is_away(*_: object) -> None:
+    raise Fault("the store is away")
+
+
 async def test_a_round_that_is_sent_late_and_may_not_run_any_more_fails_and_is_refunded(fleet: Fleet) -> None:
-    tenants = fleet.estate.tenants
-
-    class Gate(OpenGate):
-        async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
-            return await tenants.newest(tenant_id)
-
-    async def is_away(*_: object) -> None:
-        raise Fault("the store is away")
-
     await fleet.worker()
-    fleet.engine.judged_by(Gate())
+    fleet.engine.judged_by(_Newest(fleet))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet.central, "enqueue", is_away)
+        patch.setattr(fleet.central, "enqueue", _is_away)
         denied, also_denied = await fleet.submit(), await fleet.submit(priority=-1)
     assert await fleet.central.load(denied) is None, "it waits in its tenant's database alone"
     await changed(fleet, caps=TenantCaps(max_nodes=1))
@@ -173,5 +178,27 @@ async def test_a_round_that_is_sent_late_and_may_not_run_any_more_fails_and_is_r
         assert job.phase is Phase.FAILED and job.failure is not None
         assert job.failure.kind is FailureKind.INVALID_WORKFLOW and "terms" in job.failure.message
     assert await fleet.poll() is None
+    assert await fleet.account() == Account(ACME, 100)
+    await fleet.check()
+
+
+async def test_a_round_that_is_sent_late_and_whose_hub_died_before_it_was_judged_ends_by_itself(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(*_: object) -> None:
+        raise Fault("this hub is gone")
+
+    await fleet.worker()
+    fleet.engine.judged_by(_Newest(fleet))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet.central, "enqueue", _is_away)
+        job_id = await fleet.submit()
+    await changed(fleet, caps=TenantCaps(max_nodes=1))
+    monkeypatch.setattr(fleet.engine.judge, "judge_again", dies)
+    await fleet.relay.look(at_once=True)
+    assert await fleet.poll() is None, "it is in the queue and nobody gets it"
+    assert isinstance(fleet.clock, ManualClock)
+    await fleet.clock.advance(61)
+    assert (await fleet.engine.get(job_id)).job.phase is Phase.FAILED
     assert await fleet.account() == Account(ACME, 100)
     await fleet.check()

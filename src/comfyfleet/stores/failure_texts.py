@@ -150,8 +150,12 @@ def body_of(left: LeftText) -> bytes:
     return body
 
 
-def left_in(body: bytes) -> LeftText:
-    return _left.decode(zlib.decompress(body))
+def left_in(body: bytes) -> LeftText | None:
+    """None: it cannot be read. A newer version wrote it, or somebody else did."""
+    try:
+        return _left.decode(zlib.decompress(body))
+    except (zlib.error, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def without_a_hub(store: Store) -> Store:

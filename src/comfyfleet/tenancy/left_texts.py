@@ -8,8 +8,8 @@ from collections.abc import Collection
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureText
-from comfyfleet.ports import Document, Store
-from comfyfleet.stores.failure_texts import DRAWER, left_in
+from comfyfleet.ports import Store
+from comfyfleet.stores.failure_texts import DRAWER, LeftText, left_in
 from comfyfleet.tenancy.homes import Homes
 
 _LOG = logging.getLogger(__name__)
@@ -23,40 +23,48 @@ class LeftTexts:
 
     async def of(self, attempt_ids: Collection[str]) -> dict[str, FailureText]:
         """Those that are still in the drawer."""
-        found = {each: await self._central.cabinet.get(DRAWER, each) for each in attempt_ids}
-        return {each: left_in(document.body).text for each, document in found.items() if document is not None}
+        found: dict[str, FailureText] = {}
+        for each in attempt_ids:
+            document = await self._central.cabinet.get(DRAWER, each)
+            if document is not None and (left := left_in(document.body)) is not None:
+                found[each] = left.text
+        return found
 
     async def take(self, attempt_ids: Collection[str]) -> None:
         """Before their round ends: afterwards its tenant's database takes nothing more of it."""
         for each in attempt_ids:
-            if (document := await self._central.cabinet.get(DRAWER, each)) is not None:
-                await self._take(document)
+            document = await self._central.cabinet.get(DRAWER, each)
+            if document is not None and (left := left_in(document.body)) is not None:
+                await self._take(document.name, left)
 
     async def take_all(self) -> None:
-        """Those of tenants whose database is away stay where they are."""
+        """Those of tenants whose database is away stay where they are, and those that cannot be read."""
         after = ""
         while self._central.is_shared:
             page = await self._central.cabinet.listing(DRAWER, after, _PAGE)
             for document in page:
                 after = document.name
+                left = left_in(document.body)
+                if left is None:
+                    _LOG.info("what was said of %s cannot be read", after)
+                    continue
                 try:
-                    tenant = await self._homes.tenants.get(left_in(document.body).tenant)
+                    tenant = await self._homes.tenants.get(left.tenant)
                     if tenant is None or not self._homes.pools.is_away(tenant.pool):
-                        await self._take(document)
+                        await self._take(after, left)
                 except Fault as fault:
                     _LOG.info("what was said of %s goes to its tenant's database later: %s", after, fault)
             if len(page) < _PAGE:
                 return
 
-    async def _take(self, document: Document) -> None:
-        left = left_in(document.body)
+    async def _take(self, attempt_id: str, left: LeftText) -> None:
         home = await self._homes.of(left.tenant) or await self._homes.newest(left.tenant)
         if home is not None and not await home.database.keep_failure(
-            left.hold_id, document.name, left.text, left.at
+            left.hold_id, attempt_id, left.text, left.at
         ):
             newest = await self._homes.tenants.newest(left.tenant)
             if newest is not None and newest.pool != home.tenant.pool:
                 return  # It has just moved: the next look finds it there.
-            _LOG.info("what was said of %s is not kept: its round is over", document.name)
+            _LOG.info("what was said of %s is not kept: its round is over", attempt_id)
         # Of a tenant that was deleted nothing is kept.
-        await self._central.cabinet.remove(DRAWER, document.name)
+        await self._central.cabinet.remove(DRAWER, attempt_id)
