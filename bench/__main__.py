@@ -18,6 +18,7 @@ from tests._home import own_home
 from bench._measure import STORES, Entry, Plan
 from bench._report import draw, write
 from bench.answering import submit_and_poll
+from bench.auditing import audit_of_several_hubs
 from bench.beside_redis import idle_to_start, redis_throughput
 from bench.client_calls import share_of_the_server
 from bench.embedded import durable_cycles
@@ -26,6 +27,7 @@ from bench.leasing import behind_misfits, flat_leases
 from bench.pooling import pool_throughput
 from bench.restarting import restart_with_a_backlog
 from bench.streaming import watching
+from bench.terms import leases_with_terms
 from bench.waiting_memory import memory_of_waiting
 
 # Each goal, on which stores, by what.
@@ -42,7 +44,11 @@ GOALS: dict[str, tuple[tuple[str, ...], Callable[[Plan, str], Awaitable[list[Ent
     "10": (STORES, memory_of_waiting),
     "11": (STORES, filling_an_empty_lane),
     "12": (("sqlite",), restart_with_a_backlog),
+    "13": (("postgres",), leases_with_terms),
+    "14": (("redis",), audit_of_several_hubs),
 }
+UNMEASURED = frozenset({"13", "14"})
+"""Those that have no figures yet: they wait for a machine that does nothing else."""
 
 
 @click.command()
