@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from tests.policy._editor import Editor
-from tests.pool._fleet import fleet, quick, text_to_image
+from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, QUICK_RULES, fleet, quick, text_to_image
 
-from comfyfleet import Refusal
+from comfyfleet import Refusal, WorkflowPool
 
 LEFT_OVER = {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "left-over.safetensors"}}
 
@@ -71,3 +71,26 @@ async def test_what_is_not_connected_is_known_also_while_the_server_is_away() ->
         job_id = await it.pool.enqueue(with_nodes(left=LEFT_OVER))
         await it.servers[0].restart()
         assert (await it.pool.wait(job_id, timeout=60)).files
+
+
+async def test_a_job_from_before_the_first_server_waits_for_nothing_that_is_not_connected() -> None:
+    """What an output is only servers say, and there is none yet."""
+    async with (
+        fleet() as it,
+        WorkflowPool([], rules=QUICK_RULES, agent=QUICK_AGENT, comfyui=QUICK_COMFYUI) as pool,
+    ):
+        early = [await pool.enqueue(with_nodes(left=LEFT_OVER)) for _ in range(2)]
+        needed = await pool.enqueue(
+            with_nodes(
+                left=LEFT_OVER,
+                decoded={"class_type": "VAEDecode", "inputs": {"samples": ["3", 0], "vae": ["left", 2]}},
+                saved={
+                    "class_type": "SaveImage",
+                    "inputs": {"images": ["decoded", 0], "filename_prefix": "b"},
+                },
+            )
+        )
+        await pool.add_server(it.servers[0].url)
+        for job_id in early:
+            assert (await pool.wait(job_id, timeout=60)).files
+        assert (await pool.get_job(needed)).status == "queued", "an output depends on it there"

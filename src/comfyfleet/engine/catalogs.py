@@ -171,7 +171,7 @@ class NodeCatalogs:
 
     async def needs_of(self, graph: Mapping[str, Any], needs: GraphNeeds) -> GraphNeeds:
         """What is left of the needs of a graph, where it is known which of its nodes a server would run."""
-        not_outputs = await self._known_not_outputs()
+        not_outputs = await self.not_outputs()
         if needs.last_classes.isdisjoint(not_outputs):
             # Every node leads to an output node, or to one of which that is not known.
             return needs
@@ -179,7 +179,8 @@ class NodeCatalogs:
             return await asyncio.to_thread(read_needs, graph, not_outputs)
         return read_needs(graph, not_outputs)
 
-    async def _known_not_outputs(self) -> frozenset[str]:
+    async def not_outputs(self) -> frozenset[str]:
+        """The node classes that no server calls an output."""
         known = await self._live_catalogs(self._not_outputs[0])
         # With nobody there, what was known last is still the best that is known.
         if known:

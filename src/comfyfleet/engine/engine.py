@@ -26,6 +26,7 @@ from comfyfleet.engine.jobs import JobDesk
 from comfyfleet.engine.judging import Judge
 from comfyfleet.engine.listing import list_jobs
 from comfyfleet.engine.missing import MissingDesk
+from comfyfleet.engine.narrowing import Narrowing
 from comfyfleet.engine.newest import Newest
 from comfyfleet.engine.operators import Action, OperatorDesk
 from comfyfleet.engine.purging import ended_job, forget, purge
@@ -129,6 +130,7 @@ class Engine:
         self.judge = Judge(self._context, self._rounds, self._verdicts)
         self._follower = Follower(self._context)
         self._unrunnable = Unrunnable(self._context)
+        self._narrowing = Narrowing(self._context, self._rounds, self._catalogs, self._unrunnable)
         self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
         self._foreign = ForeignDesk(self._context, self._workers)
         self._sweeper = Sweeper(
@@ -172,6 +174,7 @@ class Engine:
             stack.callback(self.bus.close)
             for part in (
                 self._follower,
+                self._narrowing,
                 self._dependencies,
                 self._relaying,
                 self._foreign,
@@ -381,10 +384,13 @@ class Engine:
     # the workers' door
 
     async def register(self, call: RegisterWorker) -> WorkerRecord:
-        return await self._workers.register(call)
+        worker = await self._workers.register(call)
+        self._narrowing.wake()
+        return worker
 
     async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
         await self._catalogs.describe(worker_id, nodes)
+        self._narrowing.wake()
 
     async def knows_nodes(self, worker: WorkerRecord) -> bool | None:
         """Whether a worker with the same signature has told of its nodes. None: this one has no signature."""

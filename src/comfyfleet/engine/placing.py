@@ -33,13 +33,32 @@ class Place(NamedTuple):
 def class_of(submission: Submission, graph: GraphNeeds, lesson: Lesson | None) -> RequirementClass:
     """What the caller declares, plus what the graph shows, plus which workers are known to be too slow."""
     declared = submission.requirements
+    models, node_classes = _named(submission, graph)
     needs = msgspec.structs.replace(
         declared,
-        models=tuple(sorted(graph.models.union(declared.models))),
-        node_classes=tuple(sorted(graph.node_classes.union(declared.node_classes))),
+        models=tuple(sorted(models)),
+        node_classes=tuple(sorted(node_classes)),
         needs_files=declared.needs_files or bool(submission.inputs),
     )
     return RequirementClass(without_slow(needs, lesson), submission.preferences, submission.tenant)
+
+
+def narrowed(cls: RequirementClass, submission: Submission, graph: GraphNeeds) -> RequirementClass:
+    """The class of a job that waits, without what its graph is known not to need. Nothing is added to it: whoever
+    placed the job may have known more."""
+    models, node_classes = _named(submission, graph)
+    needs = msgspec.structs.replace(
+        cls.requirements,
+        models=tuple(each for each in cls.requirements.models if each in models),
+        node_classes=tuple(each for each in cls.requirements.node_classes if each in node_classes),
+    )
+    return msgspec.structs.replace(cls, requirements=needs)
+
+
+def _named(submission: Submission, graph: GraphNeeds) -> tuple[frozenset[str], frozenset[str]]:
+    """Models and node classes, of the graph and as declared."""
+    declared = submission.requirements
+    return graph.models.union(declared.models), graph.node_classes.union(declared.node_classes)
 
 
 def where_accepted(context: Context, cls: RequirementClass, refusing: frozenset[str]) -> RequirementClass:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from comfyfleet.engine.context import Context
 from comfyfleet.model.dispatch import Dispatch, Phase
@@ -10,7 +10,7 @@ from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job
 
 MAX_COUNTED = 2_000
-"""Waiting jobs that a count looks at, the oldest first: each is read whole."""
+"""Waiting jobs that are looked at, the oldest first: each is read whole."""
 _PAGE = 100
 _REMEMBER_S = 30.0
 
@@ -45,16 +45,20 @@ class Unrunnable:
         return self._counted[0]
 
     async def _count(self) -> int:
+        return len([job_id async for job_id in self.oldest()])
+
+    async def oldest(self) -> AsyncIterator[JobId]:
+        """Those among the oldest jobs that wait, at most `MAX_COUNTED`."""
         fleet = self._context.fleet
         if all(fleet.selectivity(key) for key in fleet.classes):
-            return 0
-        count, after = 0, None
+            return
+        after = None
         for _ in range(MAX_COUNTED // _PAGE):
             page = await self._context.store.records.listing(
                 tenant=None, phase=Phase.QUEUED, limit=_PAGE, after=after
             )
-            count += len(await self.among(page))
+            for job_id in await self.among(page):
+                yield job_id
             if len(page) < _PAGE:
-                break
+                return
             after = page[-1].job_id
-        return count
