@@ -104,6 +104,41 @@ async def test_another_tenants_webhook_is_neither_changed_nor_tried(rig: HubRig,
     assert (await rig.post(f"/api/webhooks/{made['id']}/test", role=Role.TENANT)).body["is_delivered"]
 
 
+async def test_however_many_tests_are_asked_for_few_go_out_at_a_time(rig: HubRig, receiver: Receiver) -> None:
+    made = (await rig.post("/api/webhooks", {"url": receiver.url}, role=Role.TENANT)).body
+    path = f"/api/webhooks/{made['id']}/test"
+    receiver.is_open.clear()
+    asked = [asyncio.ensure_future(rig.post(path, role=Role.TENANT)) for _ in range(40)]
+    ended, under_way = await asyncio.wait(asked, timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+    while len(ended) < 36:
+        more, under_way = await asyncio.wait(under_way, timeout=60.0, return_when=asyncio.FIRST_COMPLETED)
+        assert more, "the others are refused while the receiver is silent"
+        ended |= more
+    assert {each.result().code for each in ended} == {"rate_limited"}
+    await receiver.until(4)
+    receiver.is_open.set()
+    assert [(await each).body["is_delivered"] for each in under_way] == [True] * 4
+    assert len(receiver.came) == 4
+    assert (await rig.post(path, role=Role.TENANT)).body["is_delivered"], (
+        "when they are over there is room again"
+    )
+
+
+async def test_a_silent_receiver_keeps_nobody_elses_test_waiting(rig: HubRig, receiver: Receiver) -> None:
+    silent = (await rig.post("/api/webhooks", {"url": receiver.url}, role=Role.TENANT)).body
+    receiver.is_open.clear()
+    asked = [
+        asyncio.ensure_future(rig.post(f"/api/webhooks/{silent['id']}/test", role=Role.TENANT))
+        for _ in range(4)
+    ]
+    await receiver.until(4)
+    async with receiving("127.0.0.2") as other:
+        made = (await rig.post("/api/webhooks", {"url": other.url})).body
+        assert (await rig.post(f"/api/webhooks/{made['id']}/test")).body["is_delivered"]
+    receiver.is_open.set()
+    await asyncio.gather(*asked)
+
+
 async def test_two_changes_of_a_webhook_at_once_are_both_kept(rig: HubRig) -> None:
     made = (await rig.post("/api/webhooks", {"url": "https://example.com/"})).body
     path = f"/api/webhooks/{made['id']}"

@@ -8,21 +8,63 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.tracing import in_background
 
 _MAX_WAITING = 5_000
 _MAX_WAITING_OF_HOST = 500
 _GRACE_S = 2.0
+_AGAIN_S = 2.0
 
 
 class Bounds(msgspec.Struct, frozen=True):
     in_all: int = 64
     of_owner: int = 16
     of_host: int = 4
+
+
+TESTS = Bounds(in_all=16, of_owner=4, of_host=4)
+"""Of calls that somebody waits for: they have room of their own, so that they neither wait for deliveries nor keep
+them waiting."""
+
+
+class Waited:
+    """Calls whose caller waits for what comes of them: one that has no room is refused, and stands in no line."""
+
+    def __init__(self, bounds: Bounds = TESTS) -> None:
+        self._bounds = bounds
+        self._hosts: Counter[str] = Counter()
+        self._owners: Counter[str] = Counter()
+
+    @contextmanager
+    def room(self, host: str, owner: str) -> Iterator[None]:
+        bounds = self._bounds
+        if (
+            self._hosts.total() >= bounds.in_all
+            or self._hosts[host] >= bounds.of_host
+            or self._owners[owner] >= bounds.of_owner
+        ):
+            raise Refusal(
+                RefusalCode.RATE_LIMITED,
+                f"at most {bounds.in_all} test deliveries are under way at a time, {bounds.of_owner} of one owner and "
+                f"{bounds.of_host} to one host: wait for the answers to those before it",
+                retry_after_s=_AGAIN_S,
+            )
+        counters = ((self._hosts, host), (self._owners, owner))
+        for counter, key in counters:
+            counter[key] += 1
+        try:
+            yield
+        finally:
+            for counter, key in counters:
+                counter[key] -= 1
+                if not counter[key]:
+                    del counter[key]
 
 
 class Outgoing:

@@ -13,6 +13,7 @@ import time
 import msgspec
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.outgoing import Waited
 from comfyfleet.hub.safe_reports import made_safe
 from comfyfleet.model.errors import ComfyFleetError, Fault
 from comfyfleet.model.job import Job
@@ -53,6 +54,7 @@ class Sender:
         self._guard = guard
         self._chance = chance
         self._claim_s = claim_s
+        self._tests = Waited()
 
     async def send(self, name: str) -> bool:
         """False: there was nothing to send now."""
@@ -102,7 +104,11 @@ class Sender:
         )
 
     async def try_out(self, webhook: StandingWebhook) -> WebhookTested:
-        """A test delivery, once."""
+        """A test delivery, once. Refused while too many are under way: each may last as long as its receiver likes."""
+        with self._tests.room(host_of(webhook.url), "" if webhook.owner is None else webhook.owner):
+            return await self._try_out(webhook)
+
+    async def _try_out(self, webhook: StandingWebhook) -> WebhookTested:
         delivery_id = f"test_{secrets.token_hex(12)}"
         keys = await self._webhooks.signing(webhook.owner, make_secret())
         body = test_event(webhook.webhook_id, self._engine.now())
