@@ -107,13 +107,20 @@ class JobDesk:
     async def retry(self, job_id: JobId) -> Submitted:
         """By hand: a failed or cancelled job gets a new round, with fresh counters and its old place in line. A running
         one stays in its round: its worker is told to stop it, and it gets a new attempt."""
-        view = await self.get(job_id)
-        if view.dispatch.phase is Phase.LEASED:
-            return await self._retry_running(view)
-        return await self._retry_ended(view)
+        while True:
+            view = await self.get(job_id)
+            try:
+                if view.dispatch.phase is Phase.LEASED:
+                    return await self._retry_running(view)
+                return await self._retry_ended(view)
+            except _Overtaken:
+                # What was prepared is for another round than would begin now, or for none: its terms were not asked,
+                # nor what it waits for.
+                continue
 
     async def _retry_running(self, view: JobView) -> Submitted:
         def decide(dispatch: Dispatch, now: float) -> Write | None:
+            _must_be_as_seen(dispatch, view.dispatch)
             self._must_run(dispatch, "retry")
             if dispatch.stop is Stop.RETRY:
                 return None
@@ -154,6 +161,7 @@ class JobDesk:
         is_held = view.dispatch.is_held and is_legal
 
         def decide(dispatch: Dispatch, now: float) -> Write:
+            _must_be_as_seen(dispatch, view.dispatch)
             try:
                 phase = target(dispatch.phase, Move.RETRY)
             except IllegalMove as illegal:
@@ -338,6 +346,15 @@ class JobDesk:
                 if written.dispatch.stands_in_lane:
                     self._rounds.job_arrived(written.dispatch.class_key)
                 return written.dispatch, written
+
+
+class _Overtaken(Exception):
+    """The job has come into another phase, or another round, since it was looked at."""
+
+
+def _must_be_as_seen(dispatch: Dispatch, seen: Dispatch) -> None:
+    if (dispatch.phase, dispatch.round) != (seen.phase, seen.round):
+        raise _Overtaken
 
 
 def _no_job(job_id: JobId) -> Refusal:
