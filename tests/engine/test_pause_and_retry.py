@@ -179,3 +179,35 @@ async def test_a_worker_that_listens_hears_at_once() -> None:
         await rig.engine.pause(job_id)
         (command,) = await rig.engine.commands(WorkerId("a"), 0.01)
         assert (command.action, command.job_id, command.lease_number) == ("cancel", job_id, leased.ref.number)
+
+
+@pytest.mark.parametrize(
+    ("asked", "phase", "standing"),
+    [
+        ("cancel", Phase.CANCELLED, Standing.IN_LANE),
+        ("pause", Phase.QUEUED, Standing.PAUSED),
+        ("retry", Phase.QUEUED, Standing.IN_LANE),
+    ],
+)
+async def test_a_lease_that_goes_back_unheard_goes_back_as_was_asked_for_meanwhile(
+    asked: str, phase: Phase, standing: Standing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Rig() as rig:
+        await rig.worker("a")
+        job_id = await rig.submit()
+        assert await rig.poll("a") is not None
+        held = await rig.store.load(job_id)
+        assert held is not None
+        read = rig.store.load
+
+        async def then_asked(each: JobId) -> Dispatch | None:
+            found = await read(each)
+            monkeypatch.setattr(rig.store, "load", read)
+            await getattr(rig.engine, asked)(job_id)
+            return found
+
+        monkeypatch.setattr(rig.store, "load", then_asked)
+        await rig.engine._context.give_back(held)
+        after = await state_of(rig, job_id)
+        assert (after.phase, after.standing, after.lease) == (phase, standing, None)
+        assert (after.pause_requested_at, after.retry_requested_at) == (None, None)

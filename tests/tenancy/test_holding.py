@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.tenancy._estate import ACME, BORG, one_fleet
 
+from comfyfleet.model.dispatch import Phase, Standing
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.terms import TenantTerms
 from comfyfleet.policy import tenants as policy
@@ -68,3 +69,41 @@ async def test_a_moment_never_shortens_what_another_hub_has_said(
         monkeypatch.setattr(home.database, "leasable", suspended_meanwhile)
         assert await fleet.poll() is None
         assert await fleet.central.shares.terms() == [TenantTerms(ACME, held_until=float("inf"))]
+
+
+@pytest.mark.parametrize(
+    ("asked", "phase", "standing"),
+    [
+        ("cancel", Phase.CANCELLED, Standing.IN_LANE),
+        ("pause", Phase.QUEUED, Standing.PAUSED),
+        ("retry", Phase.QUEUED, Standing.IN_LANE),
+    ],
+)
+async def test_what_is_asked_for_while_the_database_is_looked_at_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, phase: Phase, standing: Standing
+) -> None:
+    """The job is leased for that moment, so its worker is to confirm; and no worker ever hears of it."""
+    clock = ManualClock()
+    async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
+        await fleet.tenant(granted=100)
+        await fleet.worker()
+        job_id = await fleet.submit()
+        home = await fleet.estate.homes.of(ACME)
+        assert home is not None
+
+        async def away(*_: object) -> None:
+            await getattr(fleet.engine, asked)(job_id)
+            raise Fault("the database is away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(home.database, "leasable", away)
+            assert await fleet.poll() is None
+        dispatch = await fleet.central.load(job_id)
+        assert dispatch is not None and dispatch.lease is None
+        assert (dispatch.phase, dispatch.standing) == (phase, standing)
+        assert (dispatch.pause_requested_at, dispatch.retry_requested_at) == (None, None)
+        await clock.advance(3.5)
+        if asked == "retry":
+            assert (await fleet.take()).job_id == job_id
+        else:
+            assert await fleet.poll() is None

@@ -87,9 +87,11 @@ class JobDesk:
         told = {"reason": reason} if reason else None
 
         def decide(dispatch: Dispatch, now: float) -> Write | None:
-            if dispatch.phase.is_final or dispatch.cancel_requested_at is not None:
+            if dispatch.phase.is_final:
                 return None
             if dispatch.phase is Phase.LEASED:
+                if dispatch.stop is Stop.CANCEL:
+                    return None
                 asked = asked_to_stop(dispatch, Stop.CANCEL, now, context.rules)
                 change = msgspec.structs.replace(asked, cancel_reason=reason)
                 return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED, told))

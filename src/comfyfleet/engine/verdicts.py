@@ -22,7 +22,6 @@ from comfyfleet.model.dispatch import (
     Change,
     Dispatch,
     Guard,
-    HeldBy,
     Phase,
     Stop,
     Write,
@@ -167,10 +166,13 @@ class Verdicts:
 
     async def give_back(self, dispatch: Dispatch) -> None:
         """A lease whose holder went away before it was told of it."""
-        guard = HeldBy(dispatch.lease_ref())
-        current = await self._context.store.load(dispatch.job_id)
-        if current is not None and current.lease is not None:
-            await self.released(current, guard, "the worker went away")
+        store, ref = self._context.store, dispatch.lease_ref()
+        # Written only over what was read: a stop that is asked for in between is not forgotten.
+        while (current := await store.load(ref.job_id)) is not None and current.lease is not None:
+            if current.lease_ref() != ref:
+                return
+            if await self.released(current, AtRevision(current.revision), "the worker went away") is not None:
+                return
 
     async def stopped(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
         """The holder confirmed, gave the lease back, or had its time to."""

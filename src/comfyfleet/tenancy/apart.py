@@ -26,6 +26,7 @@ from comfyfleet.model.dispatch import (
     LeaseOffer,
     Phase,
     Standing,
+    Stop,
     Write,
     Written,
 )
@@ -38,6 +39,7 @@ from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import TenantState
 from comfyfleet.policy import accounting
 from comfyfleet.policy.fairness import used_s
+from comfyfleet.policy.lifecycle import cancelled
 from comfyfleet.policy.settling import hold_of
 from comfyfleet.policy.tenants import terms_of
 from comfyfleet.policy.terms import check_state
@@ -237,18 +239,16 @@ class ApartStore:
             await self.central.shares.put_terms(terms)
 
     async def _give_back(self, dispatch: Dispatch) -> None:
-        """Uncharged and uncounted: no worker has heard of it."""
-        change = Change(phase=Phase.QUEUED, standing=Standing.IN_LANE, lease=None)
-        await self.central.write(
-            Write(
-                dispatch.job_id,
-                HeldBy(dispatch.lease_ref()),
-                change,
-                attempt_end=AttemptEnd(AttemptOutcome.RELEASED, used_s=0.0),
-                facts=(FactDraft(FactKind.RELEASED, {"reason": "the tenant's database is away"}),),
-                job={"phase": Phase.QUEUED},
-            )
-        )
+        """Uncharged and uncounted: no worker has heard of it, so what its worker was to stop for is done at once."""
+        ref = dispatch.lease_ref()
+        while (held := await self.central.load(ref.job_id)) is not None:
+            if held.lease is None or held.lease_ref() != ref:
+                return
+            written = await self.central.write(_given_back(held, await self.central.now()))
+            if written is not None:
+                if written.dispatch.phase.is_final:
+                    self.left_behind()
+                return
 
     async def _drop(self, home: Home | None, dispatch: Dispatch) -> None:
         """What is over in the tenant's database, or was never there, does not run."""
@@ -430,6 +430,32 @@ _BEGUN_ANEW: dict[str, Any] = {
     "is_late": False,
 }
 _PRIVATE = frozenset({"payload", "result"})
+
+
+def _given_back(dispatch: Dispatch, now: float) -> Write:
+    change = Change(
+        phase=Phase.QUEUED,
+        standing=Standing.PAUSED if dispatch.stop is Stop.PAUSE else Standing.IN_LANE,
+        lease=None,
+        pause_requested_at=None,
+        retry_requested_at=None,
+    )
+    job: dict[str, Any] = {"phase": Phase.QUEUED}
+    fact = FactDraft(FactKind.RELEASED, {"reason": "the tenant's database is away"})
+    if dispatch.stop is Stop.PAUSE:
+        fact = FactDraft(FactKind.PAUSED)
+    elif dispatch.stop is Stop.CANCEL:
+        change, job = cancelled(dispatch), {"phase": Phase.CANCELLED, "completed_at": now}
+        reason = dispatch.cancel_reason
+        fact = FactDraft(FactKind.CANCELLED, {"reason": reason} if reason else None)
+    return Write(
+        dispatch.job_id,
+        AtRevision(dispatch.revision),
+        change,
+        attempt_end=AttemptEnd(AttemptOutcome.RELEASED, used_s=0.0),
+        facts=(fact,),
+        job=job,
+    )
 
 
 def _without_private(write: Write) -> Write:
