@@ -278,6 +278,33 @@ def test_texts_of_nothing_but_zeros_count_as_what_was_read() -> None:
     assert "more texts than" in refused(shared, "cat.webp")
 
 
+def test_names_of_texts_count_as_what_was_read_and_are_told_in_bounds() -> None:
+    long = bytes([97]) * (MAX_TEXT_BYTES // 2)
+    assert "more texts than" in refused(SIGNATURE + chunk(b"tEXt", long) * 5)
+    words = refused(SIGNATURE + chunk(b"tEXt", long) + chunk(b"tEXt", b"a\x1b[2J\0b"))
+    assert len(words) < 1_000 and "\x1b" not in words
+
+
+@pytest.mark.parametrize("depth", [900, 980, 990, 5_000])
+def test_however_much_is_around_a_workflow_it_is_looked_for_in_a_bounded_number_of_objects(
+    depth: int,
+) -> None:
+    content = b'{"prompt":' * depth + b"{}" + b"}" * depth
+    assert "carries a prompt that is no workflow" in refused(
+        SIGNATURE + chunk(b"tEXt", b"prompt\0" + content)
+    )
+    try:
+        assert "1" not in read(content, "flow.json")
+    except InvalidWorkflow as error:
+        assert "nested deeper" in str(error)
+
+
+def test_an_object_that_holds_itself_is_no_workflow() -> None:
+    around: dict[str, Any] = {}
+    around["prompt"] = around
+    assert workflow_in(around) == around
+
+
 @pytest.mark.parametrize("value", ["[],", '{"":0},', "0,"])
 def test_json_of_more_values_than_any_workflow_has_is_refused_before_it_is_read(value: str) -> None:
     text = '{"a": [' + value * 2_000_001 + "0]}"

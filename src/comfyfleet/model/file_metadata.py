@@ -1,8 +1,8 @@
 """The texts that a picture, a sound or a video carries beside its content, by name: PNG, WebP, JPEG, FLAC, MP4, WebM.
 
 Only lengths and texts are read, never pixels, so a file of any size is read in little memory. Whatever a file claims,
-one text has at most `MAX_TEXT_BYTES`, unpacked too, and a file is given up after `_MAX_PARTS` parts. Names are in lower
-case.
+one text has at most `MAX_TEXT_BYTES`, unpacked too, all of them with their names twice as much, and a file is given up
+after `_MAX_PARTS` parts. Names are in lower case.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import BinaryIO
 MAX_TEXT_BYTES = 16 * 1024 * 1024
 _MAX_PARTS = 100_000
 _MAX_TEXTS = 200
+_MAX_NAME = 200
+"""PNG allows 79; what has a longer one is passed over."""
 _MAX_DEPTH = 8
 
 
@@ -55,9 +57,10 @@ def texts_in(file: BinaryIO, kind: FileKind) -> dict[str, str]:
     size = 0
     try:
         for number, (name, text) in enumerate(_READERS[kind](_File(file))):
-            found.setdefault(name.lower(), text.strip("\0"))
+            if len(name) <= _MAX_NAME:
+                found.setdefault(name.lower(), text.strip("\0"))
             # Before anything is taken off: what was read is what it cost.
-            size += len(text)
+            size += len(name) + len(text)
             if number >= _MAX_TEXTS or size > 2 * MAX_TEXT_BYTES:
                 raise BadFile("it has more texts than any picture should")
     except (struct.error, IndexError, zlib.error) as error:

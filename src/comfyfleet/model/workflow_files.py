@@ -20,6 +20,8 @@ MAX_JSON_BYTES = 256 * 1024 * 1024
 """No file of JSON is read beyond this; a hub takes less."""
 MAX_VALUES = 2_000_000
 """Decoded, a value takes a hundred bytes and more, however short its text."""
+_MAX_AROUND = 8
+"""Objects around a workflow; a file may have as many as it likes."""
 _HEAD = 64
 _OWN_FOLDER = re.compile(r"\A(comfyfleet/[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}/)+")
 
@@ -52,15 +54,19 @@ def read_workflow_file(file: BinaryIO, shown: str) -> dict[str, Any]:
 def workflow_in(found: Mapping[str, Any]) -> dict[str, Any]:
     """The workflow in an object that holds one: `{"workflow": …}`, `{"prompt": …}` (as ComfyUI is sent it), or the
     workflow itself. Where it has both, the prompt: servers run that as it is."""
-    if isinstance(found.get("nodes"), list) or any(_is_node(each) for each in found.values()):
-        return dict(found)
-    for name in ("prompt", "workflow"):
-        inner = found.get(name)
-        if isinstance(inner, str):
-            inner = _decoded(inner)
-        if isinstance(inner, Mapping):
-            return workflow_in(inner)
+    for _ in range(_MAX_AROUND):
+        if isinstance(found.get("nodes"), list) or any(_is_node(each) for each in found.values()):
+            break
+        inner = next(filter(None, (_inside(found.get(name)) for name in ("prompt", "workflow"))), None)
+        if inner is None:
+            break
+        found = inner
     return dict(found)
+
+
+def _inside(given: Any) -> Mapping[str, Any] | None:
+    inner = _decoded(given) if isinstance(given, str) else given
+    return inner if isinstance(inner, Mapping) else None
 
 
 def _is_node(value: Any) -> bool:
@@ -125,7 +131,8 @@ def _from_texts(texts: Mapping[str, str], shown: str) -> dict[str, Any]:
         raise InvalidWorkflow(
             f"{shown} carries no workflow: its metadata is of another program, which saves parameters alone."
         )
-    names = ", ".join(sorted(texts)[:5])
+    # A file has whatever names it likes.
+    names = ", ".join(name if name.isprintable() else repr(name) for name in sorted(texts)[:5])
     raise InvalidWorkflow(
         f"{shown} carries no workflow: its metadata has {names}, and neither prompt nor workflow."
     )
