@@ -59,6 +59,19 @@ def test_an_answer_that_is_no_problem_is_a_fault(body: bytes) -> None:
     assert isinstance(refusal_in(502, body), Fault)
 
 
+@pytest.mark.parametrize("named", ["self", "message", "args", "details"])
+def test_whatever_stands_beside_a_problem_it_is_read(named: str) -> None:
+    again = refusal_in(503, msgspec.json.encode({"code": "unavailable", "detail": "why", named: 1}))
+    assert isinstance(again, Refusal) and again.message == "why"
+
+
+@pytest.mark.parametrize("said", ["soon", [], {}, True, -1, 1e400])
+def test_a_time_to_wait_that_is_none_is_left_out(said: object) -> None:
+    body = msgspec.json.encode({"code": "unavailable", "retry_after_s": said})
+    again = refusal_in(503, body.replace(b"null", b"1e400"))
+    assert not isinstance(again, Refusal) or "retry_after_s" not in again.details
+
+
 def test_statuses_are_understood_from_every_face() -> None:
     for face, phase in itertools.product(Face, Phase):
         assert understood(spell(phase, face)) is phase

@@ -112,9 +112,12 @@ def refusal_in(status: int, body: bytes) -> Refusal | Fault:
     except (msgspec.MsgspecError, UnicodeDecodeError, KeyError, ValueError):
         return Fault(f"the hub answered with status {status} and no problem it is known for")
     rest = {name: value for name, value in members.items() if name not in Problem.__struct_fields__}
-    if (retry_after_s := members.get("retry_after_s")) is not None:
+    retry_after_s = members.get("retry_after_s")
+    if isinstance(retry_after_s, int | float) and not isinstance(retry_after_s, bool) and retry_after_s >= 0:
         rest["retry_after_s"] = retry_after_s
-    rest.pop("message", None)
+    # Whoever answered may be no hub at all.
+    for name in ("self", "message"):
+        rest.pop(name, None)
     return Refusal(code, str(members.get("detail", "")), **rest)
 
 
