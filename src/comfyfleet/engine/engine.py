@@ -178,6 +178,7 @@ class Engine:
                 self._dependencies,
                 self._relaying,
                 self._foreign,
+                self._missing,
                 self._sweeper,
                 self._rounds,
             ):

@@ -11,6 +11,7 @@ from comfyfleet.engine.context import Context
 from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.policy.feasibility import names_missing
+from comfyfleet.ports import Timer
 
 _FRESH_S = 2.0
 _MAX_CLASSES = 100
@@ -19,6 +20,7 @@ _MAX_NAME = 300
 """No file and no class is called anything longer; what a caller writes into a graph may be."""
 _MAX_CALLED = 100
 """Others hear of it with their next heartbeat."""
+_CALL_EVERY_S = 2.0
 
 
 class MissingDesk:
@@ -31,6 +33,9 @@ class MissingDesk:
         self._known: dict[ProfileKey, tuple[str, ...]] = {}
         """For them: what workers of a profile lack."""
         self._called_for: dict[ClassKey, None] = {}
+        self._to_call: dict[WorkerId, None] = {}
+        self._called_at = float("-inf")
+        self._timer: Timer | None = None
 
     async def of(self, worker_id: WorkerId) -> tuple[str, ...]:
         worker = self._context.fleet.workers.get(worker_id)
@@ -51,7 +56,8 @@ class MissingDesk:
         return known
 
     def call(self, cls: RequirementClass) -> None:
-        """A job of this class has come and nobody can take it: those that lack a name or two are to ask at once."""
+        """A job of this class has come and nobody can take it: those that lack a name or two are to ask at once, or
+        soon, where others were called a moment ago."""
         self._read_at = float("-inf")
         fleet = self._context.fleet
         key = fleet.key_of(cls)
@@ -60,11 +66,29 @@ class MissingDesk:
         if len(self._called_for) >= _MAX_CLASSES:
             self._called_for.clear()
         self._called_for[key] = None
-        left = _MAX_CALLED
         for worker in fleet.workers.values():
-            if left and not worker.is_offline and names_missing(cls, worker.worker_id, worker.capabilities):
-                left -= 1
-                self._commands.call(worker.worker_id)
+            if len(self._to_call) == _MAX_CALLED:
+                break
+            if not worker.is_offline and names_missing(cls, worker.worker_id, worker.capabilities):
+                self._to_call[worker.worker_id] = None
+        if self._timer is None and self._to_call:
+            clock = self._context.clock
+            wait_s = self._called_at + _CALL_EVERY_S - clock.monotonic()
+            if wait_s <= 0:
+                self._call_now()
+            else:
+                self._timer = clock.call_at(clock.now() + wait_s, self._call_now)
+
+    def _call_now(self) -> None:
+        """Whoever is called sends a heartbeat and looks at its servers: not for each of many jobs."""
+        self._timer, self._called_at = None, self._context.clock.monotonic()
+        called, self._to_call = self._to_call, {}
+        for worker_id in called:
+            self._commands.call(worker_id)
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     async def _read(self) -> None:
         now = self._context.clock.monotonic()
