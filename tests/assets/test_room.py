@@ -113,3 +113,52 @@ async def test_the_bound_is_a_setting(tmp_path: Path) -> None:
         await assets.reserve(ACME, size=10)
         with pytest.raises(Refusal, match="10 bytes of 10"):
             await assets.reserve(ACME, size=1)
+
+
+async def sent(assets: LocalAssets, record: FileRecord, size: int = 60) -> FileRecord:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"x" * size
+
+    return await assets.receive(record, pieces())
+
+
+async def test_a_file_that_is_deleted_while_it_is_put_into_place_leaves_nothing(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assets = house.assets
+    record, change = await assets.reserve(ACME, size=60), assets._change
+
+    async def then_deleted(*asked: object, **fields: object) -> FileRecord:
+        changed = await change(*asked, **fields)  # type: ignore[arg-type]
+        await assets.forget(record)
+        return changed
+
+    monkeypatch.setattr(assets, "_change", then_deleted)
+    with pytest.raises(Refusal) as refused:
+        await sent(assets, record)
+    assert refused.value.code is RefusalCode.NOT_FOUND
+    assert await house.cabinet.listing(DRAWER) == [], "it would take room for ever"
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("is_again", [True, False])
+async def test_a_file_that_is_put_into_place_while_it_is_deleted_leaves_nothing(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_again: bool
+) -> None:
+    """Also where it is the same file, sent once more by a link that is good for a while."""
+    assets = house.assets
+    record, remove = await assets.reserve(ACME, size=60), assets._remove
+    if is_again:
+        record = await sent(assets, record)
+
+    async def then_sent(each: FileRecord) -> None:
+        monkeypatch.setattr(assets, "_remove", remove)
+        await remove(each)
+        await sent(assets, record)
+
+    monkeypatch.setattr(assets, "_remove", then_sent)
+    await assets.forget(record)
+    assert await assets.get(record.file_id) is None
+    assert await house.cabinet.listing(DRAWER) == []
+    assert left_in(tmp_path) == []
+    await brought(assets, 100)

@@ -26,6 +26,7 @@ from comfyfleet.assets.records import (
     FileRecords,
     check_is,
     check_is_open,
+    gone,
     in_one_piece,
     is_file_id,
     made_at,
@@ -76,6 +77,15 @@ class LocalAssets(FileRecords):
 
     async def _remove(self, record: FileRecord) -> None:
         await asyncio.to_thread(self.path(record).unlink, missing_ok=True)
+
+    async def forget(self, record: FileRecord) -> None:
+        await super().forget(record)
+        # Whoever sends it just now may have put it into place behind us, while there still was a record.
+        await self._leave_nothing(record)
+
+    async def _leave_nothing(self, record: FileRecord) -> None:
+        await self._remove(record)
+        await self._room.forget(record)
 
     async def _tidy(self, pages: int) -> None:
         await self._prune(pages)
@@ -157,6 +167,10 @@ class LocalAssets(FileRecords):
             if not await asyncio.to_thread(target.is_file):
                 await asyncio.to_thread(os.replace, partial, target)
             await self._room.note(received)
+            if await self.get(record.file_id, record.tenant) is None:
+                # Deleted meanwhile: whoever did so found nothing of this yet.
+                await self._leave_nothing(received)
+                raise gone(record.file_id)
         except OSError as error:
             raise Fault(f"the file could not be written: {error}. Make room on the hub's disk") from error
         finally:

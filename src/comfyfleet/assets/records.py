@@ -97,7 +97,7 @@ class FileRecords:
     async def _known(self, file_id: str) -> FileRecord:
         record = await self.get(file_id)
         if record is None:
-            raise _gone(file_id)
+            raise gone(file_id)
         return record
 
     async def _change(
@@ -105,7 +105,7 @@ class FileRecords:
     ) -> FileRecord:
         record = await self._records.change(file_id, check, fields=fields)
         if record is None:
-            raise _gone(file_id)
+            raise gone(file_id)
         return record
 
     async def keep_thumbnail(self, file_id: str, size: int, thumbnail: str) -> None:
@@ -213,7 +213,7 @@ async def _nowhere(_: str) -> bool:
     return False
 
 
-def _gone(file_id: str) -> Refusal:
+def gone(file_id: str) -> Refusal:
     return Refusal(RefusalCode.NOT_FOUND, f"there is no file {file_id!r} (any more)")
 
 
