@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from tests.hub._hub import HubRig, hub_in_process, running_hub, submission
+from tests.hub._hub import Answer, HubRig, hub_in_process, running_hub, submission
 from tests.hub._watching import complete, lease, register
 from tests.hub.test_files import left_in
 from tests.hub.test_inputs import edit
 
 from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
 
 
@@ -158,6 +160,73 @@ async def test_a_cancelled_job_of_a_tenant_with_a_database_goes_once_it_is_settl
         soon = await rig.ask("DELETE", f"/api/jobs/{job_id}", role=Role.TENANT)
         assert soon.code == "wrong_phase" and 0 < soon.body["retry_after_s"] <= 60
         assert (await rig.get(f"/api/jobs/{job_id}")).status == 200
+
+
+async def settled_job(rig: HubRig, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a tenant with a database, under the reference "mine"; its end need not be remembered for a minute."""
+    monkeypatch.setattr("comfyfleet.engine.purging.TOMBSTONE_S", 1e-3)
+    assert (await rig.post("/api/tenants", {"id": "acme"})).status == 201
+    job_id = await rig.submit(role=Role.TENANT, reference="mine")
+    await rig.post(f"/api/jobs/{job_id}/cancel", role=Role.TENANT)
+    return job_id
+
+
+async def deleted(rig: HubRig, job_id: str) -> Answer:
+    async with asyncio.timeout(60):
+        while True:
+            answer = await rig.ask("DELETE", f"/api/jobs/{job_id}", role=Role.TENANT)
+            if answer.status != 409:
+                return answer
+
+
+async def test_a_job_that_lies_in_a_database_goes_from_there_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
+        job_id = await settled_job(rig, monkeypatch)
+        assert (await deleted(rig, job_id)).status == 204
+        assert (await rig.get("/api/jobs", role=Role.TENANT)).body["jobs"] == []
+        assert await rig.submit(role=Role.TENANT, reference="mine") != job_id
+
+
+async def test_a_job_whose_tenant_is_on_its_way_to_another_pool_goes_when_it_has_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rows must stay as they are meanwhile; forgotten in the queue alone, its reference would lead nowhere."""
+    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
+        job_id = await settled_job(rig, monkeypatch)
+        home = await rig.estate.homes.of(TenantId("acme"))
+        assert home is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(home.database, "forget_jobs", _nothing_forgotten)
+            told = await deleted(rig, job_id)
+            assert (told.status, told.code) == (503, "unavailable")
+            assert (await rig.get(f"/api/jobs/{job_id}", role=Role.TENANT)).body["reference"] == "mine"
+        assert (await deleted(rig, job_id)).status == 204
+        assert await rig.submit(role=Role.TENANT, reference="mine") != job_id
+
+
+async def test_a_job_whose_database_goes_away_at_the_last_moment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with hub_in_process(pools={"default": f"sqlite:///{tmp_path}/tenants.db"}) as rig:
+        job_id = await settled_job(rig, monkeypatch)
+        home = await rig.estate.homes.of(TenantId("acme"))
+        assert home is not None
+
+        async def away(*_: object) -> None:
+            raise Fault("the database is away")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(home.database, "forget_jobs", away)
+            assert (await deleted(rig, job_id)).status == 503
+            assert (await rig.get(f"/api/jobs/{job_id}", role=Role.TENANT)).status == 200
+        assert (await deleted(rig, job_id)).status == 204
+        assert await rig.submit(role=Role.TENANT, reference="mine") != job_id
+
+
+async def _nothing_forgotten(*_: object) -> int:
+    return 0
 
 
 async def test_a_program_does_the_same(tmp_path: Path) -> None:

@@ -338,12 +338,14 @@ class Engine:
     async def retry(self, job_id: JobId) -> Submitted:
         return await self._jobs.retry(job_id)
 
-    async def forget(self, job_id: JobId) -> Dispatch:
-        """A job that has ended, whatever its age. Those who waited for it have heard of its end before."""
+    async def forget(self, job_id: JobId, elsewhere: Callable[[Dispatch], Awaitable[None]]) -> Dispatch:
+        """A job that has ended, whatever its age. Those who waited for it have heard of its end before. `elsewhere`
+        forgets first what lies outside the store."""
         dispatch = await ended_job(self.store, job_id)
         job = await self.store.records.get(job_id)
         if dispatch.is_awaited:
             await self._dependencies.tell_dependents(job_id)
+        await elsewhere(dispatch)
         forgotten = await forget(self.store, job_id)
         if job is not None:
             await forget_uses(self.store.cabinet, job)

@@ -1,17 +1,20 @@
-"""The handler that forgets a job: in the store, then in its tenant's database where it lies apart."""
+"""The handler that forgets a job: in its tenant's database where it lies apart, then in the store.
+
+In this order: what the store has forgotten nobody deletes a second time, and a record that stayed behind would keep its
+reference.
+"""
 
 from __future__ import annotations
-
-import logging
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.door import Call, Handler, Reply
 from comfyfleet.hub.owners import check_sees
-from comfyfleet.model.errors import Fault
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId
 from comfyfleet.tenancy.homes import Homes
 
-_LOG = logging.getLogger(__name__)
+_AGAIN_S = 5.0
 
 
 class DeleteHandlers:
@@ -25,14 +28,18 @@ class DeleteHandlers:
     async def delete(self, call: Call[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         await check_sees(call.caller, self._engine.store, job_id)
-        forgotten = await self._engine.forget(job_id)
-        if forgotten.is_apart:
-            try:
-                home = await self._homes.of(forgotten.tenant)
-                if home is not None:
-                    await home.database.forget_jobs([job_id], float("inf"))
-            except Fault as fault:
-                _LOG.warning(
-                    "job %s goes from its tenant's database when its time is over: %s", job_id, fault
-                )
+        await self._engine.forget(job_id, self._forget_apart)
         return Reply(204)
+
+    async def _forget_apart(self, dispatch: Dispatch) -> None:
+        home = await self._homes.of(dispatch.tenant) if dispatch.is_apart else None
+        if home is None:
+            return
+        job_id, database = dispatch.job_id, home.database
+        if not await database.forget_jobs([job_id], float("inf")) and await database.get(job_id) is not None:
+            raise Refusal(
+                RefusalCode.UNAVAILABLE,
+                f"job {job_id!r} cannot be deleted just now: its tenant is on its way to another database, or it is "
+                "being taken up again; try again",
+                retry_after_s=_AGAIN_S,
+            )
