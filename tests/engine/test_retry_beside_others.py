@@ -24,7 +24,7 @@ def after_its_look(rig: Rig, job_id: JobId, step: Callable[[], Awaitable[Any]]) 
             await step()
         return found
 
-    rig.store.attempts = read  # type: ignore[method-assign]
+    rig.store.attempts = read  # type: ignore[method-assign, assignment]
 
 
 def announced(rig: Rig) -> list[tuple[JobId, int]]:

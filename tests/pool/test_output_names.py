@@ -25,6 +25,8 @@ CAT = OutputFile("9", "images", "cat_00001_.png")
         ("out/{job}/", f"out/{JOB}/cat_00001_.png"),
         ("{index:03}{ext}", "002.png"),
         ("out/{job}", f"out/{JOB}.png"),
+        ("out/{name}", "out/cat_00001_.png"),
+        ("out/{index}_{name}", "out/2_cat_00001_.png"),
         ("out/{index}.jpg", "out/2.jpg"),
         ("a/../out/{index}{ext}", "a/../out/2.png"),
         ("out/{{x}}{index}{ext}", "out/{x}2.png"),

@@ -36,6 +36,8 @@ async def test_results_of_several_jobs_do_not_overwrite_each_other(tmp_path: Pat
         ("", "output"),
         ("a/", "output"),
         ("a\x00b.png", "a_b.png"),
+        ("a\x9b2Jb\x7f.png", "a_2Jb_.png"),
+        ("a\u202egnp.exe", "a_gnp.exe"),
     ],
 )
 async def test_a_servers_name_never_leads_out_of_the_folder(given: str, saved: str, tmp_path: Path) -> None:

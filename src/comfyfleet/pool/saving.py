@@ -11,8 +11,9 @@ import msgspec
 
 from comfyfleet.model.job import OutputFile
 
-# Separators and drives, what some systems take no name with, and what no name should have.
-_UNSAFE = re.compile(r'[\x00-\x1f<>:"|?*]')
+# Separators and drives, what some systems take no name with, and what no name should have: it means something to a
+# terminal, or turns the direction of what is read.
+_UNSAFE = re.compile(r'[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069<>:"|?*]')
 _DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _LONGEST = 200
 """Bytes of a name; most systems take 255, and a number may follow."""
@@ -60,7 +61,7 @@ class OutputPlace(msgspec.Struct, frozen=True):
             _check(part)
         if text.endswith(("/", "\\")):
             pattern.append("{name}{ext}")
-        elif not {"ext", "name"} & set(_fields(pattern[-1])) and not Path(pattern[-1]).suffix:
+        elif "ext" not in _fields(pattern[-1]) and not Path(pattern[-1]).suffix:
             pattern[-1] += "{ext}"
         return cls(Path(*parts[:first]), tuple(pattern))
 
