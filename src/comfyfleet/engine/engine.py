@@ -178,7 +178,6 @@ class Engine:
                 self._dependencies,
                 self._relaying,
                 self._foreign,
-                self._missing,
                 self._sweeper,
                 self._rounds,
             ):
@@ -338,18 +337,16 @@ class Engine:
     async def retry(self, job_id: JobId) -> Submitted:
         return await self._jobs.retry(job_id)
 
-    async def forget(self, job_id: JobId, elsewhere: Callable[[Dispatch], Awaitable[None]]) -> Dispatch:
-        """A job that has ended, whatever its age. Those who waited for it have heard of its end before. `elsewhere`
-        forgets first what lies outside the store."""
+    async def forget(self, job_id: JobId, elsewhere: Callable[[Dispatch], Awaitable[None]]) -> None:
+        """A job that has ended; those who waited for it have heard so. `elsewhere` forgets what lies elsewhere."""
         dispatch = await ended_job(self.store, job_id)
         job = await self.store.records.get(job_id)
         if dispatch.is_awaited:
             await self._dependencies.tell_dependents(job_id)
         await elsewhere(dispatch)
-        forgotten = await forget(self.store, job_id)
+        await forget(self.store, job_id)
         if job is not None:
             await forget_uses(self.store.cabinet, job)
-        return forgotten
 
     async def pause(self, job_id: JobId) -> None:
         await self._jobs.pause(job_id)

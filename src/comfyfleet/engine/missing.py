@@ -80,15 +80,12 @@ class MissingDesk:
                 self._timer = clock.call_at(clock.now() + wait_s, self._call_now)
 
     def _call_now(self) -> None:
-        """Whoever is called sends a heartbeat and looks at its servers: not for each of many jobs."""
+        """Whoever is called sends a heartbeat and looks at its servers: not for each of many jobs. When the engine has
+        closed meanwhile, nobody listens any more."""
         self._timer, self._called_at = None, self._context.clock.monotonic()
         called, self._to_call = self._to_call, {}
         for worker_id in called:
             self._commands.call(worker_id)
-
-    async def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
     async def _read(self) -> None:
         now = self._context.clock.monotonic()
