@@ -203,6 +203,40 @@ async def test_an_old_worker_registers_asks_reports_and_completes(rig: HubRig) -
         assert (await rig.get(f"/api/jobs/{job_id}/result")).body["result"] == {"outputs": {"result": result}}
 
 
+async def test_a_worker_is_told_whose_job_it_gets_how_urgent_it_is_and_what_it_needs(rig: HubRig) -> None:
+    needs = {"hardware": {"gpu_memory_gb": 8.0}, "location": {"region": "eu"}}
+    offers = {**CAPABILITIES, "hardware": {"gpu": {"memory_gb": 24}}, "location": {"region": "eu"}}
+    await rig.submit(priority=5, requirements=needs, tenant="acme")
+    async with connected(rig, Role.WORKER) as line:
+        told = (await line.ask("request_job", worker_id="gpu-a", capabilities=offers))["job_data"]
+        assert (told["tenant"], told["customer_id"], told["priority"]) == ("acme", "acme", 5)
+        assert told["requirements"] == needs
+
+
+async def test_a_request_counts_with_the_capabilities_that_it_names(rig: HubRig) -> None:
+    job_id = await rig.submit(tenant="acme", requirements={"models": ["new.safetensors"]})
+    had: dict[str, Any] = {**CAPABILITIES, "models": {"comfyui": ["old.safetensors"]}}
+    has: dict[str, Any] = {**CAPABILITIES, "models": {"comfyui": ["old.safetensors", "new.safetensors"]}}
+    async with connected(rig, Role.WORKER) as line:
+        await line.ask("register_worker", worker_id="gpu-a", capabilities=had, max_concurrency=2)
+        asked = {"worker_id": "gpu-a", "capabilities": had}
+        assert (await line.ask("request_job", **asked))["type"] == "no_job"
+        # It has the model now, and has shut its tenant out.
+        closed = has | {"customer_access": {"isolation": "loose", "denied_customers": ["acme"]}}
+        assert (await line.ask("request_job", worker_id="gpu-a", capabilities=closed))["type"] == "no_job"
+        assert (await line.ask("request_job", worker_id="gpu-a", capabilities=has))["job_id"] == job_id
+        assert (await rig.get("/api/workers/gpu-a")).body["slots"] == 2
+
+
+async def test_a_worker_that_says_it_is_full_gets_nothing(rig: HubRig) -> None:
+    async with connected(rig, Role.WORKER) as line:
+        await line.ask("register_worker", worker_id="gpu-a", capabilities=CAPABILITIES, max_concurrency=2)
+        job_id = await rig.submit()
+        full = await line.ask("request_job", worker_id="gpu-a", current_load=2, wait_s=30, poll_id="p1")
+        assert (full["type"], full["poll_id"]) == ("no_job", "p1")
+        assert (await line.ask("request_job", worker_id="gpu-a", current_load=1))["job_id"] == job_id
+
+
 async def test_a_request_parks_until_there_is_a_job_and_the_line_stays_open_meanwhile(rig: HubRig) -> None:
     async with connected(rig, Role.WORKER) as line:
         await line.say("request_job", worker_id="gpu-a", capabilities=CAPABILITIES, wait_s=10, poll_id="p1")

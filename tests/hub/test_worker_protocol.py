@@ -157,6 +157,26 @@ async def test_a_worker_nobody_knows_is_told_to_register(rig: HubRig) -> None:
 # a job's way
 
 
+async def test_a_poll_needs_no_id_of_its_own_and_tells_whose_job_it_got(rig: HubRig) -> None:
+    needs = {"hardware": {"gpu_memory_gb": 8.0}}
+    first = await rig.submit(tenant="acme", priority=5, requirements=needs)
+    second = await rig.submit()
+    poll = {
+        "worker_id": "gpu-a",
+        "capabilities": {"services": ["comfyui"], "hardware": {"gpu": {"memory_gb": 24}}},
+        "current_load": 0,
+        "max_concurrency": 2,
+        "providers": ["local"],
+    }
+    answer = (await call(rig, "poll", **poll)).body
+    assert (answer["job"]["id"], answer["job"]["tenant"], answer["job"]["priority"]) == (first, "acme", 5)
+    assert answer["job"]["requirements"] == needs
+    # Each of them is another poll.
+    other = (await call(rig, "poll", **poll)).body
+    assert (other["job"]["id"], other["job"]["tenant"]) == (second, "default")
+    assert "requirements" not in other["job"]
+
+
 async def test_a_job_goes_from_poll_to_result(rig: HubRig) -> None:
     job_id = await rig.submit(metadata={"user": "42"}, include_outputs=["2"])
     await register(rig)

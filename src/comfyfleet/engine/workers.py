@@ -258,6 +258,9 @@ class WorkerDesk:
             metadata=payload.metadata,
             traceparent=traceparent_of(dispatch.job_id, payload.traceparent),
             payload_sha256=lease_sha256(job, workflow, dispatch.payload_sha256).hex(),
+            tenant=job.tenant,
+            priority=payload.priority if job.priority is None else job.priority,
+            requirements=payload.requirements,
         )
 
     def _signature(self, worker_id: WorkerId, service: str) -> str | None:

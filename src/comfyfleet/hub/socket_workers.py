@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import msgspec
+
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.inputs import InputDesk
 from comfyfleet.hub.keyed_workers import KeyedWorkers
@@ -24,11 +26,12 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult
+from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.reports import safe_failure, safe_news
 from comfyfleet.wire import socket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.spelling import Face, spell
-from comfyfleet.wire.worker import RegisterBody, lease_ref, registration
+from comfyfleet.wire.worker import RegisterBody, concurrent_jobs, lease_ref, registration
 
 _MAX_PARKED = 64
 _COMMANDS_S = 30.0
@@ -147,9 +150,7 @@ class SocketWorkers:
     async def _request(self, body: socket.RequestJob) -> Message | None:
         worker_id = as_worker(self._caller, body.worker_id)
         self._keyed.heard(self._caller, worker_id)
-        known = self._engine.known_worker(worker_id)
-        if (known is None or known.is_offline) and body.capabilities is not None:
-            await self._register(socket.RegisterWorker(worker_id, body.capabilities))
+        known = await self._known(worker_id, body.capabilities)
         self._listen(worker_id)
         poll = Poll(
             worker_id,
@@ -157,7 +158,9 @@ class SocketWorkers:
             min(body.wait_s, self._max_wait_s),
             current_load=body.current_load,
         )
-        if not poll.wait_s:
+        if known is not None and body.current_load is not None and body.current_load >= known.slots:
+            self._none_for(poll)
+        elif not poll.wait_s:
             await self._lease(poll)
         elif len(self._parked) >= _MAX_PARKED:
             raise Refusal(
@@ -168,6 +171,23 @@ class SocketWorkers:
             self._parked.add(task)
             task.add_done_callback(self._parked.discard)
         return None
+
+    async def _known(self, worker_id: WorkerId, capabilities: dict[str, Any] | None) -> WorkerRecord | None:
+        """As it says that it is now: what it asks for under other capabilities is another's."""
+        known = self._engine.known_worker(worker_id)
+        if capabilities is None:
+            return known
+        wanted = self._inputs.admitted(registration(RegisterBody(worker_id, capabilities)))
+        if known is None or known.is_offline:
+            return await self._engine.register(wanted)
+        if known.capabilities == wanted.capabilities:
+            return known
+        slots = concurrent_jobs(capabilities) or known.slots
+        changed = msgspec.structs.replace(wanted, slots=slots, instance=known.instance)
+        return await self._engine.register(changed)
+
+    def _none_for(self, poll: Poll) -> None:
+        self._tell({"type": "no_job", "worker_id": poll.worker_id, "poll_id": poll.poll_id})
 
     async def _park(self, poll: Poll) -> None:
         try:
@@ -180,7 +200,7 @@ class SocketWorkers:
     async def _lease(self, poll: Poll) -> None:
         job = await self._engine.poll(poll)
         if job is None:
-            self._tell({"type": "no_job", "worker_id": poll.worker_id, "poll_id": poll.poll_id})
+            self._none_for(poll)
             return
         self._leases[job.job_id] = job.ref
         self._tell({**socket.assigned(await self._inputs.linked(job)), "poll_id": poll.poll_id})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Iterable
 
 import msgspec
@@ -131,7 +132,13 @@ class WorkerHandlers:
         if slots is not None and body.current_load is not None and body.current_load >= slots:
             return Reply(204)
         job = await self._engine.poll(
-            Poll(worker_id, PollId(body.poll_id), self._wait_s(body), body.instance or "", body.current_load)
+            Poll(
+                worker_id,
+                PollId(body.poll_id or secrets.token_hex(8)),
+                self._wait_s(body),
+                body.instance or "",
+                body.current_load,
+            )
         )
         if job is None:
             return Reply(204)

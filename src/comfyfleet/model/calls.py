@@ -14,8 +14,17 @@ from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import FetchedFile, InputFile
-from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId, WorkflowHash, prompt_id_of
+from comfyfleet.model.ids import (
+    DEFAULT_TENANT,
+    JobId,
+    PollId,
+    TenantId,
+    WorkerId,
+    WorkflowHash,
+    prompt_id_of,
+)
 from comfyfleet.model.job import Attachment, Job, JobResult, Timeouts
+from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.worker import Capabilities, LiveState
 
 
@@ -168,6 +177,10 @@ class LeasedJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """The trace that the job belongs to (W3C)."""
     payload_sha256: str | None = None
     """In hexadecimal. The agent runs nothing else (`model/payload_digest.py`). None: a hub that does not say."""
+    tenant: TenantId = DEFAULT_TENANT
+    priority: int = 0
+    requirements: Requirements = Requirements()
+    """As the caller asked."""
 
     @property
     def job_id(self) -> JobId:

@@ -51,7 +51,7 @@ def payload_body(job: Job) -> PayloadBody:
         deadline=asked.deadline,
         on_deadline=asked.on_deadline,
         after=asked.after,
-        requirements=_requirements(asked.requirements),
+        requirements=_convert(asked_for(asked.requirements), RequirementsBody),
         preferences=_same(asked.preferences, PreferencesBody),
         metadata=asked.metadata,
         max_attempts=asked.max_attempts,
@@ -64,18 +64,22 @@ def payload_body(job: Job) -> PayloadBody:
     )
 
 
-def _requirements(needs: Requirements) -> RequirementsBody | None:
+def asked_for(needs: Requirements) -> dict[str, Any]:
+    """What a caller said that a job needs, beside its service."""
     found: dict[str, Any] = msgspec.to_builtins(needs)
     for name in ("service", "provider", *_LEARNED):
         found.pop(name, None)
     if isinstance(hardware := found.get("hardware"), dict):
         hardware.pop("gpu_memory_above_gb", None)
-    return msgspec.convert(found, RequirementsBody) if found else None
+    return found
 
 
 def _same(asked: msgspec.Struct, kind: type[B]) -> B | None:
+    return _convert(msgspec.to_builtins(asked), kind)
+
+
+def _convert(found: dict[str, Any], kind: type[B]) -> B | None:
     """None: nothing was said of it."""
-    found = msgspec.to_builtins(asked)
     return msgspec.convert(found, kind) if found else None
 
 

@@ -16,6 +16,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.wire.bodies import Name, Reason, Seconds, SpelledSubmit
+from comfyfleet.wire.payloads import asked_for
 from comfyfleet.wire.progress import FactBody, FleetBody, NewsBody, ProgressBody
 from comfyfleet.wire.route import CALLERS, OPERATORS, READERS, WORKERS
 from comfyfleet.wire.spelling import Face, spell, understood
@@ -63,7 +64,7 @@ class RegisterWorker(_Said, frozen=True):
 
 
 class RequestJob(_Said, frozen=True):
-    """With capabilities it registers too, where the worker is not known."""
+    """With capabilities it registers too, where the worker is not known or was known by others."""
 
     worker_id: Name
     capabilities: dict[str, Any] | None = None
@@ -254,6 +255,10 @@ def assigned(job: LeasedJob) -> dict[str, Any]:
             "metadata": job.metadata,
             "traceparent": job.traceparent,
             "payload_sha256": job.payload_sha256,
+            "tenant": job.tenant,
+            "customer_id": job.tenant,
+            "priority": job.priority,
+            "requirements": asked_for(job.requirements),
         },
     }
 

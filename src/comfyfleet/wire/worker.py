@@ -19,13 +19,14 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import InputFile
-from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Attachment, JobResult, Timeouts
 from comfyfleet.model.node_definitions import Widget
 from comfyfleet.model.node_signatures import NodeSignature
 from comfyfleet.model.requirement import Environment
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.wire.bodies import Name, Seconds
+from comfyfleet.wire.payloads import asked_for
 from comfyfleet.wire.spelling import modern_capabilities, spell
 
 MAX_SLOTS = 1_000
@@ -80,7 +81,8 @@ class PollBody(_Call, frozen=True):
     """With capabilities it registers too; with their hash it is refused as `not_found` when the hub has others."""
 
     worker_id: Name
-    poll_id: Name
+    poll_id: Name | None = None
+    """The same one gets the same lease. Without one, a lease whose answer was lost goes back after `acknowledge_s`."""
     wait_s: Wait = 30.0
     capabilities_hash: Name | None = None
     capabilities: dict[str, Any] | None = None
@@ -193,6 +195,11 @@ class LeasedBody(msgspec.Struct, frozen=True, omit_defaults=True):
     payload_sha256: str | None = None
     """Of what this lease runs, in hexadecimal. A worker that computes another one runs nothing, and fails the attempt
     as `payload_mismatch`."""
+    tenant: str | None = None
+    """Whose job it is."""
+    priority: int = 0
+    requirements: dict[str, Any] | None = None
+    """What the caller said that it needs, as in a submission; none where nothing was said."""
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -276,13 +283,13 @@ def registration(body: RegisterBody | PollBody) -> RegisterWorker:
         )
         capabilities = msgspec.structs.replace(capabilities, services=services)
     live = body.live or LiveState(available_ram_gb=free_gb)
-    slots = body.slots or body.max_concurrency or _concurrent(body.capabilities) or 1
+    slots = body.slots or body.max_concurrency or concurrent_jobs(body.capabilities) or 1
     return RegisterWorker(
         WorkerId(body.worker_id), capabilities, slots, live, body.instance or "", offline_reason
     )
 
 
-def _concurrent(capabilities: dict[str, Any]) -> int | None:
+def concurrent_jobs(capabilities: dict[str, Any]) -> int | None:
     performance = capabilities.get("performance")
     count = performance.get("concurrent_jobs") if isinstance(performance, dict) else None
     return count if isinstance(count, int) and 1 <= count <= MAX_SLOTS else None
@@ -317,6 +324,9 @@ def lease_answer(job: LeasedJob) -> LeaseAnswer:
             job.metadata,
             job.traceparent,
             job.payload_sha256,
+            job.tenant,
+            job.priority,
+            asked_for(job.requirements) or None,
         ),
     )
 
@@ -340,6 +350,8 @@ def leased_job(answer: LeaseAnswer) -> LeasedJob:
         metadata=job.metadata,
         traceparent=job.traceparent,
         payload_sha256=job.payload_sha256,
+        tenant=DEFAULT_TENANT if job.tenant is None else TenantId(job.tenant),
+        priority=job.priority,
     )
 
 
