@@ -21,7 +21,7 @@ from comfyfleet.cli.local import (
     write_hub,
     write_worker_key,
 )
-from comfyfleet.cli.options import _OPTIONS
+from comfyfleet.cli.options import _OPTIONS, Level
 from comfyfleet.cli.pools import pool_urls
 from comfyfleet.cli.schema import TABLES, Settings
 from comfyfleet.cli.servers import named, tidied
@@ -38,6 +38,17 @@ def file(tmp_path: Path) -> Path:
 def said(file: Path, content: str) -> Path:
     file.write_text(content)
     return file
+
+
+@pytest.mark.parametrize(
+    ("said_as", "means"), [("warn", "warning"), ("WARN", "warning"), ("Info", "info"), ("error", "error")]
+)
+def test_a_log_level_is_understood_as_others_write_it(file: Path, said_as: str, means: str) -> None:
+    said(file, f'log_level = "{said_as}"\n')
+    in_file = read_settings({}, config=file, environment={})
+    in_environment = read_settings({}, environment={"COMFYFLEET_LOG_LEVEL": said_as})
+    assert (in_file.values.log_level, in_environment.values.log_level) == (means, means)
+    assert Level().convert(said_as, None, None) == means
 
 
 def test_a_flag_wins_over_the_environment_and_that_over_the_file(file: Path) -> None:

@@ -48,6 +48,26 @@ async def test_workers_are_listed_with_what_they_do(rig: HubRig, path: str) -> N
     assert (await rig.get(f"{path}/nobody")).code == "not_found"
 
 
+@pytest.mark.parametrize("path", ["/api/workers", "/workers"])
+async def test_workers_are_listed_by_status_and_those_that_are_active_without_those_that_are_gone(
+    rig: HubRig, path: str
+) -> None:
+    for name in ("gone", "idle", "paused"):
+        await rig.engine.register(RegisterWorker(WorkerId(name), ANYTHING))
+    await rig.engine.unregister(WorkerId("gone"), "offline")
+    await rig.post("/api/workers/paused/pause")
+
+    async def names(query: str) -> list[str]:
+        return sorted(each["id"] for each in (await rig.get(path + query)).body["workers"])
+
+    assert await names("") == ["gone", "idle", "paused"]
+    assert await names("?status=active") == ["idle", "paused"]
+    assert await names("?status=active&limit=1") == ["idle"]
+    assert await names("?status=offline") == ["gone"]
+    assert await names("?status=busy") == []
+    assert (await rig.get(path + "?status=awake")).code == "invalid_request"
+
+
 async def test_a_worker_is_paused_resumed_drained_and_removed(rig: HubRig) -> None:
     await rig.engine.register(RegisterWorker(GPU, ANYTHING))
     for verb, status in (("pause", "paused"), ("resume", "idle"), ("drain", "draining")):

@@ -23,6 +23,22 @@ class Address(StringParamType):
         return rv.replace(",", " ").split()
 
 
+def level_of(said: Any) -> Any:
+    """A level of the log as it is called here; what is none stays as it is, for whoever refuses it."""
+    lower = said.lower() if isinstance(said, str) else said
+    return "warning" if lower == "warn" else lower
+
+
+class Level(click.Choice[str]):
+    """Of the log, in capitals too and as `warn`: settings understand what is written so."""
+
+    def __init__(self) -> None:
+        super().__init__(["debug", "info", "warning", "error"], case_sensitive=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert(level_of(value), param, ctx)
+
+
 def _option(*names: str, **more: Any) -> Callable[[F], F]:
     return click.option(*names, default=None, **more)
 
@@ -252,7 +268,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "log_level": _option(
         "--log-level",
-        type=click.Choice(["debug", "info", "warning", "error"]),
+        type=Level(),
         help="What is logged to standard error; warning unless given. info has a line for each request.",
     ),
     "log_format": _option("--log-format", type=click.Choice(["text", "json"]), help="text unless given."),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from comfyfleet.cli.endings import CommandFailed, ExitCode
+from comfyfleet.cli.options import level_of
 from comfyfleet.cli.proxies import proxies_of
 from comfyfleet.cli.schema import (
     ADDRESSES,
@@ -252,6 +253,8 @@ class _Found:
                 raise _unknown(name, origin)
             if name == "hub" and isinstance(value, str):
                 value = value.replace(",", " ").split()
+            if name == "log_level":
+                value = level_of(value)
             # What comes as text is read as what it should be; a file and a flag have kinds of their own.
             is_text = origin.rank == 2
             try:

@@ -13,7 +13,7 @@ from comfyfleet.model.access import Caller
 from comfyfleet.model.block import Block
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.worker import WorkerRecord, WorkerStatus
 from comfyfleet.wire import answers, bodies
 
 
@@ -75,8 +75,13 @@ class FleetHandlers:
 
     # workers
 
-    async def list_workers(self, call: Call[bodies.WholeQuery]) -> Reply:
+    async def list_workers(self, call: Call[bodies.WorkersQuery]) -> Reply:
         found = await workers_seen(self._engine, call.caller)
+        wanted = call.given.status
+        if wanted == "active":
+            found = [each for each in found if each.status is not WorkerStatus.OFFLINE]
+        elif wanted is not None:
+            found = [each for each in found if each.status == wanted]
         page, cursor = page_of(found, call.given, lambda worker: worker.id)
         return Reply(200, answers.WorkerList(tuple(map(answers.summary, page)), cursor))
 

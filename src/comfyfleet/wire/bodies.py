@@ -265,6 +265,11 @@ class WholeQuery(_Sent, frozen=True):
     limit: Annotated[int, Meta(ge=1, le=1_000)] | None = None
 
 
+class WorkersQuery(WholeQuery, frozen=True):
+    status: Literal["active", "idle", "busy", "draining", "paused", "offline"] | None = None
+    """Active: all that are not offline."""
+
+
 def seconds_of(time: float | datetime | None) -> float | None:
     if isinstance(time, datetime):
         return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()

@@ -262,11 +262,11 @@ FLEET = of_noun(
     get_route(
         "list_workers",
         "/api/workers",
-        "Every known worker",
+        "Every known worker, or those of one `status`; `active`: all that are not offline",
         LOOKERS,
         answers.WorkerList,
         aliases=("/workers",),
-        query=bodies.WholeQuery,
+        query=bodies.WorkersQuery,
     ),
     get_route(
         "get_worker",
