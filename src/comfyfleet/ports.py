@@ -293,12 +293,12 @@ class ForeignWorkers(Protocol):
 class Relay(Protocol):
     """What the processes on one store say to each other. It may lose a message, and nobody hears himself."""
 
-    def listen(self, hear: Callable[[bytes], None]) -> None: ...
+    def listen(self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | News], None]) -> None: ...
+    async def watch(self) -> None: ...  # for a while `hear_run` hears of workers without an engine
     async def say(self, message: bytes) -> None: ...
     async def announce(self, message: bytes) -> None: ...  # for readers of the store's own
     async def keep_progress(self, job_id: JobId, note: RunNote) -> None: ...  # for an hour
-    async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
-        """What engines kept, or workers without one told."""
+    async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]: ...  # theirs too
 
 
 class Document(msgspec.Struct, frozen=True, gc=False):

@@ -229,6 +229,64 @@ async def test_progress_of_a_worker_that_has_redis_alone_is_dated_and_of_its_own
     assert (body["percentage"], body["message"], body["lease"]) == (None, None, 2), "of the run before"
 
 
+async def test_the_fleets_stream_tells_of_the_runs_of_a_worker_that_has_redis_alone(hubs: Hubs) -> None:
+    store = hubs.b.engine.store
+    assert isinstance(store, RedisStore)
+    await register(hubs.b)
+    async with watching(hubs.a, "/api/events") as stream:
+        await _until_heard(hubs, stream)
+        job_id = await hubs.a.submit(metadata={"user": "42"})
+        given = await store._do("worker_lease_next", GPU, "p1", "t1", 10)
+        assert isinstance(given, list)
+        shown = given[:5]
+        assert await store._do("worker_heartbeat", *shown, 60) == 1
+        assert await store._do("worker_progress", *shown, b'{"percentage": 50, "message": "half"}') == 1
+        assert await store._do("worker_complete", *shown, b'{"outputs": {}}') == 1
+        await stream.until("completed")
+    told = [each for each in stream.seen if each.data.get("job_id") == job_id]
+    assert [each.kind for each in told] == ["queued", "leased", "started", "progress", "completed"]
+    assert {each.data["worker_id"] for each in told[1:]} == {GPU}
+    assert [each.data.get("number") for each in told] == [1, 2, None, None, 3]
+    assert told[1].data["data"]["attempt"] == 1
+    assert told[3].data["data"] == {"percentage": 50, "message": "half"}
+    assert all(each.data["metadata"] == {"user": "42"} for each in told)
+
+
+async def test_the_runs_of_a_worker_that_has_redis_alone_are_watched_at_once(
+    hubs: Hubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does is heard of, and not found by a look: nobody looks here."""
+    monkeypatch.setattr("comfyfleet.engine.following.Follower._look", _never)
+    store = hubs.b.engine.store
+    assert isinstance(store, RedisStore)
+    await register(hubs.b)
+    job_id = await hubs.a.submit()
+    async with watching(hubs.a, progress(job_id)) as stream:
+        await stream.until("progress")
+        while not await store.diagnose("EXISTS", f"{store.prefix}watched"):
+            await asyncio.sleep(0.01)
+        given = await store._do("worker_lease_next", GPU, "p1", "t1", 10)
+        assert isinstance(given, list)
+        shown = given[:5]
+        assert await store._do("worker_heartbeat", *shown, 60) == 1
+        await stream.until("started")
+        assert await store._do("worker_progress", *shown, b'{"value": 1, "max": 4}') == 1
+        while (seen := await stream.until("progress")).data["value"] != 1:
+            pass
+        assert (seen.data["worker_id"], seen.data["lease"]) == (GPU, 1)
+        assert await store._do("worker_release", *shown, 'no "room"') == 1
+        assert (await stream.until("released")).data["data"] == {"reason": 'no "room"', "attempt": 1}
+        assert [(each.id, each.kind) for each in stream.facts] == [
+            (1, "queued"),
+            (2, "leased"),
+            (3, "released"),
+        ]
+
+
+async def _never(_: object) -> None:
+    return
+
+
 async def test_the_fleets_stream_tells_of_the_other_hubs_workers_and_jobs(hubs: Hubs) -> None:
     async with watching(hubs.a, "/api/events") as stream:
         await stream.until("resync")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+from redis import Redis
+from tests.servers.redis_server import RedisServer
 from tests.stores.test_redis_workers import Worker, admit, bench, server, worker
 
 from comfyfleet.contract.bench import A, Bench
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase, Standing
+from comfyfleet.stores.redis.store import RedisStore
 
 __all__ = ["bench", "server", "worker"]
 
@@ -99,3 +104,44 @@ async def test_a_job_that_was_completed_without_a_heartbeat_started_with_its_lea
     assert worker.call("complete", *worker.lease, "{}") == 1
     record = await bench.store.records.get(job.job_id)
     assert record is not None and record.started_at == leased.lease.leased_at
+
+
+@pytest.mark.parametrize("is_allowed", [True, False])
+async def test_what_a_run_does_is_told_to_engines_while_somebody_watches_and_else_to_nobody(
+    bench: Bench, worker: Worker, server: RedisServer, is_allowed: bool
+) -> None:
+    assert isinstance(bench.store, RedisStore)
+    await admit(bench)
+    unwatched, watched = await bench.enqueue(), await bench.enqueue()
+    with Redis(port=server.port, decode_responses=True) as other, other.pubsub() as heard:
+        if not is_allowed:
+            other.execute_command("ACL", "SETUSER", "gpu-a", "resetchannels")
+        heard.subscribe("{cf}:channel:workers:all")
+        assert (heard.get_message(timeout=10) or {})["type"] == "subscribe"
+        assert worker.lease_next("p1") == unwatched.job_id
+        assert worker.call("complete", *worker.lease, "{}") == 1
+        await bench.store.relay.watch()
+        assert worker.lease_next("p2") == watched.job_id
+        assert worker.lease_next("p2") == watched.job_id, "asked again, told once"
+        assert worker.call("heartbeat", *worker.lease, 60) == 1
+        assert worker.call("heartbeat", *worker.lease, 60) == 1
+        assert worker.call("progress", *worker.lease, '{"percentage": 25}') == 1
+        assert worker.call("progress", *worker.lease, '{"message": "%s"}' % ("long " * 10_000)) == 1
+        assert worker.call("complete", *worker.lease, "{}") == 1
+        other.publish("{cf}:channel:workers:all", "the end")
+        told = []
+        while (message := heard.get_message(timeout=10)) is not None and message["data"] != "the end":
+            told.append(json.loads(message["data"]))
+    if not is_allowed:
+        assert told == [], "the worker went on all the same"
+        return
+    assert [(each["event"], each["number"]) for each in told] == [
+        ("leased", 2),
+        ("started", 0),
+        ("progress", 0),
+        ("completed", 3),
+    ]
+    assert {(each["job_id"], each["worker_id"], each["lease"]) for each in told} == {(watched.job_id, A, 1)}
+    assert told[2]["data"] == {"percentage": 25}
+    numbered = [(fact.kind.value, fact.number) for fact in await bench.store.facts(watched.job_id)]
+    assert numbered == [("queued", 1), ("leased", 2), ("completed", 3)]

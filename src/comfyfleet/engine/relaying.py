@@ -3,6 +3,8 @@
 An engine says which jobs are followed at it, again every few seconds; whoever moves one of them passes on what it
 publishes about it. Where nobody watches nothing is said. All of it may be lost: facts are then found by `following.py`
 within a second, progress with the next that comes. The newest progress is also kept at the store for a while.
+
+Workers without an engine are told in the same way that somebody watches, and the store then tells of what they do.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class Relaying:
 
     def start(self) -> None:
         if self._relay is not None:
-            self._relay.listen(self._heard)
+            self._relay.listen(self._heard, self._pass_on)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -229,6 +231,8 @@ class Relaying:
         is_all, self._is_asking_all = self._is_asking_all and bool(self._listeners), False
         pending, self._pending = self._pending.values(), {}
         keep, self._to_keep = self._to_keep, {}
+        if asked or is_all:
+            yield relay.watch()
         for start in range(0, max(len(asked), is_all), _JOBS_A_MESSAGE):
             yield relay.say(_encoder.encode(_Wants(asked[start : start + _JOBS_A_MESSAGE], is_all)))
         if pending:
@@ -278,12 +282,14 @@ class Relaying:
             self._note_wanted(heard)
             return
         for fact in heard.facts:
-            if not self._follower.pass_on(fact):
-                self._tell(fact)
+            self._pass_on(fact)
         for news in heard.news:
-            if not self._follower.pass_on(news):
-                self._tell(news)
+            self._pass_on(news)
         for event in heard.fleet:
+            self._tell(event)
+
+    def _pass_on(self, event: Fact | News) -> None:
+        if not self._follower.pass_on(event):
             self._tell(event)
 
     def _note_wanted(self, heard: _Wants) -> None:

@@ -60,18 +60,19 @@
 --   blocks:ends               zset     "<worker>\0<target>" -> until
 --   lessons, lessons:order    hash, zset   workflow hash -> lesson (JSON), serial
 --   reports                   list     failures told by workers without an engine, for an engine to judge (JSON)
+--   watched                   string   somebody watches a job or the fleet at an engine, expires
 --   finished                  list     runs completed by workers without an engine, for an engine to learn from (JSON)
 --   !cabinet                  set      the drawers with documents in them
 --   !cabinet:<drawer>         hash     name -> "<version> <body>": small documents beside the queue
 --   !cabinet:<drawer>:names   zset     the names in their order (all scores 0)
 --   channel:hub:events        channel  something waits that was looked for in vain, or the table is new: a hint that may be lost
 --   channel:worker:<id>       channel  a command to this worker, as in its stream: a hint that may be lost
---   channel:workers:all       channel  every command to every worker, for engines
+--   channel:workers:all       channel  every command to every worker, for engines; while `watched` is there, what workers without an engine do
 --
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
 -- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 20
+local REVISION = 21
 
 -- Neither `redis.call` nor the libraries are there yet while this text is loaded.
 local function call(...)

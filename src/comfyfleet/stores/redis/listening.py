@@ -32,6 +32,8 @@ _FROM_WORKERS = (b"worker", b"report")
 _TABLE = b"table "
 # An event of the fleet, for readers that are no engines.
 _EVENT = b"{"
+# What a worker without an engine did; whatever else comes on the channel of commands is one.
+_RUN = b'{"event":'
 
 Hear = Callable[[WorkerId, Command], None]
 
@@ -60,6 +62,7 @@ class Listener:
         hear: Hear | None,
         relearn: Callable[[], None] | None,
         hear_news: Callable[[bytes], None],
+        hear_run: Callable[[bytes], None],
     ) -> None:
         self._address = address
         self._me = me
@@ -68,6 +71,7 @@ class Listener:
         self._hear = hear
         self._relearn = relearn
         self._hear_news = hear_news
+        self._hear_run = hear_run
         self._task: asyncio.Task[None] | None = None
         self.is_listening = asyncio.Event()
 
@@ -130,7 +134,10 @@ class Listener:
         if channel.endswith(NEWS.encode()):
             self._hear_news(text)
         elif channel.endswith(COMMANDS.encode()):
-            self._take(text)
+            if text.startswith(_RUN):
+                self._hear_run(text)
+            else:
+                self._take(text)
         else:
             self._look_for(text)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from comfyfleet.model.fact import RunNote
-from comfyfleet.model.ids import JobId
+import msgspec
+
+from comfyfleet.model.fact import Fact, FactKind, News, NewsKind, RunNote
+from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
 
@@ -13,6 +16,24 @@ CHANNEL = "channel:news"
 HINTS = "channel:hub:events"
 _KEEP_S = 3600
 _NOTES_KEPT = 100
+_WATCHED_S = 15
+
+
+class _Run(msgspec.Struct, frozen=True):
+    """What a worker without an engine did, as the library tells it."""
+
+    event: str
+    job_id: JobId
+    worker_id: WorkerId
+    lease: int
+    round: int
+    timestamp: float
+    number: int = 0
+    """Of a fact. News has none."""
+    data: dict[str, Any] = {}
+
+
+_run = msgspec.json.Decoder(_Run)
 
 
 class RedisRelay:
@@ -23,13 +44,29 @@ class RedisRelay:
         self._prefix = prefix
         self._me = me.encode() + b" "
         self._hear: Callable[[bytes], None] | None = None
+        self._hear_run: Callable[[Fact | News], None] | None = None
 
-    def listen(self, hear: Callable[[bytes], None]) -> None:
+    def listen(self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | News], None]) -> None:
         self._hear = hear
+        self._hear_run = hear_run
 
     def heard(self, message: bytes) -> None:
         if self._hear is not None and not message.startswith(self._me):
             self._hear(message.partition(b" ")[2])
+
+    def heard_run(self, message: bytes) -> None:
+        if self._hear_run is None:
+            return
+        run = _run.decode(message)
+        if run.number:
+            kind = FactKind(run.event)
+            self._hear_run(Fact(run.job_id, run.number, kind, run.timestamp, run.round, run.data or None))
+        else:
+            news = NewsKind(run.event)
+            self._hear_run(News(run.job_id, news, run.timestamp, run.worker_id, run.lease, run.data))
+
+    async def watch(self) -> None:
+        await self._call("SET", self._prefix + "watched", "1", "EX", _WATCHED_S)
 
     async def say(self, message: bytes) -> None:
         await self._call("PUBLISH", self._prefix + CHANNEL, self._me + message)

@@ -122,6 +122,7 @@ class RedisStore:
             hear,
             relearn,
             self.relay.heard,
+            self.relay.heard_run,
         )
         if self._epoch:
             self._listener.start()

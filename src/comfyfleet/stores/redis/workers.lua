@@ -9,6 +9,7 @@ local REPORTS_KEPT = 10000
 local COMMANDS_S = 3600
 local COMMANDS_KEPT = 100
 local REFUSED_S = 60
+local TOLD_BYTES = 16384
 
 local function wants_ref(s, args, names)
   names[#names + 1] = job_key(s, args[4])
@@ -75,13 +76,26 @@ local function ended_as(s, ref, outcome)
   return line and line:find('"outcome":"' .. outcome .. '"', 1, true) and 1 or 0
 end
 
-local function settle(s, ref, outcome, set, drop_names, record, texts, texts_drop, facts)
+-- While somebody watches, engines are told what a run does, and need not look for it. A user that may not publish there works
+-- all the same. `number` is that of a fact; news has none. `data` is a JSON object.
+local function tell_watchers(s, event, job, lease, at, number, data)
+  if call('EXISTS', s.p .. 'watched') == 0 or data and #data > TOLD_BYTES then
+    return
+  end
+  redis.pcall('PUBLISH', s.p .. 'channel:workers:all', string.format(
+    '{"event":"%s","job_id":%s,"worker_id":%s,"lease":%d,"round":%d,"timestamp":%s,"number":%d,"data":%s}', event,
+    cjson.encode(job.job_id), cjson.encode(lease.worker_id), lease.number, job.round, at, number or 0, data or '{}'))
+end
+
+local function settle(s, ref, outcome, set, drop_names, record, texts, texts_drop, kind, data)
   local job = load(s, ref.job_id)
-  local used = job.lease.is_acknowledged and now(s) - job.lease.leased_at or 0
+  local lease = job.lease
+  local used = lease.is_acknowledged and now(s) - lease.leased_at or 0
   write(s, job, {
     ref = ref, set = set, drop = drop_names, ended = string.format('{"outcome":"%s","used_s":%.17g}', outcome, used),
-    record = record, texts = texts, texts_drop = texts_drop, facts = facts,
+    record = record, texts = texts, texts_drop = texts_drop, facts = fact_line(kind, data),
   })
+  tell_watchers(s, kind, job, lease, now_text(s), job.facts, data)
   return 1
 end
 
@@ -156,6 +170,8 @@ define('worker_lease_next', function(s, args)
       return false
     end
     job = load(s, known)
+    tell_watchers(s, 'leased', job, job.lease, exact(job.lease.leased_at), job.facts, string.format(
+      '{"worker_id":%s,"lease":%d,"attempt":%d}', cjson.encode(args[4]), job.lease.number, job.attempts))
   end
   local lease = job.lease
   local left = string.format('%.3f', lease.expires_at - now(s))
@@ -195,6 +211,7 @@ define('worker_heartbeat', function(s, args)
   if not lease.is_acknowledged then
     job.record = changed_record(job.record, {started_at = now(s), worker_id = lease.worker_id})
     tell_run(s, job.job_id, lease.worker_id, 'started')
+    tell_watchers(s, 'started', job, lease, now_text(s))
   end
   return extend(s, job, till)
 end, wants_ref)
@@ -212,6 +229,7 @@ define('worker_progress', function(s, args)
     now_text(s), cjson.encode(lease.worker_id), lease.number)
   call('SET', job_key(s, job.job_id) .. ':progress', kept, 'EX', PROGRESS_S)
   tell_run(s, job.job_id, lease.worker_id, 'assigned', args[9], told)
+  tell_watchers(s, 'progress', job, lease, now_text(s), nil, args[9])
   return stop_of(job) and 2 or 1
 end, wants_ref)
 
@@ -232,7 +250,7 @@ define('worker_complete', function(s, args)
   local started_at = not job.lease.is_acknowledged and job.lease.leased_at or nil
   return settle(s, ref, 'completed', {phase = 'completed'}, {'lease', 'wake_at'},
     {phase = 'completed', worker_id = worker_id, completed_at = now(s), started_at = started_at}, {result = args[9]}, {'failure'},
-    fact_line('completed', data))
+    'completed', data)
 end, wants_ref)
 
 local function reason_of(reason)
@@ -249,20 +267,20 @@ define('worker_release', function(s, args)
   tell_run(s, ref.job_id, job.lease.worker_id, stop == 'cancel' and 'cancelled' or 'pending')
   if stop == 'cancel' then
     return settle(s, ref, 'cancelled', {phase = 'cancelled'}, {'lease', 'wake_at'},
-      {phase = 'cancelled', completed_at = now(s)}, {}, {}, fact_line('cancelled', reason_of(rest(job).cancel_reason)))
+      {phase = 'cancelled', completed_at = now(s)}, {}, {}, 'cancelled', reason_of(rest(job).cancel_reason))
   elseif stop then
     -- When to look at it again is an engine's to say: the time at which its worker should have confirmed stays for that.
     return settle(s, ref, 'cancelled', {phase = 'queued', standing = stop == 'pause' and 'paused' or 'in_lane'},
       {'lease', 'pause_requested_at', 'retry_requested_at'}, {phase = 'queued'}, {}, {},
-      stop == 'pause' and fact_line('paused')
-        or fact_line('released', string.format('{"reason":"retry","attempt":%d}', job.attempts)))
+      stop == 'pause' and 'paused' or 'released',
+      stop ~= 'pause' and string.format('{"reason":"retry","attempt":%d}', job.attempts) or nil)
   end
   local reason = args[9] or ''
   if not is_text(reason) then
     reason = reason:gsub('[\128-\255]', '?')
   end
   return settle(s, ref, 'released', {phase = 'queued', releases = (rest(job).releases or 0) + 1}, {'lease'},
-    {phase = 'queued'}, {}, {}, fact_line('released', string.format('{"reason":%s,"attempt":%d}', cjson.encode(reason), job.attempts)))
+    {phase = 'queued'}, {}, {}, 'released', string.format('{"reason":%s,"attempt":%d}', cjson.encode(reason), job.attempts))
 end, wants_ref)
 
 -- lease, failure (JSON): kept for an engine, whose verdict it is; if none comes, the lease runs out
