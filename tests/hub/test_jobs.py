@@ -270,6 +270,15 @@ async def test_a_key_is_short_and_plain(rig: HubRig, key: str) -> None:
 # change
 
 
+async def test_the_retry_of_a_running_job_answers_that_it_was_asked_for(rig: HubRig) -> None:
+    await register(rig)
+    job_id = await rig.submit()
+    await lease(rig)
+    for _ in range(2):
+        answer = (await rig.post(f"/api/jobs/{job_id}/retry")).body
+        assert (answer["id"], answer["status"], answer["retry_requested"]) == (job_id, "leased", True)
+
+
 async def test_a_waiting_job_is_cancelled_at_once_and_can_be_tried_again(rig: HubRig) -> None:
     job_id = await rig.submit()
     cancelled = await rig.post(f"/api/jobs/{job_id}/cancel")

@@ -131,7 +131,7 @@ class JobDesk:
 
         dispatch, written = await self._change(view.job.job_id, decide)
         await self._tell_to_stop(written, Stop.RETRY)
-        return Submitted(dispatch.job_id, dispatch.phase, dispatch.workflow_hash)
+        return Submitted(dispatch.job_id, dispatch.phase, dispatch.workflow_hash, retry_requested=True)
 
     async def _retry_ended(self, view: JobView) -> Submitted:
         rules, fleet, job_id = self._context.rules, self._context.fleet, view.job.job_id

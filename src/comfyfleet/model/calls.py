@@ -36,6 +36,8 @@ class Submitted(msgspec.Struct, frozen=True, omit_defaults=True):
     unworkable: tuple[str, ...] = ()
     """What keeps the nearest worker from it; a warning, not a refusal, unless the caller asked for one."""
     is_repeat: bool = False
+    retry_requested: bool = False
+    """It runs, and is to run again once its worker has stopped it."""
 
 
 class JobView(msgspec.Struct, frozen=True):

@@ -36,6 +36,8 @@ class SubmittedBody(_Got, frozen=True):
     warnings: tuple[str, ...] = ()
     """What keeps the nearest worker from it, when nobody can run it now."""
     is_repeat: bool = False
+    retry_requested: bool = False
+    """Of the retry of a job that runs: its worker is told to stop it first."""
 
 
 class BatchItem(_Got, frozen=True):
@@ -221,6 +223,7 @@ def submitted(answer: Submitted) -> SubmittedBody:
         answer.seeds,
         answer.unworkable,
         answer.is_repeat,
+        answer.retry_requested,
     )
 
 
