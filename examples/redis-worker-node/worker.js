@@ -142,6 +142,7 @@ async function listenForCommands() {
         else if (run && [0, run.leaseNumber].includes(Number(lease))) {
           if (action === 'cancel') run.stopping.abort('cancelled')
           if (action === 'retry') run.stopping.abort('retry')
+          if (action === 'pause') run.stopping.abort('pause')
         }
       }
     } catch {

@@ -133,6 +133,30 @@ async def test_a_cancel_reaches_it_by_its_stream_long_before_its_next_heartbeat(
         assert await fleet.said(process, "released") == f"released {job_id} 1"
 
 
+@pytest.mark.timeout(120)
+async def test_pause_and_retry_of_its_job_reach_it_by_its_stream(fleet: Fleet) -> None:
+    async with fleet.front() as pool:
+        process = await fleet.node(WORK_MS=600_000, LEASE_S=600)
+        job_id = await pool.enqueue(picture_workflow())
+
+        async def begun() -> None:
+            await fleet.said(process, "run ")
+            # Its first heartbeat, which would tell it too, is over.
+            while not _is_acknowledged(await pool._engine.store.load(JobId(job_id))):
+                await asyncio.sleep(0.02)
+
+        await begun()
+        await pool.pause(job_id)
+        assert await fleet.said(process, "released") == f"released {job_id} 1"
+        await pool.resume(job_id)
+        await begun()
+        await pool.retry(job_id)
+        assert await fleet.said(process, "released") == f"released {job_id} 1"
+        await fleet.said(process, "run ")
+        await pool.cancel(job_id)
+        assert (await pool.wait_for_record(job_id, timeout=60)).status == "cancelled"
+
+
 async def test_what_it_reports_as_failed_is_judged_by_an_engine(fleet: Fleet) -> None:
     async with fleet.front() as pool:
         await fleet.node()
