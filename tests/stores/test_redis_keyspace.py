@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 from tests.servers.redis_fixtures import own_server
 
@@ -29,6 +30,7 @@ from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.ids import ClassKey, JobId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.stores.redis.examining import examine_redis
 from comfyfleet.stores.redis.library import library_text
 from comfyfleet.stores.redis.store import RedisStore
@@ -66,6 +68,32 @@ async def size(bench: Bench, key: str) -> int:
     found = await bench.store.diagnose("ZCARD", bench.store.prefix + key)
     assert isinstance(found, int)
     return found
+
+
+async def test_the_heartbeat_of_a_worker_ends_with_what_was_heard_of_it_and_not_with_what_was_written(
+    bench: Bench,
+) -> None:
+    store = bench.store
+    assert isinstance(store, RedisStore)
+
+    async def left_s() -> int:
+        """-2: there is none."""
+        left = await store.diagnose("TTL", store.prefix + f"worker:{A}:heartbeat")
+        assert isinstance(left, int)
+        return left
+
+    now = await store.now()
+    record = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, now - 40, now - 40)
+    await store.put_worker(record)
+    assert 0 < await left_s() <= 20, "it was heard of forty seconds ago"
+    await store.put_worker(msgspec.structs.replace(record, last_seen_at=now))
+    assert 50 < await left_s() <= 60
+    await store.put_worker(msgspec.structs.replace(record, is_paused=True))
+    assert 50 < await left_s() <= 60, "who writes has heard less than another"
+    await store.put_worker(msgspec.structs.replace(record, is_offline=True))
+    assert await left_s() == -2
+    await store.put_worker(msgspec.structs.replace(record, last_seen_at=now - 70))
+    assert await left_s() == -2
 
 
 WORKERS = 20

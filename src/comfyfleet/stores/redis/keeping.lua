@@ -97,6 +97,20 @@ end)
 
 -- workers
 
+-- It lasts from when the worker was last heard of, whoever writes its record and why. Only the record's own names stand
+-- before a colon, so they are found without reading all of its models.
+local function keep_heartbeat(s, worker_id, record)
+  local key = s.p .. 'worker:' .. worker_id .. ':heartbeat'
+  local seen = tonumber(record:match('"last_seen_at":([%d.eE+-]+)')) or 0
+  seen = math.max(seen, tonumber(call('GET', key) or 0) or 0)
+  local left = math.min(HEARTBEAT_S, math.ceil(seen + HEARTBEAT_S - now(s)))
+  if left > 0 and not record:find('"is_offline":true', 1, true) then
+    call('SET', key, exact(seen), 'EX', left)
+  else
+    drop(s, key)
+  end
+end
+
 -- worker, its JSON, its profile, its registration
 local function put_worker(s, args)
   put(s, s.p .. 'worker:' .. args[4], args[5])
@@ -109,7 +123,7 @@ local function put_worker(s, args)
     end
   end
   call('ZADD', s.p .. 'workers:active', 'NX', serial(s), args[4])
-  call('SET', s.p .. 'worker:' .. args[4] .. ':heartbeat', now_text(s), 'EX', HEARTBEAT_S)
+  keep_heartbeat(s, args[4], args[5])
   return 1
 end
 

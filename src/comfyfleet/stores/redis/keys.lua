@@ -46,7 +46,7 @@
 --
 --   workers:active            zset     worker -> serial: in the order they came
 --   worker:<id>               string   its record (JSON)
---   worker:<id>:heartbeat     string   expires after 60 s
+--   worker:<id>:heartbeat     string   when it was last heard of; expires 60 s after that
 --   worker_profile:<id>       string   its profile: what it is leased under must be this
 --   worker_registration:<id>  string   which registration its record is of: what was read of an earlier one is not written over it
 --   worker:<id>:refused       string   what it declared (digest) and why an engine would not have it, expires
