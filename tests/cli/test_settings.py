@@ -329,6 +329,19 @@ def test_beside_an_embedded_store_there_is_a_pool_without_being_asked_for(tmp_pa
     assert pool_urls(read_settings({"store": "redis://x"}, environment={})) == {}
 
 
+def test_a_pool_that_tenants_were_put_into_is_still_there_when_others_are_named(tmp_path: Path) -> None:
+    named = {"data": str(tmp_path), "pools": ("eu=sqlite:///eu.db",)}
+    assert pool_urls(read_settings(named, environment={})) == {"eu": "sqlite:///eu.db"}
+    (tmp_path / "tenants.db").touch()
+    before = f"sqlite:///{tmp_path}/tenants.db"
+    assert pool_urls(read_settings(named, environment={})) == {"default": before, "eu": "sqlite:///eu.db"}
+    # Whoever gives it an address means that one, and on a shared store nothing is guessed.
+    another = named | {"pools": ("default=sqlite:///d.db",)}
+    assert pool_urls(read_settings(another, environment={})) == {"default": "sqlite:///d.db"}
+    shared = named | {"store": "redis://x"}
+    assert pool_urls(read_settings(shared, environment={})) == {"eu": "sqlite:///eu.db"}
+
+
 # what is kept for others of the same user
 
 

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
+from comfyfleet.client.fleet import FleetClient
 from comfyfleet.model.tenant import TenantCaps
-from comfyfleet.wire.tenants import TenantBody
+from comfyfleet.wire.tenants import TenantBody, TenantView
 
 
 @pytest.fixture(scope="module")
@@ -194,3 +196,21 @@ def test_a_tenant_moves_and_is_deleted_once_its_name_was_said_again(run: Run) ->
     ended = run("tenant", "delete", "nomad", "--confirm", "nomad")
     assert ended.output == "nomad is gone\n", ended.errors
     assert run("tenant", "show", "nomad").code == 3
+
+
+def test_a_deletion_that_waits_says_for_what_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("tenant", "create", "slow")
+    asked = FleetClient.tenant
+    looks = iter(["the pool default", "the pool default", None])
+
+    async def seen(client: FleetClient, tenant_id: str) -> TenantView:
+        waits_for = next(looks, None)
+        if waits_for is None:
+            return await asked(client, tenant_id)
+        return msgspec.structs.replace(leaving, waits_for=waits_for)
+
+    leaving = msgspec.json.decode(json.dumps(run("tenant", "show", "slow", "--json").json), type=TenantView)
+    monkeypatch.setattr(FleetClient, "tenant", seen)
+    ended = run("tenant", "delete", "slow", "--confirm", "slow")
+    assert (ended.code, ended.output) == (0, "slow is gone\n")
+    assert ended.errors.count("it waits for the pool default\n") == 1

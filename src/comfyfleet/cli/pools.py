@@ -9,9 +9,13 @@ from comfyfleet.tenancy.pools import DEFAULT_POOL
 
 
 def pool_urls(resolved: Resolved) -> dict[str, str]:
-    """Beside an embedded store there is one without being asked for. On a shared one every hub must name the same, so
-    nothing is guessed."""
+    """Beside an embedded store there is one without being asked for; once tenants lie in it, it stays when others are
+    named. On a shared one every hub must name the same, so nothing is guessed."""
     chosen = resolved.values
-    if chosen.pools or not (chosen.store is None or chosen.store.startswith("sqlite:")):
+    if not (chosen.store is None or chosen.store.startswith("sqlite:")):
         return dict(chosen.pools)
-    return {DEFAULT_POOL: f"sqlite:///{quote(str((resolved.data / 'tenants.db').resolve()))}"}
+    file = (resolved.data / "tenants.db").resolve()
+    if chosen.pools and not file.exists():
+        # Whoever names every pool means those: a tenant without one is refused, not put somewhere else.
+        return dict(chosen.pools)
+    return {DEFAULT_POOL: f"sqlite:///{quote(str(file))}", **chosen.pools}

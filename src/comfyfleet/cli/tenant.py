@@ -191,9 +191,7 @@ def move(tenant_id: str, pool: str, no_wait: bool, as_json: bool, **flags: Any) 
         while tenant.state == "moving" and not no_wait:
             await asyncio.sleep(_LOOK_S)
             tenant = await client.tenant(tenant_id)
-            if tenant.waits_for is not None and tenant.waits_for != told:
-                told = tenant.waits_for
-                echo(f"it waits for {told}", err=True)
+            told = _tell_wait(tenant, told)
         return tenant
 
     tenant = ask(flags, moving)
@@ -203,6 +201,14 @@ def move(tenant_id: str, pool: str, no_wait: bool, as_json: bool, **flags: Any) 
         echo(f"{tenant.id} is on its way to the pool {tenant.moving_to}")
     else:
         echo(f"{tenant.id} lies in the pool {tenant.pool}")
+
+
+def _tell_wait(tenant: TenantView, told: str | None) -> str | None:
+    """Says what it waits for, unless that was told last. Answers what was."""
+    if tenant.waits_for is None or tenant.waits_for == told:
+        return told
+    echo(f"it waits for {tenant.waits_for}", err=True)
+    return tenant.waits_for
 
 
 @command.command("delete")
@@ -226,9 +232,10 @@ def delete(tenant_id: str, confirm: str | None, no_wait: bool, as_json: bool, **
     async def leaving(client: FleetClient) -> bool:
         """Whether it is gone."""
         await client.delete_tenant(tenant_id, confirm=confirm or "")
+        told = None
         while not no_wait:
             try:
-                await client.tenant(tenant_id)
+                told = _tell_wait(await client.tenant(tenant_id), told)
             except Refusal as refusal:
                 if refusal.code is RefusalCode.NOT_FOUND:
                     return True
