@@ -88,6 +88,10 @@ async def test_the_address_of_a_comfyui_server_given_as_a_hub_is_told_as_that() 
                 await client.stats()
             with pytest.raises(Fault, match=words):
                 await client.submit({"1": {"class_type": "A", "inputs": {}}})
+        # It has lists of jobs of its own, in which an empty one looks like ours.
+        async with FleetClient(fake.url, "cfk_x", patience_s=600) as client:
+            with pytest.raises(Fault, match=words):
+                await client.jobs()
         for kind in (HttpWorkerApi, WebSocketWorkerApi):
             async with kind(fake.url, "cfk_x") as api:
                 with pytest.raises(Fault, match=words):

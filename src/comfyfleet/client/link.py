@@ -25,6 +25,8 @@ from comfyfleet.wire.routes import ROUTES
 
 T = TypeVar("T")
 
+_REQUEST_ID = "x-request-id"
+"""A header that a hub sends with every answer."""
 _TABLE = {route.name: route for route in ROUTES}
 _SAME_TWICE = frozenset(
     {
@@ -67,7 +69,7 @@ _PACK_FROM_BYTES = 16 * 1024
 _BASE_S, _CAP_S = 0.1, 3.0
 
 
-class _Away(Fault):
+class HubAway(Fault):
     """Nobody took the request, so nothing was done."""
 
 
@@ -101,6 +103,8 @@ class Link:
         self.patience_s = patience_s
         self._trust = trust
         self._session: aiohttp.ClientSession | None = None
+        self._hubs: set[str] = set()
+        """Where it is a hub that answers."""
 
     async def close(self) -> None:
         if self._session is not None:
@@ -165,7 +169,7 @@ class Link:
                 wrong.add(url)
                 if len(wrong) == len(self._urls):
                     raise
-            except _Away as error:
+            except HubAway as error:
                 self.leave(url)
                 await tries.after(error)
             except Fault as error:
@@ -221,11 +225,22 @@ class Link:
                     if isinstance(refusal, Fault) and response.status < 500:
                         refusal = await not_a_hub(self.session, url, response.status)
                     raise refusal
+                if url not in self._hubs:
+                    await self._check_hub(url, response)
                 yield response
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             why = cause_of(error, url, "the hub", " (--trust)")
-            kind = _Away if isinstance(error, aiohttp.ClientConnectorError) else Fault
+            kind = HubAway if isinstance(error, aiohttp.ClientConnectorError) else Fault
             raise kind(f"cannot reach the hub at {url}: {why}") from error
+
+    async def _check_hub(self, url: str, response: aiohttp.ClientResponse) -> None:
+        """ComfyUI has lists of jobs at the same address, in which an empty one looks like a hub's."""
+        if _REQUEST_ID not in response.headers:
+            found = await not_a_hub(self.session, url, response.status)
+            if isinstance(found, WrongAddress):
+                raise found
+            # A proxy, or a hub of before, leaves the header out.
+        self._hubs.add(url)
 
 
 class Tries:
