@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import zlib
 from collections.abc import Callable
 
+import aiohttp
 import pytest
 from tests.hub._hub import running_hub
 from tests.hub.test_connections import rest, wire
@@ -83,3 +85,14 @@ async def test_a_request_to_connect_with_too_long_a_head_is_answered_and_ended(m
         head = upgrade(rig).partition(b"authorization")[0] + more + b"\r\n\r\n"
         async with wire(rig, head) as (reader, _):
             assert (await rest(reader)).startswith(b"HTTP/1.1 431 ")
+
+
+async def test_a_connection_that_is_refused_is_no_error_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_hub() as rig:
+        for path in ("/hub", "/ws"):
+            with pytest.raises(aiohttp.WSServerHandshakeError):
+                await rig.session.ws_connect(rig.url + path)
+        # Whatever is said of those before is said by now.
+        async with wire(rig, upgrade(rig)) as (reader, _):
+            await reader.readuntil(b"\r\n\r\n")
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []

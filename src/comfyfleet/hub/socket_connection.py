@@ -60,6 +60,12 @@ class SocketConnection(WebSocketsSansIOProtocol):
             self._go_on()
         return message
 
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if self.initial_response is not None and self.close_sent:
+            # A refusal in words is an answer too; else uvicorn takes it for none, and logs an error for each.
+            self.handshake_complete = True
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._behind.clear()
         super().connection_lost(exc)
