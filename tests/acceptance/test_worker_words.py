@@ -13,9 +13,10 @@ from comfyfleet.model.access import Role
 from comfyfleet.sim.fake_comfyui import FakeComfyUI
 
 
-async def said(folder: Path, hub: str, key: str, server: str, until: str) -> list[str]:
+async def said(folder: Path, hub: str, key: str | None, server: str, until: str, *options: str) -> list[str]:
     """The lines up to the one with that in it."""
-    command = (*CLI, "worker", "--hub", hub, "--key", key, "--name", "gpu", "--server", server)
+    keyed = () if key is None else ("--key", key)
+    command = (*CLI, "worker", "--hub", hub, *keyed, "--name", "gpu", "--server", server, *options)
     env = {"COMFYFLEET_DATA": str(folder), "COMFYFLEET_LOG_LEVEL": "error"}
     with started(*command, env=env) as process:
         return await asyncio.to_thread(read_until, process, lambda line: until in line)
@@ -48,3 +49,11 @@ async def test_a_worker_that_cannot_work_says_why_and_not_that_it_works(tmp_path
         lines = await said(tmp_path, hub, key, server, "gpu: offline")
         assert words in lines[-1]
         assert not any("works for" in line for line in lines)
+
+
+@pytest.mark.parametrize("transport", ["http", "websocket"])
+async def test_a_worker_without_a_key_says_how_it_gets_one(tmp_path: Path, transport: str) -> None:
+    async with running_hub() as rig, FakeComfyUI() as fake:
+        lines = await said(tmp_path, rig.url, None, fake.url, "gpu: offline", "--transport", transport)
+        assert f"the hub at {rig.url} wants a key" in lines[-1]
+        assert "`comfyfleet key invite`" in lines[-1] and "--enrol" in lines[-1]

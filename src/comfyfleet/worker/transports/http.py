@@ -315,7 +315,15 @@ class HttpWorkerApi:
             refusal = refusal_in(response.status, answer)
         if isinstance(refusal, Fault) and response.status < 500:
             refusal = await not_a_hub(self._opened(), url, response.status)
+        elif (
+            isinstance(refusal, Refusal) and refusal.code is RefusalCode.UNAUTHENTICATED and self._has_no_key
+        ):
+            refusal = no_key(url)
         raise refusal
+
+    @property
+    def _has_no_key(self) -> bool:
+        return "authorization" not in self._headers
 
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -329,6 +337,15 @@ class HttpWorkerApi:
 
 def unreached(error: Exception, url: str) -> Fault:
     return Fault(f"cannot reach the hub at {url}: {cause_of(error, url, 'the hub', ' (--trust)')}")
+
+
+def no_key(url: str) -> Refusal:
+    """In place of what the hub says, which is about headers."""
+    return Refusal(
+        RefusalCode.UNAUTHENTICATED,
+        f"the hub at {url} wants a key: `comfyfleet key invite` there makes a token for --enrol TOKEN here; "
+        "or set COMFYFLEET_KEY",
+    )
 
 
 def _decode(content: bytes, kind: type[T]) -> T:

@@ -27,7 +27,7 @@ from comfyfleet.wire import socket
 from comfyfleet.wire.problems import KINDS, refusal_in
 from comfyfleet.wire.reaching import WrongAddress, not_a_hub
 from comfyfleet.worker.settings import AgentSettings, Backoff
-from comfyfleet.worker.transports.http import ANSWER_S, LEFT_FOR, HttpWorkerApi, unreached
+from comfyfleet.worker.transports.http import ANSWER_S, LEFT_FOR, HttpWorkerApi, no_key, unreached
 
 _log = logging.getLogger(__name__)
 
@@ -200,6 +200,8 @@ class WebSocketWorkerApi(HttpWorkerApi):
 
     async def _unwelcome(self, url: str, error: aiohttp.WSServerHandshakeError) -> Refusal | Fault:
         told = f"the hub at {url} opens no WebSocket for us ({error.status})"
+        if self._has_no_key and KINDS[RefusalCode.UNAUTHENTICATED].status == error.status:
+            return no_key(url)
         for code in (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED):
             if KINDS[code].status == error.status:
                 return Refusal(code, f"{told}: {KINDS[code].title}")
