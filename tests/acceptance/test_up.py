@@ -192,9 +192,14 @@ def test_ctrl_c_ends_the_watching_and_not_the_job(place: Place) -> None:
         assert any(line == "runs on gpu\n" for line in watching.stderr)
         code, output, errors = stop(watching, signal.SIGINT)
         assert (code, output) == (130, "")
-        assert "the hub goes on with" in errors
         listed = place.json("jobs", "--status", "leased")
-        assert isinstance(listed, dict) and len(listed["jobs"]) == 1
+        assert isinstance(listed, dict)
+        (job,) = listed["jobs"]
+        assert f"the hub goes on with {job['id']}" in errors
+        assert (
+            f"`comfyfleet job watch {job['id']}`" in errors
+            and f"`comfyfleet job cancel {job['id']}`" in errors
+        )
 
 
 def test_a_hub_over_tls_is_found_and_trusted_on_its_own_machine_alone(place: Place) -> None:

@@ -225,6 +225,41 @@ def test_of_several_files_the_one_that_cannot_be_read_is_named(
     assert ended.errors.startswith("Error: the key is not good"), "that is no fault of the file"
 
 
+@pytest.mark.parametrize(
+    "line", [("submit",), ("run", "--server", "http://127.0.0.1:9"), ("hash",), ("convert",)]
+)
+@pytest.mark.parametrize(
+    ("content", "words"), [("{}", "The workflow has no nodes"), ('{"a": 1}', "The workflow is not valid")]
+)
+def test_whoever_reads_a_file_that_is_no_workflow_names_it(
+    run: Run, workflow: Path, line: tuple[str, ...], content: str, words: str
+) -> None:
+    workflow.write_text(content)
+    ended = run(*line, workflow)
+    assert (ended.code, ended.output) == (3, "")
+    assert ended.errors.startswith(f"Error: {workflow}: {words}")
+
+
+def test_a_job_that_has_ended_is_watched_to_a_line_that_says_so(run: Run, workflow: Path) -> None:
+    ended = run("submit", workflow, "--watch", "--out", workflow.parent / "out")
+    assert ended.code == 0 and "completed" not in ended.errors, "its outputs say so"
+    (job,) = run("jobs", "--limit", "1", "--json").json["jobs"]
+    ended = run("job", "watch", job["id"])
+    assert (ended.code, ended.output) == (0, "")
+    assert ended.errors.splitlines()[-1] == "completed"
+
+
+def test_a_hub_of_this_machine_that_is_not_running_is_told_with_the_way_to_start_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("COMFYFLEET_HUB")
+    monkeypatch.delenv("COMFYFLEET_KEY")
+    write_hub(tmp_path, LocalHub("http://127.0.0.1:9", "cfk_0_0"))
+    ended = run("jobs")
+    assert ended.code == 4 and "connection refused" in ended.errors
+    assert ended.errors.endswith("`comfyfleet up` starts it, --hub names another\n")
+
+
 def test_without_a_key_it_is_said_where_one_is_given(
     run: Run, hub: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,3 +52,18 @@ def test_many_columns_that_do_not_fit_stand_below_each_other() -> None:
 
 def test_what_steers_a_terminal_is_shown_as_what_it_is() -> None:
     assert "\\x1b" in "".join(lines_of(["a", "b"], [["x\x1b[2J", "y\nz"]], 60, {}))
+
+
+def test_where_two_columns_may_wrap_a_long_cell_makes_its_own_row_longer_and_no_other() -> None:
+    rows = [
+        ["port", "3001", "default"],
+        ["weights", "a long text " * 8, "a place that takes long to tell " * 2],
+    ]
+    lines = list(lines_of(["setting", "value", "from"], rows, 60, {}, 2))
+    assert lines[:2] == [
+        "setting  value                      from",
+        "port     3001                       default",
+    ]
+    assert len(lines) == 6 and all(len(line) <= 60 for line in lines)
+    (first, *_) = lines_of(["setting", "value", "from"], rows, 30, {}, 2)
+    assert first == "port", "there each row stands by itself"

@@ -50,7 +50,8 @@ def show(config: str | None, is_said: bool, as_json: bool, **flags: Any) -> None
         for name, (value, place) in found.items()
         if not is_said or place != DEFAULT.place
     ]
-    print_table(["setting", "value", "from"], rows, empty="nothing was said: every setting has its default")
+    told = "nothing was said: every setting has its default"
+    print_table(["setting", "value", "from"], rows, empty=told, wraps=2)
 
 
 @command.command("check")

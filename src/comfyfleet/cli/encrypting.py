@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from comfyfleet.cli.endings import CommandFailed
 from comfyfleet.cli.settings import Resolved
-from comfyfleet.model.errors import ComfyFleetError
+from comfyfleet.model.errors import ComfyFleetError, to_install
 from comfyfleet.ports import Cabinet, Clock, Store
 from comfyfleet.stores.opening import refuse_if_sealed
 from comfyfleet.tenancy.database import TenantDatabase
@@ -36,7 +36,7 @@ def master_keys(resolved: Resolved) -> Callable[[], MasterKeys] | None:
         from comfyfleet.stores.sealed.masters import read_master_keys
     except ModuleNotFoundError as error:
         raise CommandFailed(
-            f"to seal jobs needs {error.name}, which is not installed: install comfyfleet[encryption]"
+            f"to seal jobs needs {error.name}, which is not installed: {to_install('encryption')}"
         ) from error
     said = "encryption.key_file" if chosen.key_file else "encryption.keys"
 

@@ -5,7 +5,8 @@ Commands raise; `main.py` alone prints the line and exits. Every command imports
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,6 +43,22 @@ class Terminated(Exception):
 
 class _Interrupted(Exception):
     """Ctrl-C came, and everything was closed."""
+
+
+@contextmanager
+def about(file: str) -> Iterator[None]:
+    """What is wrong with a file is told with its name."""
+    from comfyfleet.model.errors import Refusal, RefusalCode
+
+    not_the_files = (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED, RefusalCode.RATE_LIMITED)
+    try:
+        yield
+    except Refusal as error:
+        if error.code in not_the_files or error.message.startswith(file):
+            raise
+        raise Refusal(error.code, f"{file}: {error.message}", **error.details) from error
+    except click.BadParameter as error:
+        raise click.BadParameter(f"{file}: {error.message}", param_hint=error.param_hint) from error
 
 
 OUT_HELP = (

@@ -6,6 +6,7 @@ Every command is in every installation, so a command may find that its packages 
 from __future__ import annotations
 
 from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.model.errors import to_install
 
 PACKAGES = {
     "hub": ("starlette", "uvicorn", "httptools", "websockets", "prometheus_client"),
@@ -42,8 +43,5 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
 
 def _told(modules: list[str], extras: list[str]) -> str:
     names = " and ".join(_DISTRIBUTIONS.get(module, module) for module in modules)
-    wanted = ",".join(extras)
-    return (
-        f"this command needs {names}, which {'is' if len(modules) == 1 else 'are'} not installed: "
-        f"pip install 'comfyfleet[{wanted}]', or in a checkout pip install '.[{wanted}]'"
-    )
+    is_what = "is" if len(modules) == 1 else "are"
+    return f"this command needs {names}, which {is_what} not installed: {to_install(*extras)}"

@@ -6,6 +6,7 @@ from typing import BinaryIO
 
 import click
 
+from comfyfleet.cli.endings import about
 from comfyfleet.cli.printing import echo
 
 
@@ -22,7 +23,8 @@ def command(workflow: BinaryIO, as_json: bool) -> None:
     from comfyfleet.model.workflow import exact_hash, hash_workflow, parse_workflow, read_needs
     from comfyfleet.model.workflow_files import read_workflow_file
 
-    parsed = parse_workflow(read_workflow_file(workflow, workflow.name))
+    with about(workflow.name):
+        parsed = parse_workflow(read_workflow_file(workflow, workflow.name))
     needs = read_needs(parsed)
     lists = {
         "node_classes": sorted(needs.node_classes),

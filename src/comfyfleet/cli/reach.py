@@ -19,6 +19,7 @@ from comfyfleet.cli.settings import Resolved, read_settings
 from comfyfleet.cli.tables import print_table as print_table
 from comfyfleet.client.finding import DEFAULT_URL, exactly
 from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.link import HubAway
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.wire.answers import WorkerBody
 
@@ -106,11 +107,12 @@ def ask(
             told = f"{reach.url} wants a key: set COMFYFLEET_KEY, or give --key"
             raise Refusal(error.code, told, **error.details) from error
         raise
-    except Fault as error:
-        if not resolved.values.hub and read_hub(resolved.data) is None:
-            # Nobody named a hub, and none was ever started here.
-            raise Fault(f"{error} `comfyfleet up` starts one here, --hub names another") from error
-        raise
+    except HubAway as error:
+        if resolved.values.hub:
+            raise
+        # Nobody named a hub: it is the one of this machine.
+        known = "one here" if read_hub(resolved.data) is None else "it"
+        raise Fault(f"{error} `comfyfleet up` starts {known}, --hub names another") from error
 
 
 def print_json(value: Any) -> None:

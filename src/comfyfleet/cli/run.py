@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import click
 
 from comfyfleet.cli import helping
-from comfyfleet.cli.endings import OUT_HELP, CommandFailed, ExitCode, Out, make_folder, run
+from comfyfleet.cli.endings import OUT_HELP, CommandFailed, ExitCode, Out, about, make_folder, run
 from comfyfleet.cli.options import Address, as_json
 
 if TYPE_CHECKING:
@@ -132,12 +132,13 @@ class Draft:
         from comfyfleet.model.workflow_files import read_workflow_file
 
         self._changes = changes
-        found = read_workflow_file(file, file.name)
-        self.is_of_editor = is_editor_workflow(found)
-        self.graph: dict[str, Any] = found
-        if not self.is_of_editor:
-            # Checked before anything is changed in it, so that a fault of the file is told as one.
-            self.change(parse_workflow(found).to_graph())
+        with about(file.name):
+            found = read_workflow_file(file, file.name)
+            self.is_of_editor = is_editor_workflow(found)
+            self.graph: dict[str, Any] = found
+            if not self.is_of_editor:
+                # Checked before anything is changed in it, so that a fault of the file is told as one.
+                self.change(parse_workflow(found).to_graph())
 
     def change(self, graph: dict[str, Any]) -> None:
         """Makes the changes in this graph, which is what the file means."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -11,7 +9,7 @@ import click
 
 from comfyfleet.cli import helping
 from comfyfleet.cli.asking import asked_for, asking
-from comfyfleet.cli.endings import OUT_HELP, CommandFailed, ExitCode, Out, make_folder
+from comfyfleet.cli.endings import OUT_HELP, CommandFailed, ExitCode, Out, about, make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.printing import echo
 
@@ -114,8 +112,7 @@ def command(
 
     drafts: list[tuple[str, Draft]] = []
     for workflow in workflows:
-        with _about(workflow.name):
-            drafts.append((workflow.name, Draft(workflow, changes)))
+        drafts.append((workflow.name, Draft(workflow, changes)))
     if reference is not None and len(drafts) * count > 1:
         raise click.UsageError("several jobs cannot share one --reference")
     options = {
@@ -127,7 +124,7 @@ def command(
     for name, draft in drafts:
         if not draft.is_of_editor:
             # A wrong name is told before the hub is asked for anything.
-            with _about(name):
+            with about(name):
                 options |= _brought(draft, attachments, outputs)
     if watch:
         make_folder(out.folder)
@@ -137,7 +134,7 @@ def command(
     async def work(client: FleetClient) -> None:
         for name, draft in drafts:
             if draft.is_of_editor:
-                with _about(name):
+                with about(name):
                     draft.change(await client.convert(draft.graph))
                     options.update(_brought(draft, attachments, outputs))
         graphs = [draft.graph for _, draft in drafts for _ in range(count)]
@@ -150,22 +147,6 @@ def command(
             await watch_jobs(client, job_ids, out, as_json, previews)
 
     ask(flags, work)
-
-
-@contextlib.contextmanager
-def _about(file: str) -> Iterator[None]:
-    """What is wrong with one of several files is told with its name."""
-    from comfyfleet.model.errors import Refusal, RefusalCode
-
-    not_the_files = (RefusalCode.UNAUTHENTICATED, RefusalCode.NOT_ALLOWED, RefusalCode.RATE_LIMITED)
-    try:
-        yield
-    except Refusal as error:
-        if error.code in not_the_files or error.message.startswith(file):
-            raise
-        raise Refusal(error.code, f"{file}: {error.message}", **error.details) from error
-    except click.BadParameter as error:
-        raise click.BadParameter(f"{file}: {error.message}", param_hint=error.param_hint) from error
 
 
 def label(text: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """Tables for a terminal of any width, and for pipes.
 
-In a terminal a table fits: first the ids in its first column are shortened, then its last column wraps, and where that
-does not suffice each row stands by itself, a line for each cell. In a pipe nothing is shortened, wrapped or cut off.
+In a terminal a table fits: first the ids in its first column are shortened, then its last column wraps, or so many of
+the last ones as are said to, and where that does not suffice each row stands by itself, a line for each cell. In a pipe
+nothing is shortened, wrapped or cut off.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
 from comfyfleet.cli.printing import echo, escaped
 
@@ -24,12 +26,14 @@ def print_table(
     *,
     empty: str,
     short: Mapping[str, str] | None = None,
+    wraps: int = 1,
 ) -> None:
-    """`short`: what may stand for a first cell where there is no room for all of it."""
+    """`short`: what may stand for a first cell where there is no room for all of it. `wraps`: how many of the last
+    columns may wrap."""
     if not rows:
         echo(empty)
         return
-    for line in lines_of(headings, rows, _width(), short or {}):
+    for line in lines_of(headings, rows, _width(), short or {}, wraps):
         echo(line)
 
 
@@ -47,17 +51,22 @@ def _width() -> int | None:
 
 
 def lines_of(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], width: int | None, short: Mapping[str, str]
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int | None,
+    short: Mapping[str, str],
+    wraps: int = 1,
 ) -> Iterator[str]:
     cells = [[escaped(cell, is_line=True) for cell in row] for row in rows]
     if width is not None and _sum(_widths([headings, *cells])) > width:
         cells = [[short.get(first, first), *others] for first, *others in cells]
         widths = _widths([headings, *cells])
-        rest = width - _sum(widths[:-1]) - _GAP
-        if rest < min(widths[-1], max(_LAST, len(headings[-1]))):
-            yield from _blocks(headings, cells, width)
-            return
-        widths[-1] = min(widths[-1], rest)
+        wrapped = _shared(widths[-wraps:], width - sum(widths[:-wraps]) - _GAP * (len(widths) - 1))
+        for heading, wanted, given in zip(headings[-wraps:], widths[-wraps:], wrapped, strict=True):
+            if given < min(wanted, max(_LAST, len(heading))):
+                yield from _blocks(headings, cells, width)
+                return
+        widths[-wraps:] = wrapped
     else:
         widths = _widths([headings, *cells])
     for row in [headings, *cells]:
@@ -72,12 +81,22 @@ def _sum(widths: Sequence[int]) -> int:
     return sum(widths) + _GAP * (len(widths) - 1)
 
 
+def _shared(widths: Sequence[int], room: int) -> list[int]:
+    """The room in equal parts; what one does not need the others get."""
+    given = [0] * len(widths)
+    for left, (wanted, index) in zip(
+        range(len(widths), 0, -1), sorted((width, index) for index, width in enumerate(widths)), strict=True
+    ):
+        given[index] = min(wanted, room // left)
+        room -= given[index]
+    return given
+
+
 def _row(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    *others, last = row
-    begin = "".join(cell.ljust(width + _GAP) for cell, width in zip(others, widths, strict=False))
-    for line in _wrapped(last, widths[-1]):
-        yield (begin + line).rstrip()
-        begin = " " * len(begin)
+    columns = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+    for line in zip_longest(*columns, fillvalue=""):
+        parts = (cell.ljust(width + _GAP) for cell, width in zip(line, widths, strict=True))
+        yield "".join(parts).rstrip()
 
 
 def _blocks(headings: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:

@@ -107,6 +107,9 @@ async def watch_jobs(
                     elif update.number is not None:
                         waiting.pop(job_id, None)
                     _tell(bar, job_id, update, len(job_ids) == 1)
+                    if update.kind == "completed" and out is None:
+                        # Else the paths of its outputs say so.
+                        bar.say("completed" if len(job_ids) == 1 else f"{job_id}: completed")
                 ended[job_id] = await client.result(job_id)
                 if len(job_ids) > 1:
                     bar.show(len(ended), len(job_ids), "jobs done")
@@ -131,8 +134,11 @@ async def watch_jobs(
             raise failed.exceptions[0] from None
         except asyncio.CancelledError:
             left = [job_id for job_id in job_ids if job_id not in ended]
+            what = left[0] if len(left) == 1 else f"{len(left)} jobs"
+            which = left[0] if len(left) == 1 else "ID"
             bar.say(
-                f"not watched any more; the hub goes on with {left[0] if len(left) == 1 else f'{len(left)} jobs'}"
+                f"not watched any more; the hub goes on with {what}. `comfyfleet job watch {which}` watches again, "
+                f"`comfyfleet job cancel {which}` ends it"
             )
             raise
     results = [ended[job_id] for job_id in job_ids]

@@ -48,3 +48,9 @@ class Refusal(ComfyFleetError):
 class Fault(ComfyFleetError):
     """Something around us failed, and trying again may work. What it says is of one step: of a call that takes several,
     a batch above all, others may have been done."""
+
+
+def to_install(*extras: str) -> str:
+    """The command for optional packages that are not installed, in words."""
+    wanted = ",".join(extras)
+    return f"pip install 'comfyfleet[{wanted}]', or in a checkout pip install '.[{wanted}]'"

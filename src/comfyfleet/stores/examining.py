@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.errors import Refusal, RefusalCode, to_install
 from comfyfleet.stores.opening import check_address, sqlite_path
 
 
@@ -84,5 +84,5 @@ def _require(module: str, extra: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"this store needs {module}, which is not installed: install comfyfleet[{extra}]",
+            f"this store needs {module}, which is not installed: {to_install(extra)}",
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.errors import Refusal, RefusalCode, to_install
 from comfyfleet.ports import Cabinet, Clock, Store
 from comfyfleet.stores.checking import checked_store
 from comfyfleet.stores.memory import MemoryStore
@@ -104,7 +104,7 @@ def _postgres(url: str, _clock: Clock) -> Store:
     except ModuleNotFoundError as error:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"the PostgreSQL store needs {error.name}, which is not installed: install comfyfleet[postgres]",
+            f"the PostgreSQL store needs {error.name}, which is not installed: {to_install('postgres')}",
         ) from error
     return PostgresStore(url)
 
@@ -129,7 +129,7 @@ def _redis(url: str, _clock: Clock) -> Store:
     except ModuleNotFoundError as error:
         raise Refusal(
             RefusalCode.INVALID_REQUEST,
-            f"the Redis store needs {error.name}, which is not installed: install comfyfleet[redis]",
+            f"the Redis store needs {error.name}, which is not installed: {to_install('redis')}",
         ) from error
     return RedisStore(url)
 

@@ -33,7 +33,8 @@ def require_pillow() -> None:
     """Say clearly what to install when Pillow is missing."""
     if importlib.util.find_spec("PIL") is None:
         raise PillowMissing(
-            "the fake ComfyUI draws its pictures with Pillow, which is not installed: pip install 'comfyfleet[fake]'"
+            "the fake ComfyUI draws its pictures with Pillow, which is not installed: pip install 'comfyfleet[fake]', "
+            "or in a checkout pip install '.[fake]'"
         )
 
 

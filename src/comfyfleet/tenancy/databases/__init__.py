@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.errors import Refusal, RefusalCode, to_install
 from comfyfleet.stores.opening import sqlite_path
 from comfyfleet.tenancy.database import TenantDatabase
 
@@ -23,7 +23,7 @@ def open_tenant_database(url: str) -> TenantDatabase:
                 raise Refusal(
                     RefusalCode.INVALID_REQUEST,
                     f"a tenant database in PostgreSQL needs {error.name}, which is not installed: "
-                    "install comfyfleet[postgres]",
+                    f"{to_install('postgres')}",
                 ) from error
             return PostgresTenantDatabase(url)
     # Not the whole URL: it may hold a password.
