@@ -1,7 +1,8 @@
 """Goal 13: leases on PostgreSQL once tenants have terms, beside the same leases without.
 
-With terms, every transaction that begins or ends a lease holds one advisory lock until its commit, so that of two hubs
-neither gives a tenant more than its cap. Three stores on one database stand for three hubs.
+With terms, every transaction that begins leases holds one advisory lock until its commit, so that of two hubs neither
+gives a tenant more than its cap, and one that ends a lease holds its tenant's row. Three stores on
+one database stand for three hubs.
 """
 
 from __future__ import annotations

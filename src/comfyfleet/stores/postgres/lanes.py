@@ -56,6 +56,13 @@ MAY_HAVE = """
 (t.max_leased IS NULL OR t.leased < t.max_leased) AND (t.held_until IS NULL OR t.held_until <= gate.now)
 """
 
+# Of the tenant of a lane, in the order in which `shares.py` reads them. Not every tenant has a row.
+SHARE = """
+l.tenant, coalesce(t.virtual_time, 0) AS virtual_time, coalesce(t.credit, 0) AS credit,
+coalesce(t.leased, 0) AS leased, coalesce(t.is_behind, false) AS is_behind, coalesce(t.has_terms, false) AS has_terms,
+coalesce(t.weight, 1) AS weight, t.max_leased, t.held_until
+"""
+
 LOOK = (
     GATE
     + f"""

@@ -6,18 +6,25 @@ or changed. Priority therefore holds except against a lease in flight.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
+import msgspec
+
 from comfyfleet.model.dispatch import LeaseOffer, Written
-from comfyfleet.model.ids import JobId
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.terms import Share
 from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres import lanes, rows, shares
 from comfyfleet.stores.postgres.lanes import Look, Seen
 from comfyfleet.stores.postgres.pool import Step
+from comfyfleet.stores.postgres.shares import Charge, Standings
 
 # How many jobs a lease looks at beyond those it wants; more only when others are taking all of those.
 SPARE = 7
 MAX_LOOK = 2048
+# Where tenants are charged, so many leases are chosen with one look.
+MAX_IN_TURN = 16
 
 _TAKE = (
     lanes.GATE
@@ -34,17 +41,27 @@ FOR UPDATE OF d SKIP LOCKED
 # The look at the lanes and the locks in one statement. What stands behind the bound of the last lane looked at is
 # not certain to be next, so it is left. A job that has left its lane since the statement began is found out when its
 # row is locked: what is asked of the row is asked again then.
-_TAKE_FIRST = (
-    lanes.GATE
-    + f"""
+_TOP = f"""
 , top AS MATERIALIZED (
-    SELECT lane_id, priority, head, coalesce(t.virtual_time, 0) AS virtual_time, workflow_hash
+    SELECT lane_id, priority, head, workflow_hash, {lanes.SHARE}
     FROM gate, comfyfleet.profile_classes p
     JOIN comfyfleet.lanes l ON l.class_key = p.class_key
     LEFT JOIN comfyfleet.tenants t ON t.tenant = l.tenant
     WHERE p.profile = %(profile)s AND {lanes.IS_FREE} AND {lanes.MAY_HAVE}
     ORDER BY priority DESC, virtual_time, head LIMIT %(lanes)s
-), horizon AS MATERIALIZED (
+)
+"""
+
+_SHARE = """
+top.tenant, top.virtual_time, top.credit, top.leased, top.is_behind, top.has_terms, top.weight, top.max_leased,
+top.held_until
+"""
+
+_TAKE_FIRST = (
+    lanes.GATE
+    + _TOP
+    + f"""
+, horizon AS MATERIALIZED (
     SELECT priority, virtual_time, head FROM top ORDER BY priority, virtual_time DESC, head DESC
     LIMIT CASE WHEN (SELECT count(*) FROM top) < %(lanes)s THEN 0 ELSE 1 END
 ), first AS MATERIALIZED (
@@ -60,11 +77,34 @@ _TAKE_FIRST = (
         <= (-horizon.priority, horizon.virtual_time, horizon.head)
     ORDER BY place LIMIT %(slots)s
 )
-SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now, first.sequence - first.head, gate.is_fair
-FROM gate, first JOIN comfyfleet.dispatches d ON d.job_id = first.job_id AND d.lane_id = first.lane_id
+SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id, gate.now, first.sequence - first.head, gate.is_fair, {_SHARE}
+FROM gate, first JOIN top ON top.lane_id = first.lane_id
+JOIN comfyfleet.dispatches d ON d.job_id = first.job_id AND d.lane_id = first.lane_id
 ORDER BY first.place LIMIT %(count)s FOR UPDATE OF d SKIP LOCKED
 """
 )
+
+# As many of each lane as are wanted in all: whose turn it is changes with each of them.
+_LOOK_IN_TURN = (
+    lanes.GATE
+    + _TOP
+    + f"""
+SELECT gate.now, top.lane_id, top.priority, top.head, items.sequence, items.job_id, {_SHARE}
+FROM gate CROSS JOIN top LEFT JOIN LATERAL (
+    SELECT d.sequence, d.job_id FROM comfyfleet.dispatches d
+    WHERE d.lane_id = top.lane_id AND d.sequence >= top.head AND d.job_id <> ALL (gate.blocked)
+    ORDER BY d.sequence LIMIT %(depth)s
+) AS items ON true
+ORDER BY items.sequence
+"""
+)
+
+_TAKE_CHOSEN = """
+SELECT d.envelope, d.fact_count, d.job_phase, d.lane_id
+FROM unnest(%(jobs)s::text[], %(lanes)s::bigint[]) WITH ORDINALITY AS c (job_id, lane_id, place)
+JOIN comfyfleet.dispatches d ON d.job_id = c.job_id AND d.lane_id = c.lane_id
+ORDER BY c.place FOR UPDATE OF d SKIP LOCKED
+"""
 
 # Where others hold all of the first: those that are still in their lanes, however far behind.
 _TAKE_ANY = """
@@ -101,8 +141,6 @@ async def lease(
     step: Step, job_id: JobId, offer: LeaseOffer, epoch: int, test_now: float | None, is_fair: bool
 ) -> Written | None:
     """`is_fair`: tenants have terms, as far as is known here."""
-    if is_fair:
-        step.add(shares.HOLD)
     values = {
         "job_id": job_id,
         "worker_id": offer.worker_id,
@@ -114,18 +152,20 @@ async def lease(
     if row is None:
         return None
     *found, now, is_charged = row
-    held = rows.held(found)
-    if not await _charge(step, held, offer, now, is_fair=is_fair, is_charged=is_charged):
-        return None
-    return rows.grant(step, [(held, offer)], epoch, now)[0]
+    held, charge = rows.held(found), None
+    _expect(is_fair=is_fair, is_charged=is_charged)
+    if is_charged:
+        # The job is held already, and whoever has the lock waits for no job.
+        charged = await shares.lease(step, held.dispatch.tenant, offer, test_now)
+        if charged is None:
+            return None
+        now, charge = charged
+    return rows.grant(step, [(held, offer, charge)], epoch, now)[0]
 
 
-async def _charge(
-    step: Step, held: rows.Held, offer: LeaseOffer, now: float, *, is_fair: bool, is_charged: bool
-) -> bool:
+def _expect(*, is_fair: bool, is_charged: bool) -> None:
     if is_charged and not is_fair:
         raise shares.NowFair
-    return not is_charged or await shares.lease(step, held.dispatch, offer, now)
 
 
 async def lease_next(
@@ -134,19 +174,31 @@ async def lease_next(
     """A lease for each offer, if any, and the lanes that want tidying. All offers are of one profile."""
     taken: list[Written | None] = []
     untidy: set[int] = set()
+    parts = await _alike(step, offers, test_now)
     if is_fair:
         step.add(shares.HOLD)
-    # Where tenants are charged, each lease changes whose turn is next.
-    for alike in [[offer] for offer in offers] if is_fair else await _alike(step, offers, test_now):
-        written, lagging = await _take(step, alike, epoch, test_now, is_fair)
-        untidy.update(lagging)
-        for offer in alike[len(written) :]:
-            # Nothing is left, or others hold it, or empty lanes and old bounds stand in the way.
-            one, found_untidy = await _search(step, offer, epoch, test_now, is_fair)
-            untidy.update(found_untidy)
-            if one is None:
-                break
-            written.append(one)
+    for alike in parts:
+        written: list[Written | None] = []
+        while len(written) < len(alike):
+            rest = alike[len(written) :]
+            if is_fair and len(rest) > 1:
+                some, lagging = await _take_in_turn(step, rest[:MAX_IN_TURN], epoch, test_now)
+                is_short = not some
+            elif written and not is_fair:
+                # The first look was for all of them.
+                some, lagging, is_short = [], [], True
+            else:
+                some, lagging = await _take(step, rest, epoch, test_now, is_fair)
+                is_short = len(some) < len(rest)
+            written += some
+            untidy.update(lagging)
+            if is_short:
+                # Nothing is left, or others hold it, or empty lanes and old bounds stand in the way.
+                one, found_untidy = await _search(step, alike[len(written)], epoch, test_now, is_fair)
+                untidy.update(found_untidy)
+                if one is None:
+                    break
+                written.append(one)
         taken += [*written, *[None] * (len(alike) - len(written))]
     return taken, sorted(untidy)
 
@@ -184,13 +236,104 @@ async def _take(
         "count": len(offers),
     }
     found = await step.rows(_TAKE_FIRST, values)
-    held = [(rows.held(row[:4]), offer) for row, offer in zip(found, offers, strict=False)]
-    for row, (each, offer) in zip(found, held, strict=True):
-        may_have = await _charge(step, each, offer, row[4], is_fair=is_fair, is_charged=row[6])
-        assert may_have, "whose tenant is out is not seen, and nobody else changes that now"
+    taken: list[tuple[rows.Held, LeaseOffer, float | None]] = []
+    for row, offer in zip(found, offers, strict=False):
+        held, charge = rows.held(row[:4]), None
+        _expect(is_fair=is_fair, is_charged=row[6])
+        if row[6]:
+            share = shares.share_of(row[7:])
+            charge = shares.take(step, await Standings(step, [share]).lease(share.tenant, offer))
+        taken.append((held, offer, charge))
     written: list[Written | None] = []
-    written += rows.grant(step, held, epoch, found[0][4] if found else 0.0)
+    written += rows.grant(step, taken, epoch, found[0][4] if found else 0.0)
     return written, [row[3] for row in found if row[5] > lanes.MAX_LAG]
+
+
+class _Line(msgspec.Struct):
+    """A lane as it was looked at, and what waits in it, first come first."""
+
+    lane_id: int
+    priority: int
+    head: int
+    tenant: TenantId
+    items: deque[tuple[int, JobId]]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    job_id: JobId
+    lane_id: int
+    charge: Charge
+
+
+async def _take_in_turn(
+    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None
+) -> tuple[list[Written | None], list[int]]:
+    """Under the lock: one look for all, and one for the jobs. Each lease counts when the next is chosen. Perhaps fewer
+    than there are offers; those that were taken are those that come first."""
+    limit = len(offers) + SPARE + lanes.MAX_EMPTY
+    values = {
+        "worker_id": offers[0].worker_id,
+        "test_now": test_now,
+        "profile": offers[0].profile,
+        "matched": offers[0].profile,
+        "lanes": limit,
+        "depth": len(offers),
+    }
+    lines: dict[int, _Line] = {}
+    known: dict[TenantId, Share] = {}
+    seen = await step.rows(_LOOK_IN_TURN, values)
+    now = seen[0][0] if seen else 0.0
+    for _, lane_id, priority, head, sequence, job_id, *row in seen:
+        share = shares.share_of(tuple(row))
+        known[share.tenant] = share
+        line = lines.setdefault(lane_id, _Line(lane_id, priority, head, share.tenant, deque()))
+        if sequence is not None:
+            line.items.append((sequence, job_id))
+    horizon = None
+    if len(lines) >= limit:
+        horizon = max((-line.priority, known[line.tenant].virtual_time, line.head) for line in lines.values())
+    lagging = [
+        each.lane_id for each in lines.values() if each.items and each.items[0][0] - each.head > lanes.MAX_LAG
+    ]
+    chosen = await _choose(Standings(step, known.values()), list(lines.values()), horizon, offers, now)
+    if not chosen:
+        return [], lagging
+    places = {"jobs": [each.job_id for each in chosen], "lanes": [each.lane_id for each in chosen]}
+    found = [rows.held(row) for row in await step.rows(_TAKE_CHOSEN, places)]
+    taken: list[tuple[rows.Held, LeaseOffer, float | None]] = []
+    for held, choice, offer in zip(found, chosen, offers, strict=False):
+        if held.dispatch.job_id != choice.job_id:
+            # Somebody else has that one, so the turns after it were others.
+            break
+        taken.append((held, offer, choice.charge.by))
+    written: list[Written | None] = []
+    written += rows.grant(step, taken, epoch, now)
+    for choice in chosen[: len(taken)]:
+        shares.take(step, choice.charge)
+    return written, lagging
+
+
+async def _choose(
+    standings: Standings,
+    lines: Sequence[_Line],
+    horizon: tuple[int, float, int] | None,
+    offers: Sequence[LeaseOffer],
+    now: float,
+) -> list[_Choice]:
+    """What comes first for each offer, as far as that is certain: up to the bound of the last lane looked at."""
+
+    def place(line: _Line) -> tuple[int, float, int]:
+        return -line.priority, standings[line.tenant].virtual_time, line.items[0][0]
+
+    chosen: list[_Choice] = []
+    for offer in offers:
+        open_lines = [each for each in lines if each.items and not standings[each.tenant].is_out(now)]
+        first = min(open_lines, key=place, default=None)
+        if first is None or (horizon is not None and place(first) > horizon):
+            break
+        _, job_id = first.items.popleft()
+        chosen.append(_Choice(job_id, first.lane_id, await standings.lease(first.tenant, offer)))
+    return chosen
 
 
 async def _search(
@@ -206,9 +349,15 @@ async def _search(
         jobs = [candidate.job_id for candidate in seen.candidates]
         row = await step.row(_TAKE_ANY, {"jobs": jobs, "profile": offer.profile})
         if row is not None:
-            held = rows.held(row[:4])
-            await _charge(step, held, offer, seen.now, is_fair=is_fair, is_charged=row[4])
-            return rows.grant(step, [(held, offer)], epoch, seen.now)[0], seen.untidy
+            held, charge = rows.held(row[:4]), None
+            _expect(is_fair=is_fair, is_charged=row[4])
+            if row[4]:
+                charged = await shares.lease(step, held.dispatch.tenant, offer, test_now)
+                if charged is None:
+                    # Its tenant is held since it was looked at.
+                    return None, seen.untidy
+                charge = charged[1]
+            return rows.grant(step, [(held, offer, charge)], epoch, seen.now)[0], seen.untidy
         if is_last:
             # Others hold all of those. Two who hold what the other looks for would wait for each other for ever; what
             # comes free again, if any, is found at the next look.

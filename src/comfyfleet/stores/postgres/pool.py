@@ -47,6 +47,13 @@ _BEGIN = (
 )
 
 
+class Later:
+    """The rows of a statement that is sent with others: there once those are sent, at the latest with the commit."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+
 class Step:
     """Statements on one connection, sent in as few messages as can be.
 
@@ -56,13 +63,27 @@ class Step:
 
     def __init__(self, connection: Connection, *, is_transaction: bool) -> None:
         self._cursor = AsyncClientCursor(connection)
-        self._unsent = [_BEGIN] if is_transaction else []
+        self._unsent: list[str] = _BEGIN.split("; ") if is_transaction else []
+        self._last: list[str] = []
+        self._expected: dict[int, Later] = {}
+        """By the place of their statements among those not sent yet."""
         self._is_transaction = is_transaction
         self.is_committing = False
 
     def add(self, query: str, values: Values = ()) -> None:
         """A statement whose answer nobody waits for."""
         self._unsent.append(self._cursor.mogrify(query.encode(), values))
+
+    def add_last(self, query: str, values: Values = ()) -> None:
+        """A statement that is sent right before the commit, after all others: what it locks is held briefly, and
+        nobody who holds it waits for anything else."""
+        self._last.append(self._cursor.mogrify(query.encode(), values))
+
+    def add_question(self, query: str, values: Values = ()) -> Later:
+        """A statement whose answer is needed, but not before the step ends: it costs no round trip of its own."""
+        later = self._expected[len(self._unsent)] = Later()
+        self.add(query, values)
+        return later
 
     def add_rows(self, head: str, rows: Sequence[Row], tail: str = "") -> None:
         """A statement of many rows, to stand where VALUES takes them."""
@@ -74,11 +95,7 @@ class Step:
         for query, values in questions:
             self.add(query, values)
         await self._send()
-        answers: list[list[Row]] = []
-        while True:
-            answers.append(await self._cursor.fetchall() if self._cursor.description else [])
-            if not self._cursor.nextset():
-                return answers[-len(questions) :]
+        return (await self._answers())[-len(questions) :]
 
     async def rows(self, query: str, values: Values = ()) -> list[Row]:
         return (await self.ask((query, values)))[0]
@@ -89,14 +106,28 @@ class Step:
 
     async def end(self) -> None:
         if self._is_transaction:
-            self._unsent.append("COMMIT")
+            self._unsent += [*self._last, "COMMIT"]
             self.is_committing = True
         if self._unsent:
             await self._send()
+        if self._expected:
+            await self._answers()
 
     async def _send(self) -> None:
         message, self._unsent = "; ".join(self._unsent), []
         await self._cursor.execute(message.encode())
+
+    async def _answers(self) -> list[list[Row]]:
+        """Of each statement of the message, in order."""
+        answers: list[list[Row]] = []
+        while True:
+            answers.append(await self._cursor.fetchall() if self._cursor.description else [])
+            if not self._cursor.nextset():
+                break
+        for place, later in self._expected.items():
+            later.rows = answers[place]
+        self._expected = {}
+        return answers
 
 
 class Pool:

@@ -29,12 +29,12 @@ from comfyfleet.stores.postgres.pool import Step, Values
 from comfyfleet.stores.tombstones import last_to_go
 
 _LOCK_OPEN = """
-SELECT envelope, fact_count, job_phase, lane_id, (SELECT is_fair FROM comfyfleet.state)
+SELECT envelope, fact_count, job_phase, lane_id, charge, (SELECT is_fair FROM comfyfleet.state)
 FROM comfyfleet.dispatches WHERE job_id = %s FOR UPDATE
 """
 
 _LOCK_ENDED = """
-SELECT envelope, fact_count, job_phase, NULL::bigint, (SELECT is_fair FROM comfyfleet.state)
+SELECT envelope, fact_count, job_phase, NULL::bigint, NULL::float8, (SELECT is_fair FROM comfyfleet.state)
 FROM comfyfleet.ended WHERE job_id = %s FOR UPDATE
 """
 
@@ -53,7 +53,8 @@ _UPDATE_OPEN = """
 UPDATE comfyfleet.dispatches SET lane_id = %(lane_id)s, phase = %(phase)s, due_at = %(due_at)s,
     class_key = %(class_key)s, relaxed_class = %(relaxed_class)s, worker_id = %(worker_id)s, poll_id = %(poll_id)s,
     fact_count = %(fact_count)s, job_phase = %(job_phase)s, envelope = %(envelope)s,
-    lease_order = CASE WHEN %(is_new_lease)s THEN nextval('comfyfleet.lease_order') ELSE lease_order END
+    lease_order = CASE WHEN %(is_new_lease)s THEN nextval('comfyfleet.lease_order') ELSE lease_order END,
+    charge = CASE WHEN %(is_leased)s THEN charge END
 WHERE job_id = %(job_id)s
 """
 
@@ -87,10 +88,12 @@ _INSERT_ATTEMPTS = "INSERT INTO comfyfleet.attempts (job_id, lease_number, attem
 _LEASE = """
 UPDATE comfyfleet.dispatches d SET lane_id = NULL, phase = 'leased', job_phase = 'leased', due_at = l.due_at::float8,
     worker_id = l.worker_id, poll_id = l.poll_id, fact_count = l.fact_count, envelope = l.envelope::json,
-    lease_order = nextval('comfyfleet.lease_order')
+    charge = l.charge::float8, lease_order = nextval('comfyfleet.lease_order')
 FROM (VALUES
 """
-_LEASE_FROM = "AS l (job_id, due_at, worker_id, poll_id, fact_count, envelope) WHERE d.job_id = l.job_id"
+_LEASE_FROM = (
+    "AS l (job_id, due_at, worker_id, poll_id, fact_count, envelope, charge) WHERE d.job_id = l.job_id"
+)
 
 _RECORD = "SELECT record FROM comfyfleet.jobs WHERE job_id = %s"
 
@@ -137,6 +140,8 @@ class Opened(msgspec.Struct, frozen=True):
     now: float
     record: str
     attempt: str | None
+    charge: float | None
+    """The virtual time that the lease on it was charged with."""
     is_fair: bool
     """Tenants have terms, and leases are charged."""
 
@@ -153,8 +158,8 @@ async def open_for_write(step: Step, job_id: JobId, test_now: float | None) -> O
             (lock, (job_id,)), moment(test_now), (_RECORD, (job_id,)), (_LAST_ATTEMPT, (job_id,))
         )
         if found:
-            *row, is_fair = found[0]
-            return Opened(held(row), now, record[0][0], attempt[0][0] if attempt else None, is_fair)
+            *row, charge, is_fair = found[0]
+            return Opened(held(row), now, record[0][0], attempt[0][0] if attempt else None, charge, is_fair)
     return None
 
 
@@ -195,17 +200,22 @@ async def change(
     return Written(after, drafted)
 
 
-def grant(step: Step, taken: Sequence[tuple[Held, LeaseOffer]], epoch: int, now: float) -> list[Written]:
-    """Leases, however many, in three statements and the counters: jobs that stood in their lanes leave them."""
+def grant(
+    step: Step, taken: Sequence[tuple[Held, LeaseOffer, float | None]], epoch: int, now: float
+) -> list[Written]:
+    """Leases, however many, in three statements and the counters: jobs that stood in their lanes leave them. With each
+    the virtual time that it is charged with, where tenants have terms."""
     written, attempts, facts, leases = [], [], [], []
-    for before, offer in taken:
+    for before, offer, charge in taken:
         after, lease, attempt, fact = granted(before.dispatch, offer, epoch, now, before.fact_count)
         written.append(Written(after, (fact,)))
         body = codec.encode(attempt)
         attempts.append((after.job_id, lease.number, attempt.attempt_id, attempt.outcome.value, body))
         facts.append(codec.fact_row(fact))
         envelope = codec.encode(after)
-        leases.append((after.job_id, after.due_at, lease.worker_id, lease.poll_id, fact.number, envelope))
+        leases.append(
+            (after.job_id, after.due_at, lease.worker_id, lease.poll_id, fact.number, envelope, charge)
+        )
     if written:
         step.add_rows(_INSERT_ATTEMPTS, attempts)
         step.add_rows(_LEASE, leases, ") " + _LEASE_FROM)
@@ -342,7 +352,7 @@ async def discard(step: Step, job_id: JobId, revision: int) -> bool:
 def tally(step: Step, deltas: dict[str, int]) -> None:
     """The last statement of a transaction: the counters' row is held as briefly as can be."""
     if any(deltas.values()):
-        step.add(_TALLY, {name: deltas.get(name, 0) for name in _COUNTERS})
+        step.add_last(_TALLY, {name: deltas.get(name, 0) for name in _COUNTERS})
 
 
 async def _save(
@@ -377,6 +387,7 @@ async def _save(
         "envelope": codec.encode(after),
         "is_apart": after.is_apart,
         "is_unsettled": after.is_unsettled,
+        "is_leased": lease is not None,
         "is_new_lease": lease is not None and (was is None or was.lease is None),
         "now": now,
     }

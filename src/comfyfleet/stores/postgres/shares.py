@@ -1,23 +1,25 @@
 """Tenants' shares in PostgreSQL: their terms, what they are charged, who is out, who begins to wait.
 
-Whoever leases, ends a lease or sets terms does so under one lock (`HOLD`), the first that its transaction takes: caps
-are exact, and two who charge two tenants never wait for each other. A transaction that finds out too late that tenants
-have terms by now raises `NowFair` and is run again with the lock.
+Whoever leases or sets terms does so under one lock (`HOLD`): leases are given one after the other, by exact virtual
+times and caps. Whoever ends a lease does not take it; he adds to his tenant's row, by one statement, and can only let
+the tenant have more. Locks are taken in one order, so nobody waits in a circle: the job, `HOLD`, tenants, lanes, and
+the counters last; under `HOLD` a job that somebody holds is stepped over. A transaction that finds out too late that
+tenants have terms by now raises `NowFair` and is run again with the lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from comfyfleet.model.dispatch import AttemptEnd, Dispatch, LeaseOffer
+from comfyfleet.model.dispatch import AttemptEnd, LeaseOffer, Written
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.terms import Share, TenantTerms, start_among
 from comfyfleet.stores.postgres import rows
 from comfyfleet.stores.postgres.hints import Hints
-from comfyfleet.stores.postgres.pool import Pool, Step
+from comfyfleet.stores.postgres.pool import Later, Pool, Row, Step
 
 HOLD = "SELECT pg_advisory_xact_lock(7238261)"
 
@@ -34,7 +36,7 @@ SELECT t.tenant, t.virtual_time, t.credit, t.leased, t.is_behind, t.has_terms, t
 
 _ALL = f"{_SHARE}, EXISTS (SELECT {_WAITING})::integer FROM comfyfleet.tenants t"
 
-_ONE = f"{_SHARE}, EXISTS (SELECT {_WAITING})::integer FROM comfyfleet.tenants t WHERE t.tenant = %s FOR UPDATE OF t"
+_ONE = f"{_SHARE}, 1 FROM comfyfleet.tenants t WHERE t.tenant = %s"
 
 _COUNTED = (
     f"{_SHARE}, (SELECT count(*) {_WAITING}), state.is_fair FROM comfyfleet.tenants t, comfyfleet.state"
@@ -46,10 +48,27 @@ SELECT EXISTS (SELECT {_WAITING})
 FROM (VALUES (%s)) AS t (tenant)
 """
 
-_SAVE = """
-INSERT INTO comfyfleet.tenants (tenant, virtual_time, credit, leased, is_behind) VALUES (%s, %s, %s, %s, %s)
-ON CONFLICT (tenant) DO UPDATE SET virtual_time = excluded.virtual_time, credit = excluded.credit,
-    leased = excluded.leased, is_behind = excluded.is_behind
+_WAITS = f"SELECT EXISTS (SELECT {_WAITING}) FROM (VALUES (%s)) AS t (tenant)"
+
+# `Share.started`, `Share.charged` and `Share.is_at_cap`, of the row as it is by then: whoever ends a lease of the
+# tenant may have changed it since it was read.
+_LEASED = """
+INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time, leased) VALUES (%(tenant)s, %(by)s, 1)
+ON CONFLICT (tenant) DO UPDATE SET
+    virtual_time = greatest(t.virtual_time, %(start)s::float8) + greatest(0, %(by)s - t.credit),
+    credit = greatest(0, t.credit - %(by)s), leased = t.leased + 1,
+    is_behind = t.max_leased IS NOT NULL AND t.leased + 1 >= t.max_leased
+"""
+
+# The same for the end of a lease. Where the estimate or what it took is not known, nothing is put right.
+_BY = "coalesce(%(used_s)s::float8 / t.weight - %(charge)s::float8, 0)"
+_ENDED = f"""
+UPDATE comfyfleet.tenants t SET virtual_time = t.virtual_time + greatest(0, {_BY} - t.credit),
+    credit = greatest(0, t.credit - {_BY}), leased = t.leased - 1,
+    is_behind = t.is_behind OR (t.max_leased IS NOT NULL AND t.leased - 1 >= t.max_leased)
+        OR (t.held_until IS NOT NULL AND t.held_until > %(now)s)
+WHERE t.tenant = %(tenant)s
+RETURNING t.leased + 1 = t.max_leased AND (t.held_until IS NULL OR t.held_until <= %(now)s)
 """
 
 _START = """
@@ -95,7 +114,12 @@ class NowFair(Exception):
     """Tenants have terms by now: leases are charged, which this transaction was not prepared for."""
 
 
-def _share(row: Any) -> Share:
+def share_of(row: Row) -> Share:
+    """Of the columns of `lanes.SHARE`, of a tenant that has something waiting."""
+    return _share((*row, 1))
+
+
+def _share(row: Row) -> Share:
     tenant, virtual_time, credit, leased, is_behind, has_terms, weight, max_leased, held_until, waiting = row[
         :10
     ]
@@ -103,55 +127,83 @@ def _share(row: Any) -> Share:
     return Share(TenantId(tenant), virtual_time, credit, waiting, leased, is_behind, terms)
 
 
-async def _one(step: Step, tenant: TenantId) -> Share:
-    row = await step.row(_ONE, (tenant,))
-    return Share(tenant) if row is None else _share(row)
+async def _everyone(step: Step) -> dict[TenantId, Share]:
+    found = map(_share, await step.rows(_ALL))
+    return {share.tenant: share for share in found}
 
 
-async def _start(step: Step, tenant: TenantId) -> float:
-    found = [_share(row) for row in await step.rows(_ALL)]
-    greatest = max((share.virtual_time for share in found), default=0.0)
-    return start_among((share for share in found if share.tenant != tenant), greatest)
-
-
-def _save(step: Step, share: Share) -> None:
-    step.add(_SAVE, (share.tenant, share.virtual_time, share.credit, share.leased, share.is_behind))
+def _start(everyone: Mapping[TenantId, Share], tenant: TenantId) -> float:
+    greatest = max((share.virtual_time for share in everyone.values()), default=0.0)
+    return start_among((share for share in everyone.values() if share.tenant != tenant), greatest)
 
 
 async def begin_to_wait(step: Step, tenant: TenantId) -> None:
     """Before a job enters its lane. Nothing happens to one that has others waiting or running."""
     row = await step.row(_IS_OPEN, (tenant,))
     if row is not None and not row[0]:
-        step.add(_START, (tenant, await _start(step, tenant)))
+        step.add(_START, (tenant, _start(await _everyone(step), tenant)))
 
 
-async def lease(step: Step, dispatch: Dispatch, offer: LeaseOffer, now: float) -> bool:
-    """Under the lock, before the lease is granted. False: its tenant may have nothing now."""
-    share = await _one(step, dispatch.tenant)
+class Charge(msgspec.Struct, frozen=True):
+    """What a lease costs its tenant, in virtual time."""
+
+    tenant: TenantId
+    by: float
+    start: float | None
+    """Where it was kept out before: the virtual time at which it starts anew."""
+
+
+class Standings:
+    """Tenants' shares under the lock, as they will be with the leases that were chosen so far."""
+
+    def __init__(self, step: Step, known: Iterable[Share]) -> None:
+        self._step = step
+        self._known = {share.tenant: share for share in known}
+        self._everyone: dict[TenantId, Share] | None = None
+
+    def __getitem__(self, tenant: TenantId) -> Share:
+        return self._known[tenant]
+
+    async def lease(self, tenant: TenantId, offer: LeaseOffer) -> Charge:
+        share, start = self._known[tenant], None
+        if share.is_behind:
+            if self._everyone is None:
+                self._everyone = await _everyone(self._step)
+            start = _start({**self._everyone, **self._known}, tenant)
+            share = share.started(start)
+        by = offer.charge_s / share.weight
+        share = msgspec.structs.replace(share.charged(by), leased=share.leased + 1)
+        self._known[tenant] = msgspec.structs.replace(share, is_behind=share.is_at_cap)
+        return Charge(tenant, by, start)
+
+
+def take(step: Step, charge: Charge) -> float:
+    """Under the lock, with the lease. Answers what the lease is charged with."""
+    step.add(_LEASED, {"tenant": charge.tenant, "by": charge.by, "start": charge.start})
+    return charge.by
+
+
+async def lease(
+    step: Step, tenant: TenantId, offer: LeaseOffer, test_now: float | None
+) -> tuple[float, float] | None:
+    """Takes the lock. The time under it, and what the lease is charged with. None: the tenant may have nothing now."""
+    _, ((now,),), found = await step.ask((HOLD, ()), rows.moment(test_now), (_ONE, (tenant,)))
+    share = _share(found[0]) if found else Share(tenant, waiting=1)
     if share.is_out(now):
-        return False
-    if share.is_behind:
-        share = share.started(await _start(step, dispatch.tenant))
-    by = offer.charge_s / share.weight
-    share = msgspec.structs.replace(share.charged(by), leased=share.leased + 1)
-    _save(step, msgspec.structs.replace(share, is_behind=share.is_at_cap))
-    step.add("UPDATE comfyfleet.dispatches SET charge = %s WHERE job_id = %s", (by, dispatch.job_id))
-    return True
+        return None
+    return now, take(step, await Standings(step, [share]).lease(tenant, offer))
 
 
-async def end(step: Step, dispatch: Dispatch, attempt_end: AttemptEnd, now: float) -> bool:
-    """Under the lock, before the lease ends. True: of its tenant something waits that may be leased again."""
-    row = await step.row("SELECT charge FROM comfyfleet.dispatches WHERE job_id = %s", (dispatch.job_id,))
-    charge, used_s = None if row is None else row[0], attempt_end.used_s
-    share = await _one(step, dispatch.tenant)
-    was_at_cap = share.is_at_cap
-    if charge is not None and used_s is not None:
-        share = share.charged(used_s / share.weight - charge)
-    share = msgspec.structs.replace(share, leased=share.leased - 1)
-    is_out = share.is_out(now)
-    _save(step, msgspec.structs.replace(share, is_behind=share.is_behind or is_out))
-    step.add("UPDATE comfyfleet.dispatches SET charge = NULL WHERE job_id = %s", (dispatch.job_id,))
-    return was_at_cap and not is_out and share.waiting > 0
+def end(step: Step, opened: rows.Opened, attempt_end: AttemptEnd) -> Later:
+    """With the end of a lease: its tenant's row alone is locked, and briefly, so this waits for no other tenant. The
+    answer is one row, true where the tenant was at its cap and is not kept out any more."""
+    values = {
+        "tenant": opened.held.dispatch.tenant,
+        "used_s": attempt_end.used_s,
+        "charge": opened.charge,
+        "now": opened.now,
+    }
+    return step.add_question(_ENDED, values)
 
 
 class PostgresShares:
@@ -170,9 +222,9 @@ class PostgresShares:
             values = (terms.tenant, terms.weight, terms.max_leased, terms.held_until)
             step.add(_PUT_TERMS, values)
             now = (await step.rows(*rows.moment(self._now())))[0][0]
-            share = await _one(step, terms.tenant)
-            if share.is_out(now):
-                _save(step, msgspec.structs.replace(share, is_behind=True))
+            found = await step.rows(_ONE, (terms.tenant,))
+            if _share(found[0]).is_out(now):
+                step.add("UPDATE comfyfleet.tenants SET is_behind = true WHERE tenant = %s", (terms.tenant,))
 
         await self._pool.transact(put)
         self._hints.tell_all()
@@ -208,6 +260,26 @@ class PostgresShares:
             return _share(row) if row[10] else Share(tenant, row[1])
 
         return await self._pool.read(read)
+
+    async def tell_of(self, written: Written | None, freed: Later | None) -> None:
+        """After a write was committed: others hear of what may be leased with it."""
+        if written is None:
+            return
+        if freed is not None and await self._may_take_more(written.dispatch.tenant, freed):
+            self._hints.tell_all()
+        elif written.dispatch.stands_in_lane:
+            self._hints.tell()
+
+    async def _may_take_more(self, tenant: TenantId, freed: Later) -> bool:
+        """What waits is asked now: of what comes later its own enqueue tells, and finds the tenant free."""
+        if freed.rows != [(True,)]:
+            return False
+        try:
+            found = await self._pool.read(lambda step: step.rows(_WAITS, (tenant,)))
+        except Fault:
+            # The end stands all the same. Who is told for nothing looks once.
+            return True
+        return bool(found[0][0])
 
     async def next_hold_end(self) -> float | None:
         async def read(step: Step) -> float | None:

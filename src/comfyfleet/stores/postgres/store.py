@@ -39,7 +39,7 @@ from comfyfleet.stores.postgres.grouping import Groups
 from comfyfleet.stores.postgres.hints import TABLE, Hints
 from comfyfleet.stores.postgres.migrate import known_migrations, migrate
 from comfyfleet.stores.postgres.moving import PostgresMoving
-from comfyfleet.stores.postgres.pool import Pool, Row, Step, Values
+from comfyfleet.stores.postgres.pool import Later, Pool, Row, Step, Values
 from comfyfleet.stores.postgres.records import PostgresRecords
 from comfyfleet.stores.postgres.server import check_server
 
@@ -334,35 +334,33 @@ class PostgresStore:
         return found[0] if found else None
 
     async def write(self, write: Write) -> Written | None:
-        written, frees = await self._share(self._write, write)
-        self._tell_of(written, frees)
+        written, freed = await self._share(self._write, write)
+        await self.shares.tell_of(written, freed)
         return written
 
-    def _tell_of(self, written: Written | None, frees: bool) -> None:
-        if frees:
-            self._hints.tell_all()
-        elif written is not None and written.dispatch.stands_in_lane:
-            self._hints.tell()
-
-    async def _write(self, step: Step, write: Write, is_fair: bool) -> tuple[Written | None, bool]:
-        """And whether the tenant comes free with it, so that more of it may be leased."""
-        if is_fair and write.attempt_end is not None:
-            step.add(shares.HOLD)
+    async def _write(
+        self, step: Step, write: Write, is_fair: bool, *, leases: bool = False
+    ) -> tuple[Written | None, Later | None]:
+        """And where it ends a lease, what becomes of its tenant. `leases`: another follows in this transaction."""
         opened = await rows.open_for_write(step, write.job_id, self._test_now)
         if opened is None or not holds(opened.held.dispatch, write):
-            return None, False
+            return None, None
         if opened.is_fair and not is_fair:
             raise shares.NowFair
-        before, frees = opened.held.dispatch, False
+        before, freed = opened.held.dispatch, None
         after = write.change.apply(before)
         # The classes of an open job are in the table for as long as it is open.
         added = [key for key in rows.classes_of(after) if key not in rows.classes_of(before)]
         if added and not await rows.has_classes(step, added):
-            return None, False
+            return None, None
+        if is_fair and leases:
+            # After the job and before any tenant, as whoever leases does.
+            step.add(shares.HOLD)
         if before.lease is not None and after.lease is None:
             assert write.attempt_end is not None, "whoever ends a lease says how its attempt ended"
             rows.end_attempt(step, opened, write.attempt_end)
-            frees = is_fair and await shares.end(step, before, write.attempt_end, opened.now)
+            if is_fair:
+                freed = shares.end(step, opened, write.attempt_end)
         elif is_fair and after.stands_in_lane and not before.stands_in_lane:
             await shares.begin_to_wait(step, after.tenant)
         job_phase = opened.held.job_phase
@@ -371,22 +369,22 @@ class PostgresStore:
         for block in write.blocks:
             shelf.put_block(step, block)
         shelf.lift_unseen(step, write.lifted)
-        return await rows.change(step, opened.held, after, write.facts, opened.now, job_phase), frees
+        return await rows.change(step, opened.held, after, write.facts, opened.now, job_phase), freed
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
     ) -> tuple[Written | None, Written | None]:
         async def both(
             step: Step, is_fair: bool
-        ) -> tuple[tuple[Written | None, bool], Written | None, Sequence[int]]:
-            finished = await self._write(step, write, is_fair)
+        ) -> tuple[tuple[Written | None, Later | None], Written | None, Sequence[int]]:
+            finished = await self._write(step, write, is_fair, leases=True)
             if finished[0] is None:
                 return finished, None, ()
             (taken,), untidy = await leasing.lease_next(step, [offer], self._epoch, self._test_now, is_fair)
             return finished, taken, untidy
 
-        (finished, frees), taken, untidy = await self._share(both)
-        self._tell_of(finished, frees)
+        (finished, freed), taken, untidy = await self._share(both)
+        await self.shares.tell_of(finished, freed)
         await self._tidy(untidy)
         return finished, taken
 
