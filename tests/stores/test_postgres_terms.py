@@ -122,6 +122,24 @@ async def test_leases_that_come_together_are_those_of_the_memory_store_one_by_on
             assert await store.shares.of(tenant) == await memory.shares.of(tenant)
 
 
+async def test_nobody_is_measured_by_a_tenant_whose_lane_stands_empty(store: PostgresStore) -> None:
+    """Eve had a job and has none any more; her lane is kept for her next one."""
+    jobs = Jobs()
+    await store.shares.put_terms(TenantTerms(ANN, held_until=float("inf")))
+    await jobs.enqueue(store, tenant=EVE)
+    leased = await store.lease_next(jobs.offer())
+    assert leased is not None
+    assert await store.write(completion(leased.dispatch.lease_ref(), used_s=10.0)) is not None
+    await store.shares.charge(BOB, 50.0)
+    for _ in range(2):
+        await jobs.enqueue(store, tenant=ANN)
+    before = (await store.shares.of(ANN)).virtual_time
+    await store.shares.charge(BOB, 50.0)
+    await store.shares.put_terms(TenantTerms(ANN))
+    assert None not in await store._lease_group([jobs.offer(), jobs.offer()])
+    assert (before, (await store.shares.of(ANN)).virtual_time) == (50.0, 120.0)
+
+
 async def test_a_group_steps_over_what_others_hold(url: str, store: PostgresStore) -> None:
     jobs = Jobs()
     await store.shares.put_terms(TenantTerms(ANN))

@@ -256,6 +256,8 @@ class _Line(msgspec.Struct):
     priority: int
     head: int
     tenant: TenantId
+    bound: tuple[int, float, int]
+    """Nothing that waits in it comes before this."""
     items: deque[tuple[int, JobId]]
 
 
@@ -285,13 +287,15 @@ async def _take_in_turn(
     now = seen[0][0] if seen else 0.0
     for _, lane_id, priority, head, sequence, job_id, *row in seen:
         share = shares.share_of(tuple(row))
-        known[share.tenant] = share
-        line = lines.setdefault(lane_id, _Line(lane_id, priority, head, share.tenant, deque()))
+        bound = (-priority, share.virtual_time, head)
+        line = lines.setdefault(lane_id, _Line(lane_id, priority, head, share.tenant, bound, deque()))
+        # Of a tenant whose lane stands empty it is not known whether it waits elsewhere.
         if sequence is not None:
+            known[share.tenant] = share
             line.items.append((sequence, job_id))
     horizon = None
     if len(lines) >= limit:
-        horizon = max((-line.priority, known[line.tenant].virtual_time, line.head) for line in lines.values())
+        horizon = max(line.bound for line in lines.values())
     lagging = [
         each.lane_id for each in lines.values() if each.items and each.items[0][0] - each.head > lanes.MAX_LAG
     ]
