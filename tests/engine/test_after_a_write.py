@@ -54,6 +54,7 @@ _LATER = frozenset(
         "get_lesson",
         "learn",
         "put_worker",
+        "add_worker",
         "replace_worker",
         "note_worker",
         "tell",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,17 @@ import pytest_asyncio
 from tests.hub._hub import TENANT, HubRig, hub_in_process, submission
 from tests.hub.test_jobs import ANYTHING
 
+from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.shell import SystemChance
 from comfyfleet.hub.audit import DRAWERS, KEEP_S, Audit, Kind
+from comfyfleet.hub.worker_log import DRAWER as WORKERS
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.opening import open_store
 from comfyfleet.wire.chaining import FORGET
 from comfyfleet.wire.routes import ROUTES
 
@@ -193,3 +197,35 @@ async def test_workers_that_come_leave_and_are_lost_are_in_the_log() -> None:
         ("worker_registered", "gpu-a", "worker", "done"),
         ("worker_registered", "gpu-b", "worker", "done"),
     ]
+
+
+async def test_a_worker_that_was_removed_and_comes_again_is_in_the_log_again() -> None:
+    async with hub_in_process() as rig:
+        call, log = RegisterWorker(WorkerId("gpu-a"), ANYTHING), rig.hub._worker_log
+        for _ in range(2):
+            await rig.engine.register(call)
+            await log.look()
+            await rig.engine.remove_worker(call.worker_id)
+        await log.tidy()
+        assert len(await rig.cabinet.listing(WORKERS)) == 1, "it may be about to come again"
+        await log.tidy()
+        assert await rig.cabinet.listing(WORKERS) == []
+        await rig.hub.finish()
+        noted = [(each["action"], each["target"]) for each in await entries(rig)]
+    assert noted == [("worker_registered", "gpu-a")] * 2
+
+
+async def test_workers_of_before_are_in_the_log_if_they_are_there(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    async with Engine(open_store(url, clock := ManualClock()), clock=clock) as engine:
+        for name in ("gpu-a", "gpu-b"):
+            for _ in range(3):
+                await engine.register(RegisterWorker(WorkerId(name), ANYTHING))
+                await engine.unregister(WorkerId(name), "stopped")
+        await engine.register(RegisterWorker(WorkerId("gpu-a"), ANYTHING))
+        await clock.advance(30)
+    async with hub_in_process(store_url=url, clock=clock) as rig:
+        await rig.hub._worker_log.look()
+        await rig.hub.finish()
+        noted = [(each["action"], each["target"]) for each in await entries(rig)]
+    assert noted == [("worker_registered", "gpu-a")]

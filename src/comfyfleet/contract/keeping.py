@@ -342,6 +342,8 @@ class KeepingContract:
         await bench.store.put_worker(busier)
         assert await bench.store.workers() == [busier]
         assert await bench.store.get_worker(A) == busier
+        assert await bench.store.add_worker(worker) is False
+        assert await bench.store.get_worker(A) == busier, "of two who bring it in at once, one does"
         assert await bench.store.replace_worker(worker) is True
         first = msgspec.structs.replace(worker, revision=1)
         assert await bench.store.workers() == [first]
@@ -359,6 +361,8 @@ class KeepingContract:
         assert await bench.store.next_block_end() is None
         assert await bench.store.note_worker(A, WorkerDelta(completed=1)) is None
         assert await bench.store.workers() == []
+        assert await bench.store.add_worker(worker) is True
+        assert await bench.store.workers() == [worker]
 
     async def test_a_blocked_pair_is_not_leased_and_its_worker_takes_what_comes_next(
         self, bench: Bench

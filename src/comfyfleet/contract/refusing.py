@@ -10,9 +10,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, cast
 
+import msgspec
 import pytest
 
-from comfyfleet.contract.bench import FAST, HASH, SLOW, A, Bench, OnBench, completion, tenant
+from comfyfleet.contract.bench import FAST, HASH, SLOW, A, B, Bench, OnBench, completion, tenant
 from comfyfleet.contract.moving import renamed
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import Change, Phase
@@ -83,6 +84,7 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
         "put_profile": lambda: store.put_profile(ProfileKey("new"), [], version=version),
         "drop_profiles": lambda: store.drop_profiles([SLOW]),
         "put_worker": lambda: store.put_worker(WORKER),
+        "add_worker": lambda: store.add_worker(msgspec.structs.replace(WORKER, worker_id=B)),
         "replace_worker": lambda: store.replace_worker(WORKER),
         "note_worker": lambda: store.note_worker(A, WorkerDelta(completed=1)),
         "learn": lambda: store.learn(LessonDelta(HASH, "card", 1.0, 0.2, 8)),

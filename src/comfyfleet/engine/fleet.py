@@ -231,12 +231,17 @@ class Fleet:
 
     # workers
 
-    async def put(self, call: RegisterWorker, now: float, lost_s: float) -> WorkerRecord:
-        """Refuses where another agent works under this name: one that was heard of since `lost_s` ago."""
+    async def put(
+        self, call: RegisterWorker, now: float, lost_s: float
+    ) -> tuple[WorkerRecord, WorkerRecord | None]:
+        """The record, and the one that it was written over: of several engines that write it, one has brought it in.
+        Refuses where another agent works under this name: one that was heard of since `lost_s` ago."""
         async with self._changing:
             return await self._put(call, now, lost_s)
 
-    async def _put(self, call: RegisterWorker, now: float, lost_s: float) -> WorkerRecord:
+    async def _put(
+        self, call: RegisterWorker, now: float, lost_s: float
+    ) -> tuple[WorkerRecord, WorkerRecord | None]:
         worker_id = call.worker_id
         if self._store.is_shared:
             await self._catch_up()
@@ -246,17 +251,26 @@ class Fleet:
             profile = known.profile
         else:
             profile = await self._admit(worker_id, capabilities)
+        before: WorkerRecord | None = None
+
+        def again(stored: WorkerRecord) -> WorkerRecord:
+            nonlocal before
+            before = stored
+            return registered_again(stored, call, profile, now, lost_s)
+
         # Over what an operator says of it meanwhile, never past it.
-        record = await self.change(
-            worker_id, lambda stored: registered_again(stored, call, profile, now, lost_s)
-        )
-        if record is None:
-            record = self.workers[worker_id] = registered_first(call, profile, now)
+        while (record := await self.change(worker_id, again)) is None:
+            before, first = None, registered_first(call, profile, now)
+            self.workers[worker_id] = first
             self._changed()
-            await self._store.put_worker(record)
+            if await self._store.add_worker(first):
+                record = first
+                break
+            # Another engine was quicker: the next turn reads what it wrote.
+            self._table_version = -1
         if known is not None and known.profile != profile:
             await self._drop_unused()
-        return record
+        return record, before
 
     async def newest(self, worker_id: WorkerId) -> WorkerRecord | None:
         """As it stands in the store: what is written over it must not undo what another engine has changed."""

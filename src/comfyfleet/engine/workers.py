@@ -79,17 +79,16 @@ class WorkerDesk:
         if call.worker_id == EVERY_WORKER:
             words = f"{EVERY_WORKER!r} stands for every worker: give this one another name"
             raise Refusal(RefusalCode.INVALID_REQUEST, words)
-        known = context.fleet.workers.get(call.worker_id)
         await kept_out.check(context.store.cabinet, call.worker_id)
         now = await context.store.now()
-        record = await context.fleet.put(call, now, context.rules.worker_lost_s)
+        record, before = await context.fleet.put(call, now, context.rules.worker_lost_s)
         if record.is_offline:
-            if known is None or not known.is_offline:
+            if before is None or not before.is_offline:
                 self._rounds.dismiss(call.worker_id)
                 context.tell("offline", call.worker_id, reason=call.offline_reason)
             return record
-        await self._catalogs.tidy_after(known, record)
-        if known is None or known.is_offline:
+        await self._catalogs.tidy_after(before, record)
+        if before is None or before.is_offline:
             context.tell("online", call.worker_id)
         if record.connected_at == now:
             # It begins anew: what it was told before it left, it may have heard at another engine.
@@ -113,7 +112,11 @@ class WorkerDesk:
             # Gone already, it knows by now what is wrong.
             disconnects = worker.disconnects + (not worker.is_offline)
             return msgspec.structs.replace(
-                worker, is_offline=True, offline_reason=reason, disconnects=disconnects
+                worker,
+                is_offline=True,
+                offline_reason=reason,
+                was_lost=worker.was_lost if worker.is_offline else is_lost,
+                disconnects=disconnects,
             )
 
         if await self._context.fleet.change(worker_id, gone) is None or was_offline:

@@ -98,7 +98,7 @@ class Hub:
             "jobs": kept.audit_jobs_days * DAY_S,
         }
         self.audit = Audit(cabinet, clock, SystemChance(), keep_s)
-        self._worker_log = WorkerLog(engine, self.audit)
+        self._worker_log = WorkerLog(engine, cabinet, self.audit)
         self.limits = limits or Limits()
         self._is_stopping = False
         self._rooms, self._fleet = Rooms(engine), FleetFeed(engine)
@@ -116,7 +116,11 @@ class Hub:
         self._key_watch = KeyWatch(self.keys, places, keyed, self.limits.beat_s)
         estate = estate or Estate(engine.store, clock, {})
         tenants, pools = estate.tenants, estate.pools
-        duties = {"entries of the audit log": self.audit.tidy, "records of tenants": estate.forgetting.tidy}
+        duties = {
+            "entries of the audit log": self.audit.tidy,
+            "records of tenants": estate.forgetting.tidy,
+            "notes on workers": self._worker_log.tidy,
+        }
         if assets is not None:
             duties["files"] = assets.tidy
         self.upkeep = Upkeep(duties)
@@ -209,6 +213,7 @@ class Hub:
         self._tenant_duties.start()
         self.unrunnable.start()
         self.upkeep.start()
+        self._worker_log.start()
 
     async def finish(self) -> None:
         """After `stop`: nothing of the hub runs any more. Can be called twice."""
@@ -217,7 +222,7 @@ class Hub:
         await self._tenant_duties.close()
         await self.unrunnable.close()
         await self.upkeep.close()
-        self._worker_log.close()
+        await self._worker_log.close()
         await self.audit.close()
         self._bodies.close()
 

@@ -125,6 +125,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_offline: bool = False
     offline_reason: str = ""
     """What was said when it went: by itself, or by whoever missed it."""
+    was_lost: bool = False
+    """When it last went, it was missed."""
     quarantined_until: float | None = None
     completed: int = 0
     failed: int = 0

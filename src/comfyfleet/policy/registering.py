@@ -50,10 +50,12 @@ def registered_again(
         profile=stored.profile if stored.capabilities == capabilities else profile,
         slots=call.slots,
         live=call.live if stored.is_offline else still_warm(stored.live, call.live),
-        connected_at=now if stored.is_offline else stored.connected_at,
+        connected_at=now if stored.is_offline and not call.offline_reason else stored.connected_at,
         last_seen_at=now,
         is_offline=bool(call.offline_reason),
         offline_reason=call.offline_reason,
+        was_lost=stored.was_lost and (stored.is_offline or not call.offline_reason),
+        disconnects=stored.disconnects + (bool(call.offline_reason) and not stored.is_offline),
         # The process that drained is gone. What comes back is not sent away again, and gets no work either
         # until the operator who said so says otherwise.
         is_draining=stored.is_draining and not stored.is_offline,

@@ -110,6 +110,9 @@ class MemoryStore:
     async def put_worker(self, worker: WorkerRecord) -> None:
         self._kept.workers[worker.worker_id] = worker
 
+    async def add_worker(self, worker: WorkerRecord) -> bool:
+        return self._kept.workers.setdefault(worker.worker_id, worker) is worker
+
     async def replace_worker(self, worker: WorkerRecord) -> bool:
         known = self._kept.workers.get(worker.worker_id)
         if known is None or known.revision != worker.revision:

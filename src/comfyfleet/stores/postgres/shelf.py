@@ -51,6 +51,14 @@ DELETE FROM comfyfleet.lessons WHERE number <= (
 )
 """
 _BOUND_LESSONS_EVERY = 1000
+_PUT_WORKER = """
+INSERT INTO comfyfleet.workers (worker_id, body) VALUES (%s, %s)
+ON CONFLICT (worker_id) DO UPDATE SET body = excluded.body
+"""
+_ADD_WORKER = """
+INSERT INTO comfyfleet.workers (worker_id, body) VALUES (%s, %s)
+ON CONFLICT (worker_id) DO NOTHING RETURNING worker_id
+"""
 
 
 async def _held_worker(step: Step, worker_id: WorkerId) -> WorkerRecord | None:
@@ -58,16 +66,25 @@ async def _held_worker(step: Step, worker_id: WorkerId) -> WorkerRecord | None:
     return None if row is None else codec.decode_worker(row[0])
 
 
-def _put_worker(step: Step, worker: WorkerRecord) -> None:
+def _write_worker(step: Step, worker: WorkerRecord) -> None:
     values = (codec.encode(worker), worker.worker_id)
     step.add("UPDATE comfyfleet.workers SET body = %s WHERE worker_id = %s", values)
+
+
+async def put_worker(step: Step, worker: WorkerRecord) -> None:
+    step.add(_PUT_WORKER, (worker.worker_id, codec.encode(worker)))
+
+
+async def add_worker(step: Step, worker: WorkerRecord) -> bool:
+    values = (worker.worker_id, codec.encode(worker))
+    return await step.row(_ADD_WORKER, values) is not None
 
 
 async def replace_worker(step: Step, worker: WorkerRecord) -> bool:
     stored = await _held_worker(step, worker.worker_id)
     if stored is None or stored.revision != worker.revision:
         return False
-    _put_worker(step, worker.over(stored))
+    _write_worker(step, worker.over(stored))
     return True
 
 
@@ -76,7 +93,7 @@ async def note_worker(step: Step, worker_id: WorkerId, delta: WorkerDelta) -> Wo
     if stored is None:
         return None
     noted = delta.apply(stored)
-    _put_worker(step, noted)
+    _write_worker(step, noted)
     return noted
 
 

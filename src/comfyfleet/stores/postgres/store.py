@@ -100,11 +100,6 @@ _UNSETTLED = """
 SELECT envelope FROM comfyfleet.ended WHERE is_unsettled AND job_id > %s ORDER BY job_id LIMIT %s
 """
 
-_PUT_WORKER = """
-INSERT INTO comfyfleet.workers (worker_id, body) VALUES (%s, %s)
-ON CONFLICT (worker_id) DO UPDATE SET body = excluded.body
-"""
-
 _INSERT_JOB = """
 INSERT INTO comfyfleet.jobs (job_id, sequence, tenant, reference, record, payload, result)
 VALUES (%s, nextval('comfyfleet.job_sequence'), %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING sequence
@@ -234,7 +229,10 @@ class PostgresStore:
     # workers
 
     async def put_worker(self, worker: WorkerRecord) -> None:
-        await self._do((_PUT_WORKER, (worker.worker_id, codec.encode(worker))))
+        await self._transact(shelf.put_worker, worker)
+
+    async def add_worker(self, worker: WorkerRecord) -> bool:
+        return await self._transact(shelf.add_worker, worker)
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
         return await self._transact(shelf.replace_worker, worker)

@@ -129,6 +129,14 @@ end
 
 define('put_worker', put_worker)
 
+-- the same → nil if there is one of this name, and nothing is written
+define('add_worker', function(s, args)
+  if read(s, s.p .. 'worker:' .. args[4]) then
+    return nil
+  end
+  return put_worker(s, args)
+end)
+
 -- the same, and the record it is written over → nil if another stands there, or none. From an engine of before
 -- revision 15, without that record → nil if there is none, or one of another registration
 define('replace_worker', function(s, args)

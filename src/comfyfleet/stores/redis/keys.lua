@@ -72,7 +72,7 @@
 -- Every function has the same first three arguments: the request ("<client>:<slot>", or "" for one that is never
 -- repeated), its number, and the time ("" but for a fleet opened for tests). Times are seconds, written with 17 digits.
 
-local REVISION = 21
+local REVISION = 22
 
 -- Neither `redis.call` nor the libraries are there yet while this text is loaded.
 local function call(...)

@@ -196,6 +196,9 @@ class RedisStore:
     async def put_worker(self, worker: WorkerRecord) -> None:
         await self._do("put_worker", *_said_of(worker))
 
+    async def add_worker(self, worker: WorkerRecord) -> bool:
+        return await self._do("add_worker", *_said_of(worker)) is not None
+
     async def replace_worker(self, worker: WorkerRecord) -> bool:
         def change(stored: WorkerRecord) -> WorkerRecord | None:
             return worker.over(stored) if stored.revision == worker.revision else None

@@ -32,6 +32,12 @@ class SqliteFleet(_Store):
         rows.put_worker(batch, worker.worker_id, blob)
         await self._writer.written(batch)
 
+    async def add_worker(self, worker: WorkerRecord) -> bool:
+        if worker.worker_id in self._kept.workers:
+            return False
+        await self.put_worker(worker)
+        return True
+
     async def replace_worker(self, worker: WorkerRecord) -> bool:
         # One that is not there is waited for: its removal may not be written yet.
         known = self._kept.workers.get(worker.worker_id) or await self.get_worker(worker.worker_id)
