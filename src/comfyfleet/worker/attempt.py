@@ -385,10 +385,15 @@ class AttemptRun:
     async def _report(self, call: Callable[[], Awaitable[Settled]]) -> Settled | Refusal | None:
         """Repeats a report through faults until it is answered or the lease is over (None). Reports are idempotent."""
         backoff: Backoff | None = None
+        last: Exception | None = None
         while True:
             try:
                 return await call()
+            except asyncio.CancelledError:
+                self._log_unreported(last or "the worker has stopped")
+                raise
             except Exception as error:
+                last = error
                 if not is_worth_a_retry(error):
                     assert isinstance(error, Refusal)
                     if error.code not in _LEASE_IS_OVER:
@@ -408,15 +413,21 @@ class AttemptRun:
                     or is_late
                     or asyncio.get_running_loop().time() + pause_s >= self.confirmed_at + self.ttl_s
                 ):
-                    _log.warning(
-                        "the end of %s could not be reported; its lease runs out, and the job is given to another "
-                        "worker: %s",
-                        self.ref.attempt_id,
-                        error,
-                    )
+                    self._log_unreported(error)
                     self.is_known_over = not is_late
                     return None
-            await self._pause(pause_s)
+            try:
+                await self._pause(pause_s)
+            except asyncio.CancelledError:
+                self._log_unreported(last)
+                raise
+
+    def _log_unreported(self, cause: object) -> None:
+        _log.warning(
+            "the end of %s could not be reported; its lease runs out, and the job is given to another worker: %s",
+            self.ref.attempt_id,
+            cause,
+        )
 
     def _is_late(self) -> bool:
         """Whether the agent should have left by now."""
