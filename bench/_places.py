@@ -23,7 +23,7 @@ from tests.servers.redis_server import RedisServer
 from bench._cloning import copy_jobs, mark_sequence
 from bench._measure import cpu_s
 from bench._store import StoreRig
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.ports import Store
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore

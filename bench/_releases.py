@@ -13,7 +13,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Submission
-from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
+from comfyfleet.model.node_classes import NodeCatalog, read_catalog
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.model.workflow import read_needs
 from comfyfleet.ports import Store

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from comfyfleet.engine.shell import SystemChance, SystemClock
+from comfyfleet.engine.system import SystemChance, SystemClock
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import (
     AttemptEnd,

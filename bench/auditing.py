@@ -13,9 +13,9 @@ from contextlib import AsyncExitStack
 
 from bench._measure import Case, Entry, Plan, entry, in_turn, ratio, ratio_range, rounded
 from bench._places import Place
-from comfyfleet.engine.shell import SystemClock
-from comfyfleet.hub.audit import DRAWERS
-from comfyfleet.hub.chain import Chain
+from comfyfleet.engine.system import SystemClock
+from comfyfleet.hub.audit.chain import Chain
+from comfyfleet.hub.audit.log import DRAWERS
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.stores.redis.store import RedisStore
 

@@ -27,7 +27,7 @@ from bench._releases import GROUPS, WORKERS, fleet_of, workflow_of
 from bench._store import lane
 from bench.pooling import twelve_nodes
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.dispatch import LeaseOffer
 from comfyfleet.model.ids import LeaseToken, PollId, ProfileKey, WorkerId

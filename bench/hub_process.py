@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from bench._report import ROOT
-from comfyfleet.cli.house import open_house, run_loop
+from comfyfleet.cli.bootstrap import open_house, run_loop
 from comfyfleet.cli.settings import read_settings
 
 _HUB = {

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.dispatch import AttemptEnd, AttemptOutcome, Dispatch, HeldBy, LeaseOffer, Phase, Write
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, LeaseToken, PollId, ProfileKey, WorkerId, WorkflowHash

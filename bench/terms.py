@@ -16,7 +16,7 @@ from bench._places import Place
 from bench._store import PROFILE, StoreRig, lane
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.stores.postgres import PostgresStore
 
 _HUBS = 3

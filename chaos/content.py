@@ -25,7 +25,7 @@ from chaos.content_checker import Asked, Compared, Got, Leased, compare
 from chaos.far_stores import StoreServers, Where, hubs_on
 from chaos.made import file_made_from, made_from, new_nonce
 from chaos.programs import HubProgram
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.calls import Completion, LeasedJob, Poll, Settled
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import JobResult, OutputFile

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from chaos.fuzz_words import WORDS, bent, encoded, value
-from comfyfleet.wire.socket import ALIASES, KINDS
+from comfyfleet.wire.websocket import ALIASES, KINDS
 
 
 def message(chance: random.Random) -> bytes:

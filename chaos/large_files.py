@@ -23,7 +23,7 @@ from tests.servers.s3_server import CREDENTIALS, S3Server
 
 from chaos.kill_loop import Teller
 from chaos.programs import HubProgram, Program, peak_mb
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.job import OutputFile
 
 MIB = 1 << 20

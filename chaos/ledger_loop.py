@@ -23,16 +23,16 @@ from chaos.logs import Line, Role, read_logs
 from chaos.payers import payer_process, tenant_of
 from chaos.setting import Setting
 from chaos.stage import Actor, Stage
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import Book, FlatPrice, Outcome
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
-from comfyfleet.stores.opening import open_store
-from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.estate import Estate
+from comfyfleet.stores.factory import open_store
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.services import Estate
 
 PRICE, GRANTED = 3, 1_000_000
 _MANY = 1_000

@@ -32,7 +32,7 @@ from chaos.workers import worker_process
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import DEFAULT_TENANT
 from comfyfleet.ports import Store
-from comfyfleet.stores.sqlite.upkeep import check as check_file
+from comfyfleet.stores.sqlite.maintenance import check as check_file
 
 _BYTES_TO_CUT = 30_000
 _GROWS_WITHIN_S = 5.0

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.errors import Fault
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
-from comfyfleet.stores.opening import open_store
-from comfyfleet.tenancy.estate import Estate
+from comfyfleet.stores.factory import open_store
+from comfyfleet.tenancy.services import Estate
 from comfyfleet.worker.settings import AgentSettings
 
 LEASE_S = 2.0

@@ -28,7 +28,7 @@ from chaos.kill_loop import Teller
 from chaos.made import made_from, new_nonce
 from chaos.programs import HubProgram
 from chaos.stream_checker import Ended, Streamed, Streams, check_streams
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Settled
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed

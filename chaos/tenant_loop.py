@@ -33,7 +33,7 @@ from chaos.hub_loop import HUB_RULES
 from chaos.made import file_made_from, made_from
 from chaos.programs import HubProgram, settings_of
 from chaos.watchers import FINAL
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.errors import ComfyFleetError, Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.ledger import FlatPrice

@@ -35,7 +35,7 @@ async def main(servers: list[str]) -> None:
     if servers:
         await run(servers)
         return
-    from comfyfleet.sim.fake_comfyui import FakeComfyUI
+    from comfyfleet.testing.fake_comfyui import FakeComfyUI
 
     async with FakeComfyUI() as fake:
         await run([fake.url])

@@ -276,7 +276,7 @@ async def main(settings: Settings) -> None:
     if settings.hosts:
         await simulate(settings)
         return
-    from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+    from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 
     async with contextlib.AsyncExitStack() as stack:
         hosts = []

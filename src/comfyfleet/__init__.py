@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from comfyfleet.client.fleet import FleetClient as FleetClient
+    from comfyfleet.client.client import FleetClient as FleetClient
     from comfyfleet.client.options import JobUpdate as JobUpdate
-    from comfyfleet.client.receiving import WebhookEvent as WebhookEvent
-    from comfyfleet.client.receiving import verify_webhook as verify_webhook
     from comfyfleet.client.sync import SyncFleetClient as SyncFleetClient
+    from comfyfleet.client.webhook_receiver import WebhookEvent as WebhookEvent
+    from comfyfleet.client.webhook_receiver import verify_webhook as verify_webhook
     from comfyfleet.model.errors import ComfyFleetError as ComfyFleetError
     from comfyfleet.model.errors import Fault as Fault
     from comfyfleet.model.errors import Refusal as Refusal
@@ -59,7 +59,7 @@ _HOMES = {
     "Failure": "comfyfleet.model.failure",
     "FailureKind": "comfyfleet.model.failure",
     "Fault": "comfyfleet.model.errors",
-    "FleetClient": "comfyfleet.client.fleet",
+    "FleetClient": "comfyfleet.client.client",
     "HardwareNeed": "comfyfleet.model.requirement",
     "InvalidWorkflow": "comfyfleet.model.workflow",
     "JobCancelled": "comfyfleet.pool.records",
@@ -82,13 +82,13 @@ _HOMES = {
     "SmartFailover": "comfyfleet.policy.failover",
     "SyncFleetClient": "comfyfleet.client.sync",
     "SyncWorkflowPool": "comfyfleet.pool.sync",
-    "WebhookEvent": "comfyfleet.client.receiving",
+    "WebhookEvent": "comfyfleet.client.webhook_receiver",
     "Weights": "comfyfleet.policy.rules",
     "WorkflowPool": "comfyfleet.pool.pool",
     "attach": "comfyfleet.pool.options",
     "exact_hash": "comfyfleet.model.workflow",
     "hash_workflow": "comfyfleet.model.workflow",
-    "verify_webhook": "comfyfleet.client.receiving",
+    "verify_webhook": "comfyfleet.client.webhook_receiver",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.trace import trace_id_of
+from comfyfleet.model.ids import trace_id_of
 
 T = TypeVar("T")
 

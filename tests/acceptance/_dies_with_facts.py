@@ -13,7 +13,7 @@ import sys
 from tests.hub._hub import hub_in_process
 from tests.hub._watching import complete, lease, register
 
-from comfyfleet.outbound.guard import Allowed, Guard
+from comfyfleet.net.url_guard import Allowed, Guard
 
 
 async def main(store_url: str, receiver: str) -> None:

@@ -22,7 +22,7 @@ from comfyfleet import WorkflowPool
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId
 from comfyfleet.policy.rules import Rules
-from comfyfleet.stores.redis.access import worker_rules
+from comfyfleet.stores.redis.server import worker_rules
 
 RULES = {"lease_ttl_s": 2, "acknowledge_s": 2, "retry_base_s": 0.05, "retry_cap_s": 0.2, "sweep_s": 0.2}
 

@@ -20,8 +20,8 @@ from tests.acceptance._process import (
     written,
 )
 
-from comfyfleet.stores.sqlite.migrating import connect, migrate
-from comfyfleet.stores.sqlite.upkeep import backup
+from comfyfleet.stores.sqlite.database import connect, migrate
+from comfyfleet.stores.sqlite.maintenance import backup
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="rights of files are those of POSIX")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -30,7 +30,7 @@ from tests.servers.redis_fixtures import own_server
 from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.cli.house import open_house
+from comfyfleet.cli.bootstrap import open_house
 from comfyfleet.cli.settings import read_settings
 
 STORE, POOL, SERVER, HOOK = "pw-of-the-store", "pw-of-the-pool", "pw-of-the-server", "token-of-the-hook"

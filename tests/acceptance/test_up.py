@@ -33,7 +33,7 @@ from tests.acceptance._process import (
 
 from comfyfleet.cli.servers import found_here
 from comfyfleet.client.sync import SyncFleetClient
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 
 Process = subprocess.Popen[str]
 

@@ -16,10 +16,10 @@ from tests.hub._hub import HubRig, running_hub, submission
 from tests.worker._comfyui import slow
 from tests.worker._scripted import until
 
-from comfyfleet.cli.local import read_hub
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.cli.hub_connection import read_hub
+from comfyfleet.client.client import FleetClient
 from comfyfleet.policy.rules import Rules
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 
 Process = subprocess.Popen[str]
 

@@ -10,7 +10,7 @@ from tests.acceptance._process import CLI, read_until, started
 from tests.hub._hub import running_hub
 
 from comfyfleet.model.access import Role
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 
 
 async def said(folder: Path, hub: str, key: str | None, server: str, until: str, *options: str) -> list[str]:

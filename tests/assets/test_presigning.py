@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests._examples import examples
 
-from comfyfleet.assets.presigning import Bucket, Credentials, presigned
+from comfyfleet.files.s3_storage import Bucket, Credentials, presigned
 
 TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_characters="\x7f"), max_size=20)
 PARTS = st.text(

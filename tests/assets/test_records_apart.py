@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from comfyfleet.assets.local import LocalAssets
+from comfyfleet.files.local import LocalAssets
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.ports import Cabinet
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.testing.time import ManualClock
 
 ACME, BORG, HOME = TenantId("acme"), TenantId("borg"), TenantId("default")
 

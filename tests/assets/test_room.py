@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from tests.hub.test_files import left_in
 
-from comfyfleet.assets.local import LocalAssets
-from comfyfleet.assets.room import DRAWER
-from comfyfleet.cli.assets import open_assets
+from comfyfleet.cli.bootstrap import open_assets
 from comfyfleet.cli.settings import read_settings
+from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.quota import DRAWER
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Document
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.testing.time import ManualClock
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
 

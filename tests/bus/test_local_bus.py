@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from comfyfleet.bus.local import MAX_PENDING_NEWS, LocalBus, LocalSubscription
+from comfyfleet.engine.local_bus import MAX_PENDING_NEWS, LocalBus, LocalSubscription
 from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, News, NewsKind
 from comfyfleet.model.ids import JobId, WorkerId
 

@@ -12,9 +12,9 @@ from chaos.made import made_from
 from chaos.plan import QUICK, play
 from tests.servers.postgres_server import CannotStart
 
-from comfyfleet.contract.teller import Teller
 from comfyfleet.model.dispatch import Phase
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.testing.contract.ledger_driver import Teller
 
 SEED = 7
 

@@ -12,7 +12,7 @@ from PIL import Image
 from tests.acceptance._process import picture_workflow
 
 from comfyfleet.model.job import JobResult
-from comfyfleet.sim.fake_comfyui import pictures
+from comfyfleet.testing.fake_comfyui import pictures
 
 OWN, ANOTHER = picture_workflow("own"), picture_workflow("another's")
 

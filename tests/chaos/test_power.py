@@ -12,7 +12,7 @@ from chaos.plan import QUICK, play
 
 from chaos import power
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.dispatch import AtRevision, Change, Write
 from comfyfleet.model.ids import PollId, WorkerId

@@ -12,7 +12,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 
-from comfyfleet.cli.extras import PACKAGES
+from comfyfleet.cli.exit_codes import PACKAGES
 from comfyfleet.cli.main import main
 
 MISSING = {module for modules in PACKAGES.values() for module in modules} | {"uvloop"}

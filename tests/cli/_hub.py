@@ -14,7 +14,7 @@ import pytest
 from tests.hub._hub import HubRig, running_hub
 
 from comfyfleet.cli.main import main
-from comfyfleet.hub.inside import InsideApi
+from comfyfleet.hub.local_worker_api import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.rules import Rules

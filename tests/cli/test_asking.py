@@ -15,7 +15,7 @@ from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
 from comfyfleet.cli import submit
-from comfyfleet.cli.asking import NEEDS, WHEN, WISHES, asked_for
+from comfyfleet.cli.submit import NEEDS, WHEN, WISHES, asked_for
 from comfyfleet.model.access import Role
 from comfyfleet.wire.bodies import SubmitBody
 
@@ -135,15 +135,15 @@ def test_no_part_of_a_submission_is_without_a_flag() -> None:
     def names(body: type[msgspec.Struct]) -> set[str]:
         return {field.name for field in msgspec.structs.fields(body)}
 
-    shown = CliRunner().invoke(submit.command, ["--help"]).output
+    shown = CliRunner().invoke(submit.submit_command, ["--help"]).output
     assert all(flag in shown for flag in (*EVERYTHING, "--after"))
     elsewhere = {
         "payload", "workflow", "prompt", "inputs", "reference", "metadata", "webhook", "require_workable",
         "requirements", "preferences", "timeouts", "after",
     }  # fmt: skip
-    asked = asked_for({param.name or "": () for param in submit.command.params})
+    asked = asked_for({param.name or "": () for param in submit.submit_command.params})
     assert asked == {}, "what is not given is not sent"
-    every = asked_for({param.name or "": "x" for param in submit.command.params})
+    every = asked_for({param.name or "": "x" for param in submit.submit_command.params})
     assert names(SubmitBody) - elsewhere <= every.keys()
     needs, wishes = every["requirements"], every["preferences"]
     lacking = {name for name in names(type(needs)) if getattr(needs, name) is None}
@@ -167,7 +167,7 @@ def test_what_cannot_be_read_of_a_need_is_told(
 
 
 def test_the_help_of_submit_has_its_many_options_in_groups() -> None:
-    lines = CliRunner().invoke(submit.command, ["--help"]).output.splitlines()
+    lines = CliRunner().invoke(submit.submit_command, ["--help"]).output.splitlines()
     headings = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["Options:", f"{WHEN}:", f"{NEEDS}:", f"{WISHES}:", "Examples:"]
 

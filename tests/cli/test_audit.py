@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.wire.keys import AuditPage
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.settings import read_settings
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.acceptance._process import CLI, read_until, run_cli, started
 from tests.hub._hub import graph, running_hub
 
-from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.servers import declared_in
 from comfyfleet.cli.settings import read_settings
 from comfyfleet.model.ids import TenantId
@@ -26,7 +26,7 @@ from comfyfleet.model.worker import (
     TenantAccess,
 )
 from comfyfleet.ports import Inventory
-from comfyfleet.worker.offer import join
+from comfyfleet.worker.registration import join
 
 FLAGS = (
     *("--tenant-isolation", "strict", "--allow-tenant", "acme", "--allow-tenant", "borg"),

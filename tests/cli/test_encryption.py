@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 from tests.engine._rig import graph
 
-from comfyfleet.cli.encrypting import attended, keyring_of, master_keys, sealed_by
-from comfyfleet.cli.endings import CommandFailed
-from comfyfleet.cli.house import open_house
+from comfyfleet.cli.bootstrap import attended, keyring_of, master_keys, open_house, sealed_by
+from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.main import main
 from comfyfleet.cli.settings import Resolved, read_settings
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
 from comfyfleet.model.job import Submission
-from comfyfleet.stores.opening import MASTER_KEYS, open_store
+from comfyfleet.stores.factory import MASTER_KEYS, open_store
 
 ONE, TWO = "k1=" + "11" * 32, "k2=" + "22" * 32
 

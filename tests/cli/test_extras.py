@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.acceptance._process import ROOT, run_program
 
-from comfyfleet.cli.extras import PACKAGES, missing_package
+from comfyfleet.cli.exit_codes import PACKAGES, missing_package
 from comfyfleet.cli.main import _COMMANDS
 
 BARE = Path(__file__).with_name("_bare.py")

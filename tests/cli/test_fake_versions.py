@@ -8,11 +8,11 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from comfyfleet.cli.endings import CommandFailed
-from comfyfleet.cli.schema import Settings
+from comfyfleet.cli.exit_codes import CommandFailed
+from comfyfleet.cli.options import Settings
 from comfyfleet.cli.servers import fakes, journals, named, tell_state
 from comfyfleet.cli.settings import Resolved, read_settings
-from comfyfleet.pool.agents import Agents
+from comfyfleet.pool.servers import Agents
 
 
 async def _versions_of(settings: Settings) -> list[str]:

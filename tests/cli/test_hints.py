@@ -11,9 +11,9 @@ import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
-from comfyfleet.cli.key import _from_elsewhere
-from comfyfleet.cli.local import LocalHub, write_hub
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.cli.hub_connection import LocalHub, write_hub
+from comfyfleet.cli.keys import _from_elsewhere
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.wire.answers import WorkerBody
 

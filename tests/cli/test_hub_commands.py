@@ -14,10 +14,9 @@ from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 from tests.hub.test_inputs import edit
 
+from comfyfleet.cli.hub_connection import LocalHub, rate, write_hub
 from comfyfleet.cli.jobs import print_jobs
-from comfyfleet.cli.local import LocalHub, write_hub
-from comfyfleet.cli.reach import rate
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind

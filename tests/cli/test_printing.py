@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from comfyfleet.cli import printing
-from comfyfleet.cli.logs import JsonFormatter, TextFormatter
-from comfyfleet.cli.printing import LineFormatter, echo, escaped
-from comfyfleet.cli.reach import print_json, print_table
+from comfyfleet.cli import output
+from comfyfleet.cli.hub_connection import print_json, print_table
+from comfyfleet.cli.output import LineFormatter, echo, escaped
+from comfyfleet.cli.up import JsonFormatter, TextFormatter
 
 EVIL = "bad\x1b]0;owned\x07\r\x9b2J\u202egnp.exe\x7f"
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u202e]")
@@ -75,6 +75,6 @@ def test_no_line_of_a_traceback_looks_like_one_of_the_log(formatter: logging.For
 def test_every_command_prints_by_the_one_function() -> None:
     """Or by a console of rich, to which what others wrote is handed escaped."""
     form = re.compile(r"click\.s?echo\(|(?<![.\w])(?<!def )print\(")
-    folder = Path(printing.__file__).parent
+    folder = Path(output.__file__).parent
     direct = {path.name for path in folder.rglob("*.py") if form.search(path.read_text())}
-    assert direct == {"printing.py"}
+    assert direct == {"output.py"}

@@ -10,24 +10,15 @@ from typing import Any
 
 import pytest
 
-from comfyfleet.assets.presigning import Credentials
-from comfyfleet.cli.assets import storage
-from comfyfleet.cli.endings import CommandFailed, ExitCode
-from comfyfleet.cli.house import House, greet
-from comfyfleet.cli.local import (
-    LocalHub,
-    read_hub,
-    read_worker_key,
-    write_hub,
-    write_worker_key,
-)
-from comfyfleet.cli.options import _OPTIONS, Level
-from comfyfleet.cli.pools import pool_urls
-from comfyfleet.cli.schema import TABLES, Settings
+from comfyfleet.cli.bootstrap import House, greet, pool_urls, storage
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
+from comfyfleet.cli.hub_connection import LocalHub, read_hub, read_worker_key, write_hub, write_worker_key
+from comfyfleet.cli.options import _OPTIONS, TABLES, Level, Settings
 from comfyfleet.cli.servers import named, tidied
 from comfyfleet.cli.settings import DEFAULT, _fields, flag_of, read_settings
 from comfyfleet.cli.up import tell_of_unused_store
-from comfyfleet.hub.limits import Limits
+from comfyfleet.files.s3_storage import Credentials
+from comfyfleet.hub.http.limits import Limits
 
 
 @pytest.fixture

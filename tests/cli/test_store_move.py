@@ -19,11 +19,11 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import own_server, with_prefix
 from tests.stores._filled import BLOCK, LESSON, fill, histories, leasing_order, opened
 
-from comfyfleet.contract.bench import FAST, HASH, B
+from comfyfleet.model.calls import WholeJob
 from comfyfleet.model.dispatch import LeaseOffer
 from comfyfleet.model.ids import JobId, LeaseToken, PollId
-from comfyfleet.model.whole import WholeJob
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import FAST, HASH, B
 
 WAITING = 150
 

@@ -11,7 +11,7 @@ import pytest
 from tests.acceptance._process import run_cli
 from tests.servers.redis_fixtures import own_server
 
-from comfyfleet.cli.house import open_house
+from comfyfleet.cli.bootstrap import open_house
 from comfyfleet.cli.settings import read_settings
 
 

@@ -16,13 +16,13 @@ from tests.servers.redis_fixtures import own_server, with_prefix
 from tests.servers.redis_server import RedisServer
 from tests.stores._filled import fill, histories, opened
 
-from comfyfleet.assets.local import LocalAssets
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
+from comfyfleet.files.local import LocalAssets
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.stores.migrations import migrations_of
-from comfyfleet.stores.redis.examining import layout
+from comfyfleet.stores.redis.check import layout
 from comfyfleet.tenancy.tenants import Tenants
 
 HOLDS = {"queued": 5, "leased": 0, "completed": 2, "failed": 2, "cancelled": 1}

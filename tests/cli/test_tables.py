@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from comfyfleet.cli.tables import lines_of
+from comfyfleet.cli.output import lines_of
 
 HEADS = ["job", "status", "prio", "worker", "age", "error"]
 ID = "01a1df4f-9c1f-77ee-86bf-157f9ac945c2"

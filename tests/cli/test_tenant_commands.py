@@ -11,7 +11,7 @@ import pytest
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import graph
 
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.tenant import TenantCaps
 from comfyfleet.wire.tenants import TenantBody, TenantView
 

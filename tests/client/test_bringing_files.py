@@ -20,7 +20,7 @@ from tests.worker._comfyui import picture
 from comfyfleet import Fault, FleetClient, Refusal, RefusalCode, SyncFleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.job import OutputFile
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 
 
 @pytest_asyncio.fixture

@@ -9,8 +9,8 @@ import pytest
 from tests.hub._hub import graph, running_hub
 
 from comfyfleet import FleetClient, Refusal, SyncFleetClient
-from comfyfleet.cli.local import write_hub
-from comfyfleet.client.finding import DEFAULT_URL, Found, LocalHub, find_hub
+from comfyfleet.cli.hub_connection import write_hub
+from comfyfleet.client.discovery import DEFAULT_URL, Found, LocalHub, find_hub
 from comfyfleet.model.access import Role
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from comfyfleet import Refusal, verify_webhook
-from comfyfleet.wire.signing import is_signed, new_secret, signatures
+from comfyfleet.wire.webhooks import is_signed, new_secret, signatures
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 OTHER = new_secret(b"x" * 32)

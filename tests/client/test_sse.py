@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from comfyfleet.client.connection import EventParser, ServerEvent
 from comfyfleet.client.options import update_of
-from comfyfleet.client.sse import EventParser, ServerEvent
 
 STREAM = (
     "\ufeff: hello\n\n"

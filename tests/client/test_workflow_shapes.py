@@ -13,11 +13,11 @@ from tests.hub._hub import graph, hub_in_process, running_hub
 from tests.pool._fleet import fleet, text_to_image
 
 from comfyfleet import hash_workflow
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
-from comfyfleet.sim.fake_comfyui import pictures
-from comfyfleet.sim.fake_comfyui.values import FakeImage
+from comfyfleet.testing.fake_comfyui import pictures
+from comfyfleet.testing.fake_comfyui.values import FakeImage
 
 GRAPH = graph()
 SHAPES: dict[str, dict[str, Any]] = {

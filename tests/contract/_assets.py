@@ -15,8 +15,8 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord, Grant
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.ports import Assets, Cabinet
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.testing.time import ManualClock
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
 CONTENT = bytes(range(256)) * 4

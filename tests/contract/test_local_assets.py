@@ -12,12 +12,12 @@ import pytest
 from tests.contract._assets import AssetsContract, MakeAssets, Moved, apart
 from tests.hub._hub import ask_app
 
-from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
+from comfyfleet.files.local import LocalAssets
 from comfyfleet.hub.app import Hub
 from comfyfleet.model.file import Grant
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock
 
 
 class _Bench:

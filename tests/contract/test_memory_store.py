@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from comfyfleet.contract.bench import MakeStore
-from comfyfleet.contract.moving import MovingContract
-from comfyfleet.contract.store import StoreContract
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.store import StoreContract
+from comfyfleet.testing.contract.store_bench import MakeStore
 
 
 class TestMemoryStore(StoreContract, MovingContract):

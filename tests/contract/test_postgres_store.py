@@ -9,12 +9,12 @@ import psycopg
 import pytest
 from tests.servers.postgres_database import empty_database
 
-from comfyfleet.contract.bench import MakeStore
-from comfyfleet.contract.moving import MovingContract
-from comfyfleet.contract.refusing import NoRoom, RefusingContract
-from comfyfleet.contract.store import StoreContract
 from comfyfleet.ports import Store
 from comfyfleet.stores.postgres import PostgresStore
+from comfyfleet.testing.contract.full_disk import NoRoom, RefusingContract
+from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.store import StoreContract
+from comfyfleet.testing.contract.store_bench import MakeStore
 
 # As the server meets it: in the middle of a transaction, with some of the rows written.
 _FILL = """

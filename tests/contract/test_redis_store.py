@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from tests._examples import examples
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
-from comfyfleet.contract.bench import MakeStore
-from comfyfleet.contract.differential import play, steps
-from comfyfleet.contract.moving import MovingContract
-from comfyfleet.contract.refusing import NoRoom, RefusingContract
-from comfyfleet.contract.store import StoreContract
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.differential import play, steps
+from comfyfleet.testing.contract.full_disk import NoRoom, RefusingContract
+from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.store import StoreContract
+from comfyfleet.testing.contract.store_bench import MakeStore
 
 
 @pytest.fixture(scope="module")

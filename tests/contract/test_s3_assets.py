@@ -24,15 +24,14 @@ from tests.contract._assets import (
 from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 from yarl import URL
 
-from comfyfleet.assets.presigning import Bucket, Credentials
-from comfyfleet.assets.s3 import S3Assets
-from comfyfleet.assets.storage import Storage
+from comfyfleet.files.s3 import S3Assets
+from comfyfleet.files.s3_storage import Bucket, Credentials, Storage
 from comfyfleet.model.errors import Fault, RefusalCode
 from comfyfleet.model.file import Grant
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.ports import Cabinet
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.testing.time import ManualClock
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,21 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.contract.bench import MakeStore
-from comfyfleet.contract.moving import MovingContract
-from comfyfleet.contract.store import StoreContract
-from comfyfleet.contract.tenants import Connect, TenantDatabaseContract
 from comfyfleet.ports import Clock, Store
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
+from comfyfleet.stores.crypto.store import sealed_store
+from comfyfleet.stores.documents import MemoryCabinet
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.redis.store import RedisStore
-from comfyfleet.stores.sealed.keyring import Keyring
-from comfyfleet.stores.sealed.masters import MasterKeys
-from comfyfleet.stores.sealed.store import sealed_store
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.tenancy.databases import open_tenant_database
-from comfyfleet.tenancy.databases.sealed import sealed_database
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.encrypted import sealed_database
+from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.store import StoreContract
+from comfyfleet.testing.contract.store_bench import MakeStore
+from comfyfleet.testing.contract.tenants import Connect, TenantDatabaseContract
+from comfyfleet.testing.time import ManualClock
 
 MASTERS = MasterKeys({"k1": bytes(32)}, "k1")
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from tests.stores._sqlite import FullDisk
 
-from comfyfleet.contract.bench import MakeStore
-from comfyfleet.contract.moving import MovingContract
-from comfyfleet.contract.refusing import NoRoom, RefusingContract
-from comfyfleet.contract.store import StoreContract
 from comfyfleet.ports import Store
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.contract.full_disk import NoRoom, RefusingContract
+from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.store import StoreContract
+from comfyfleet.testing.contract.store_bench import MakeStore
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
-from comfyfleet.sim.time import ManualClock, SeededChance
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock, SeededChance
 
 Step = Callable[[], Awaitable[None]]
 WORKER = WorkerId("gpu")

@@ -18,8 +18,8 @@ from comfyfleet.model.requirement import Preferences
 from comfyfleet.model.worker import Capabilities, Gpu, Hardware, Service
 from comfyfleet.policy.failover import SmartFailover
 from comfyfleet.policy.rules import Rules
-from comfyfleet.sim.time import ManualClock, SeededChance
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock, SeededChance
 
 
 def graph(kind: str = "KSampler", model: str | None = None, **inputs: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from comfyfleet.model.ids import PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
-from comfyfleet.sim.time import ManualClock, SeededChance
+from comfyfleet.testing.time import ManualClock, SeededChance
 
 
 class Demand(msgspec.Struct, frozen=True):

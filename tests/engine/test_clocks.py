@@ -14,7 +14,7 @@ import pytest
 from tests.engine._rig import Rig, graph, offers
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Candidate, Dispatch, LeaseOffer, Phase, Written
@@ -22,9 +22,9 @@ from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Peek
-from comfyfleet.sim.time import ManualClock, SeededChance
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.time import ManualClock, SeededChance
 
 HOUR_S = 3600.0
 A, B = WorkerId("a"), WorkerId("b")
@@ -169,9 +169,9 @@ async def test_what_a_hub_tells_is_in_the_stores_time(ahead_s: float) -> None:
 
 def test_the_clock_says_what_the_machine_says_also_after_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SystemClock()
-    monkeypatch.setattr("comfyfleet.engine.shell.time.time", lambda: 1_700_000_000.0)
+    monkeypatch.setattr("comfyfleet.engine.system.time.time", lambda: 1_700_000_000.0)
     assert clock.now() == 1_700_000_000.0
-    monkeypatch.setattr("comfyfleet.engine.shell.time.time", lambda: 1_600_000_000.0)
+    monkeypatch.setattr("comfyfleet.engine.system.time.time", lambda: 1_600_000_000.0)
     assert clock.now() == 1_600_000_000.0
 
 

@@ -8,11 +8,11 @@ import pytest
 from tests.engine._rig import Rig
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.rounds import Rounds
+from comfyfleet.engine.matcher import Rounds
 from comfyfleet.model.dispatch import Phase
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.time import ManualClock
 
 
 async def test_a_part_that_fails_while_it_is_closed_leaves_no_other_open(

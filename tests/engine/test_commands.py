@@ -17,14 +17,14 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Command, Poll, RegisterWorker, Release
 from comfyfleet.model.dispatch import Phase, Standing
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.policy.rules import Rules
-from comfyfleet.stores.opening import open_store
+from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.redis.store import RedisStore
 
 B = WorkerId("b")

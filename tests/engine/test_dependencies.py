@@ -15,7 +15,7 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.dependencies import DRAWER
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Dispatch, Phase, Standing, Written
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -23,9 +23,9 @@ from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import ClassKey, JobId, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.timing import next_look
+from comfyfleet.policy.timers import next_look
+from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.stores.opening import open_store
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from tests.engine._shares import Demand, SharedFleet
 
 from comfyfleet.model.calls import Release
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.terms import TenantTerms
-from comfyfleet.sim.time import ManualClock
+from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock
 
 ANN, BOB, EVE = TenantId("ann"), TenantId("bob"), TenantId("eve")
 

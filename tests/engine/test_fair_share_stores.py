@@ -11,12 +11,12 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.ports import Store
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.time import ManualClock
 
 ANN, BOB = TenantId("ann"), TenantId("bob")
 

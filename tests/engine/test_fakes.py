@@ -10,7 +10,7 @@ from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import Inventory
-from comfyfleet.worker.offer import join
+from comfyfleet.worker.registration import join
 
 
 async def fake(rig: Rig, name: str = "fake", *, works_beside_real: bool = False) -> WorkerId:

@@ -15,9 +15,9 @@ from redis.exceptions import ResponseError
 from tests.engine._rig import graph
 from tests.servers.redis_fixtures import some_server, with_prefix
 
+from comfyfleet.engine.direct_workers import ForeignDesk
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.foreign import ForeignDesk
-from comfyfleet.engine.workers import WorkerDesk
+from comfyfleet.engine.worker_operations import WorkerDesk
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.calls import FailureReport, JobFilter, RegisterWorker, Settled
 from comfyfleet.model.dispatch import AttemptOutcome, Phase

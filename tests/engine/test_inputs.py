@@ -11,7 +11,7 @@ from tests.engine._rig import Rig, graph, offers
 from tests.engine.test_dependencies import engine_on, is_tidy, phase_of, redis_url, store_url
 
 from comfyfleet.engine.dependencies import DRAWER
-from comfyfleet.engine.inputs import DRAWER as USES
+from comfyfleet.engine.input_files import DRAWER as USES
 from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal, RefusalCode

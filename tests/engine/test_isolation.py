@@ -23,9 +23,9 @@ from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.model.requirement import Isolation, Requirements
 from comfyfleet.model.worker import Capabilities, TenantAccess, WorkerDelta, WorkerRecord
 from comfyfleet.policy.rules import Rules
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.postgres.store import PostgresStore
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.time import ManualClock
 
 ACME = TenantId("acme")
 ISOLATIONS: tuple[Isolation, ...] = ("strict", "loose", "none")

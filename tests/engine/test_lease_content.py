@@ -14,7 +14,7 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import AtRevision, Change, LeaseOffer, Write, Written
 from comfyfleet.model.errors import Fault

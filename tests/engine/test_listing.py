@@ -9,13 +9,13 @@ import pytest
 from tests.engine._rig import Rig, graph
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.listing import MAX_LOOKED_AT, list_jobs
+from comfyfleet.engine.job_list import MAX_LOOKED_AT, list_jobs
 from comfyfleet.model.calls import JobFilter
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.time import ManualClock
 
 ACME = TenantId("acme")
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 
-from comfyfleet.contract.bench import (
+from comfyfleet.engine.store_move import Move, Moved, Why
+from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.dispatch import AttemptOutcome, Change, Dispatch, Phase, Standing
+from comfyfleet.model.errors import Refusal
+from comfyfleet.model.ids import JobId, WorkflowHash
+from comfyfleet.model.tenant import TenantTerms
+from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.ports import Movable
+from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.contract.job_transfer import whole
+from comfyfleet.testing.contract.store_bench import (
     FAST,
     FOR_BOTH,
     FOR_FAST,
@@ -20,16 +30,6 @@ from comfyfleet.contract.bench import (
     failure,
     tenant,
 )
-from comfyfleet.contract.moving import whole
-from comfyfleet.engine.moving import Move, Moved, Why
-from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import AttemptOutcome, Change, Dispatch, Phase, Standing
-from comfyfleet.model.errors import Refusal
-from comfyfleet.model.ids import JobId, WorkflowHash
-from comfyfleet.model.lesson import Lesson
-from comfyfleet.model.terms import TenantTerms
-from comfyfleet.ports import Movable
-from comfyfleet.stores.memory import MemoryStore
 
 
 class Two:

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from tests.engine._rig import Rig, graph
 
-from comfyfleet.engine.placing import narrowed
+from comfyfleet.engine.placement import narrowed
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.model.node_signatures import InputSignature, NodeCatalog, NodeSignature
+from comfyfleet.model.node_classes import InputSignature, NodeCatalog, NodeSignature
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.model.workflow import read_needs
 

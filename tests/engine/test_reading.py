@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from bench.pooling import twelve_nodes
 
-from comfyfleet.engine import reading
+from comfyfleet.engine import graph_reader
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.reading import Reader, Reading
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.graph_reader import Reader, Reading
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.job import Submission
 from comfyfleet.model.workflow import InvalidWorkflow, decoded_node, hash_workflow, read_needs, read_node
 from comfyfleet.stores.sqlite.store import SqliteStore
@@ -149,7 +149,7 @@ def test_a_node_that_is_known_is_not_decoded_again(monkeypatch: pytest.MonkeyPat
         decoded.append(bytes(content))
         return decoded_node(content)
 
-    monkeypatch.setattr(reading, "decoded_node", counted)
+    monkeypatch.setattr(graph_reader, "decoded_node", counted)
     for seed in (1, 2):
         sent = msgspec.json.decode(msgspec.json.encode(twelve_nodes(seed)), type=dict[str, msgspec.Raw])
         assert reader.read(sent, is_own=True) == _fresh(twelve_nodes(seed))
@@ -166,7 +166,7 @@ def test_another_seed_does_not_make_another_structure_unless_it_asks_for_one(
         checked.append(node_id)
         return read_node(node_id, content, graph)
 
-    monkeypatch.setattr(reading, "read_node", counted)
+    monkeypatch.setattr(graph_reader, "read_node", counted)
     for seed in (1, 2, 3.5, -1, -1.0, -1, 4):
         graph = twelve_nodes(0)
         graph["5"]["inputs"]["seed"] = seed

@@ -14,7 +14,6 @@ import pytest
 from tests.engine._rig import graph, offers
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.contract.bench import FAST, FOR_BOTH, FOR_FAST, SLOW, A, B, Bench
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
@@ -23,6 +22,7 @@ from comfyfleet.model.job import Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Peek
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import FAST, FOR_BOTH, FOR_FAST, SLOW, A, B, Bench
 
 WITHIN_S = 60.0
 

@@ -11,9 +11,9 @@ import pytest
 from tests.engine._rig import Rig, graph, offers
 from tests.engine.test_several_engines import Engines, register, take
 
-from comfyfleet.engine.catalogs import SHARED_DRAWER
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.node_catalogs import SHARED_DRAWER
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.block import BlockReason
 from comfyfleet.model.calls import FailureReport, LeasedJob, Poll, RegisterWorker, Settled
 from comfyfleet.model.dispatch import Phase
@@ -21,7 +21,7 @@ from comfyfleet.model.errors import Refusal
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import Submission
-from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
+from comfyfleet.model.node_classes import NodeCatalog, read_catalog
 from comfyfleet.policy.acceptance import Differences, Graph
 from comfyfleet.stores.sqlite.store import SqliteStore
 

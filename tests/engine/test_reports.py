@@ -14,8 +14,8 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import News, NewsKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import LeaseToken, PollId, WorkerId, prompt_id_of
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock
 
 
 async def test_completing_twice_gets_the_same_answer_and_counts_once() -> None:

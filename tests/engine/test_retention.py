@@ -10,17 +10,17 @@ from tests.engine._rig import offers
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.contract.bench import Bench, MakeStore, completion, failure
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.rules import Rules
-from comfyfleet.sim.time import SeededChance
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.contract.store_bench import Bench, MakeStore, completion, failure
+from comfyfleet.testing.time import SeededChance
 
 HOUR_S = 3600.0
 

@@ -10,11 +10,11 @@ import pytest
 from tests.engine._rig import graph, offers
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.bus.local import LocalBus
 from comfyfleet.engine.context import Context
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.room import Room
-from comfyfleet.engine.shell import SystemChance
+from comfyfleet.engine.local_bus import LocalBus
+from comfyfleet.engine.submitter import Room
+from comfyfleet.engine.system import SystemChance
 from comfyfleet.model.calls import Poll, RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
@@ -22,9 +22,9 @@ from comfyfleet.model.job import Submission
 from comfyfleet.policy.failover import SmartFailover
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Counts
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.time import ManualClock
 
 
 def counts(waiting: int, payload_bytes: int = 0) -> Counts:

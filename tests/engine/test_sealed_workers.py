@@ -12,18 +12,17 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet import WorkflowPool
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import Submission
-from comfyfleet.pool.direct import DirectWorkers
+from comfyfleet.pool.servers import DirectWorkers
 from comfyfleet.ports import Clock, Store
+from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
+from comfyfleet.stores.crypto.store import sealed_store
 from comfyfleet.stores.redis.store import RedisStore
-from comfyfleet.stores.sealed.keyring import Keyring
-from comfyfleet.stores.sealed.masters import MasterKeys
-from comfyfleet.stores.sealed.store import sealed_store
 
 MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")
 

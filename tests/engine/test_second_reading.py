@@ -10,7 +10,7 @@ import pytest
 from tests.engine._rig import Rig, graph
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Release
 from comfyfleet.model.dispatch import Phase, Write, Written
 from comfyfleet.model.errors import Fault, Refusal

@@ -20,10 +20,10 @@ from comfyfleet.model.ids import JobId, PollId, WorkerId, WorkflowHash
 from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.policy.learning import expected_s, of_run
 from comfyfleet.policy.rules import Rules
-from comfyfleet.sim.time import ManualClock, SeededChance
+from comfyfleet.policy.workflow_stats import expected_s, of_run
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock, SeededChance
 
 
 class SharedStore(MemoryStore):

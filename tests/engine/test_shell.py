@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from comfyfleet.engine.shell import SystemChance, SystemClock
+from comfyfleet.engine.system import SystemChance, SystemClock
 
 
 def test_a_job_id_is_a_uuid_of_version_7_that_grows_with_time() -> None:

@@ -15,7 +15,7 @@ from comfyfleet.model.errors import Refusal
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Attachment, Submission
-from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
+from comfyfleet.model.node_classes import NodeCatalog, read_catalog
 from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.model.workflow import hash_workflow
 

@@ -9,7 +9,7 @@ import pytest
 from tests.engine._interleaving import STORIES, DeafBus, Scene, interleavings
 from tests.engine._rig import graph
 
-from comfyfleet.bus.local import LocalBus
+from comfyfleet.engine.local_bus import LocalBus
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, FactKind

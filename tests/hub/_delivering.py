@@ -10,7 +10,7 @@ from tests.hub._hub import HubRig
 from tests.hub._watching import complete, lease
 
 from comfyfleet.model.access import Role
-from comfyfleet.outbound.guard import Allowed, Guard
+from comfyfleet.net.url_guard import Allowed, Guard
 from comfyfleet.policy.rules import Rules
 
 QUICK = Rules(round_s=0.05, delivery_base_s=0.02, delivery_tries=3, max_attempts=1)

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from tests.hub._hub import running_hub
 
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.policy.rules import Rules
 
 _TICK_S = 0.005

@@ -13,21 +13,21 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
-from comfyfleet.assets.local import LocalAssets
-from comfyfleet.assets.records import MAX_FILE_BYTES
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
+from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.records import MAX_FILE_BYTES
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.limits import Limits
-from comfyfleet.hub.serving import Serving, ServingSettings
-from comfyfleet.hub.socket import LegacyWebsocket
+from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.websocket.sessions import LegacyWebsocket
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import TenantId
-from comfyfleet.outbound.guard import Guard
+from comfyfleet.net.url_guard import Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Assets, Cabinet, Clock, Store
-from comfyfleet.stores.opening import open_store
-from comfyfleet.tenancy.estate import Estate
+from comfyfleet.stores.factory import open_store
+from comfyfleet.tenancy.services import Estate
 
 TENANT = TenantId("acme")
 

@@ -21,18 +21,16 @@ from tests.worker._comfyui import picture
 from tests.worker._scripted import ScriptedApi, no_http, quick, until
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemChance, SystemClock
+from comfyfleet.engine.system import SystemChance, SystemClock
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.audit import Audit
-from comfyfleet.hub.body import Bodies
-from comfyfleet.hub.credentials import Credentials
-from comfyfleet.hub.door import Door, Handler
-from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.keyed_workers import KeyedWorkers
-from comfyfleet.hub.limits import Limits, Rate
-from comfyfleet.hub.places import Places
-from comfyfleet.hub.serving import Serving, ServingSettings
-from comfyfleet.hub.socket_agents import AgentSession
+from comfyfleet.hub.audit.log import Audit
+from comfyfleet.hub.files.job_files import InputDesk
+from comfyfleet.hub.http.body import Bodies
+from comfyfleet.hub.http.credentials import Credentials, KeyedWorkers
+from comfyfleet.hub.http.limits import Limits, Places, Rate
+from comfyfleet.hub.http.pipeline import Door, Handler
+from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.websocket.agents import AgentSession
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import Caller, Role
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
@@ -42,11 +40,11 @@ from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import WorkerApi
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.documents import MemoryCabinet
 from comfyfleet.tenancy.keys import Keys
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.wire.routes import WORKER as WORKER_ROUTES
-from comfyfleet.wire.socket import AGENT_PROTOCOL
+from comfyfleet.wire.websocket import AGENT_PROTOCOL
 from comfyfleet.worker.agent import Agent, AgentStatus
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.simulated import SimulatedConnector

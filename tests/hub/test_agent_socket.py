@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.hub._hub import HubRig, running_hub
 from tests.worker._scripted import quick, until
 
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -22,7 +22,7 @@ from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.wire import worker as wire
-from comfyfleet.wire.socket import AGENT_KINDS, AGENT_MESSAGE_BYTES, AGENT_PROTOCOL
+from comfyfleet.wire.websocket import AGENT_KINDS, AGENT_MESSAGE_BYTES, AGENT_PROTOCOL
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 from comfyfleet.worker.transports.websocket import WebSocketWorkerApi

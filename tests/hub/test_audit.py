@@ -14,17 +14,17 @@ from tests.hub._hub import TENANT, HubRig, hub_in_process, submission
 from tests.hub.test_jobs import ANYTHING
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemChance
-from comfyfleet.hub.audit import DRAWERS, KEEP_S, Audit, Kind
-from comfyfleet.hub.worker_log import DRAWER as WORKERS
+from comfyfleet.engine.system import SystemChance
+from comfyfleet.hub.audit.log import DRAWER as WORKERS
+from comfyfleet.hub.audit.log import DRAWERS, KEEP_S, Audit, Kind
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.stores.opening import open_store
-from comfyfleet.wire.chaining import FORGET
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.factory import open_store
+from comfyfleet.testing.time import ManualClock
+from comfyfleet.wire.keys import FORGET
 from comfyfleet.wire.routes import ROUTES
 
 HALF_A_DAY = 12 * 3600.0

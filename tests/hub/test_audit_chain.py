@@ -12,17 +12,17 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.engine.shell import SystemChance, SystemClock
-from comfyfleet.hub.audit import BEGUN, DRAWERS, KEEP_S, Audit, Kind
+from comfyfleet.engine.system import SystemChance, SystemClock
+from comfyfleet.hub.audit.log import BEGUN, DRAWERS, KEEP_S, Audit, Kind
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.ports import Cabinet, Clock
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.stores.opening import open_store
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.postgres import PostgresStore
+from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire import keys as wire
-from comfyfleet.wire.chaining import BEGINNING, FORGET, Verifier, note
+from comfyfleet.wire.keys import BEGINNING, FORGET, Verifier, note
 
 ENTRY = AuditEntry(0.0, "key", Role.ADMIN, "pause_queue")
 JOBS: Kind = "jobs"

@@ -14,8 +14,8 @@ from tests.hub.test_deleting import uploaded
 from tests.hub.test_inputs import edit
 from tests.hub.test_socket import Line
 
-from comfyfleet.assets.records import is_file_id
-from comfyfleet.hub.limits import Limits
+from comfyfleet.files.records import is_file_id
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId

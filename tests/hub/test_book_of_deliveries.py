@@ -5,10 +5,10 @@ from __future__ import annotations
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
-from comfyfleet.policy.delivering import asked_again, given_up
+from comfyfleet.policy.webhook_delivery import asked_again, given_up
 from comfyfleet.ports import Document
-from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.tenancy.deliveries import DELIVERIES, DUE, Deliveries, due_name, name_of
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.tenancy.webhook_outbox import DELIVERIES, DUE, Deliveries, due_name, name_of
 
 JOB = JobId("01900000-0000-7000-8000-000000000000")
 

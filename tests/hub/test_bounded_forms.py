@@ -17,12 +17,12 @@ from tests.hub.test_files import left_in
 from tests.hub.test_forms import asked_of, form, send
 from tests.servers.s3_server import CREDENTIALS
 
-from comfyfleet.assets import local
-from comfyfleet.assets.local import LocalAssets
-from comfyfleet.assets.presigning import Bucket
-from comfyfleet.assets.s3 import S3Assets
-from comfyfleet.hub import uploading
-from comfyfleet.hub.limits import Budget
+from comfyfleet.files import local
+from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.s3 import S3Assets
+from comfyfleet.files.s3_storage import Bucket
+from comfyfleet.hub.files import uploads
+from comfyfleet.hub.http.limits import Budget
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
@@ -117,7 +117,7 @@ async def test_a_full_disk_is_told_as_one_and_leaves_nothing(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_append", lambda *_: Full().write(b""))
-    monkeypatch.setattr("comfyfleet.hub.uploading.tempfile.SpooledTemporaryFile", lambda _: Full())
+    monkeypatch.setattr("comfyfleet.hub.files.uploads.tempfile.SpooledTemporaryFile", lambda _: Full())
     async with a_hub(kind, tmp_path) as rig:
         refused = await send(rig, form(b"x" * 100_000))
         assert (refused.status, refused.code) == (503, "unavailable")
@@ -130,8 +130,8 @@ async def test_all_forms_on_their_way_through_the_disk_are_bounded_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     step = 4 * PIECE
-    monkeypatch.setattr(uploading, "STEP_BYTES", step)
-    monkeypatch.setattr(uploading, "MAX_ALL_SPOOLED_BYTES", 4 * step)
+    monkeypatch.setattr(uploads, "STEP_BYTES", step)
+    monkeypatch.setattr(uploads, "MAX_ALL_SPOOLED_BYTES", 4 * step)
     async with a_hub("storage", tmp_path) as rig, asyncio.timeout(60):
         senders = [Endless(most=3), Endless(most=3)]
         under_way = [

@@ -12,8 +12,8 @@ from tests.hub._hub import HubRig, running_hub
 from tests.hub._watching import register, watching
 from tests.worker._scripted import until
 
-from comfyfleet.hub.connections import Connection
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.connections import Connection
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 
 HASTY = Limits(request_s=0.3, min_bytes_per_s=100_000, beat_s=0.4)
@@ -187,7 +187,7 @@ async def test_of_a_body_that_was_refused_no_end_is_read(
 ) -> None:
     """However quickly it comes: whoever needs no key for it must not keep the hub busy."""
     most = 4 * 1024 * 1024
-    monkeypatch.setattr("comfyfleet.hub.connections.MAX_UNREAD_BYTES", most)
+    monkeypatch.setattr("comfyfleet.hub.http.connections.MAX_UNREAD_BYTES", most)
     async with running_hub() as rig:
         key = "" if role is None else f"authorization: Bearer {rig.keys[role]}\r\n"
         head = f"POST {path} HTTP/1.1\r\nhost: h\r\n{key}content-type: multipart/form-data; boundary=x\r\n"

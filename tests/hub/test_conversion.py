@@ -16,15 +16,14 @@ from tests.policy._editor import Editor
 from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI
 
 from comfyfleet import FleetClient, Refusal, WorkflowPool
-from comfyfleet.engine.catalogs import DRAWER, SHARED_DRAWER, NodeCatalogs
-from comfyfleet.hub.inside import InsideApi
+from comfyfleet.engine.node_catalogs import DRAWER, SHARED_DRAWER, NodeCatalogs
+from comfyfleet.hub.local_worker_api import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import TenantId, WorkerId
-from comfyfleet.model.node_definitions import Widget
-from comfyfleet.model.node_signatures import NodeCatalog
+from comfyfleet.model.node_classes import NodeCatalog, Widget
 from comfyfleet.model.worker import Capabilities, Service, TenantAccess
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi

@@ -164,7 +164,7 @@ async def test_a_cancelled_job_of_a_tenant_with_a_database_goes_once_it_is_settl
 
 async def settled_job(rig: HubRig, monkeypatch: pytest.MonkeyPatch) -> str:
     """Of a tenant with a database, under the reference "mine"; its end need not be remembered for a minute."""
-    monkeypatch.setattr("comfyfleet.engine.purging.TOMBSTONE_S", 1e-3)
+    monkeypatch.setattr("comfyfleet.engine.job_operations.TOMBSTONE_S", 1e-3)
     assert (await rig.post("/api/tenants", {"id": "acme"})).status == 201
     job_id = await rig.submit(role=Role.TENANT, reference="mine")
     await rig.post(f"/api/jobs/{job_id}/cancel", role=Role.TENANT)

@@ -15,17 +15,16 @@ from tests.hub._hub import HubRig, hub_in_process, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import complete, lease, register
 
-from comfyfleet.engine.shell import SystemChance, SystemClock
-from comfyfleet.hub import outgoing
-from comfyfleet.hub.delivering import Delivering
-from comfyfleet.hub.pending import Pending
-from comfyfleet.hub.sending import Sender
+from comfyfleet.engine.system import SystemChance, SystemClock
+from comfyfleet.hub.webhooks import sender
+from comfyfleet.hub.webhooks.dispatcher import Delivering
+from comfyfleet.hub.webhooks.sender import Pending, Sender
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.webhook import Delivery
 from comfyfleet.ports import Cabinet, Document
-from comfyfleet.tenancy.deliveries import Deliveries
+from comfyfleet.tenancy.webhook_outbox import Deliveries
 from comfyfleet.tenancy.webhooks import Webhooks
 
 
@@ -53,7 +52,7 @@ async def test_what_was_not_heard_is_found(rig: HubRig, receiver: Receiver) -> N
 async def test_a_job_whose_tenants_database_is_away_keeps_no_others_from_being_told(
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.hub.delivering._AT_A_TIME", 1)
+    monkeypatch.setattr("comfyfleet.hub.webhooks.dispatcher._AT_A_TIME", 1)
     rig.hub._delivering._leave_bus()
     first, second = [await rig.submit(webhook=receiver.url) for _ in range(2)]
     store, is_away = rig.engine.store, True
@@ -107,7 +106,7 @@ async def test_an_attempt_whose_hub_died_is_made_again_when_its_claim_is_over(
 async def test_a_hub_that_stops_gives_back_what_it_was_sending(
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outgoing, "_GRACE_S", 0.0)
+    monkeypatch.setattr(sender, "_GRACE_S", 0.0)
     receiver.is_open.clear()
     await run_one(rig, webhook=receiver.url)
     await receiver.until(1)

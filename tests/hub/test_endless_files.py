@@ -13,7 +13,7 @@ from tests.worker._comfyui import picture
 from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi

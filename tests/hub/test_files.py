@@ -16,18 +16,18 @@ from tests.hub._hub import HubRig, hub_in_process, running_hub, submission
 from tests.worker._comfyui import QUICK, picture
 from tests.worker._scripted import quick
 
-from comfyfleet.assets.local import LocalAssets
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
+from comfyfleet.files.local import LocalAssets
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.limits import HungUp
+from comfyfleet.hub.http.limits import HungUp
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, TenantId, WorkerId
 from comfyfleet.model.worker import Capabilities, Service
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire.worker import lease_body
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
@@ -82,7 +82,7 @@ async def test_an_upload_is_repeated_after_the_hub_died_between_record_and_bytes
         raise Death
 
     with monkeypatch.context() as dying, pytest.raises(Death):
-        dying.setattr("comfyfleet.assets.local.os.replace", die)
+        dying.setattr("comfyfleet.files.local.os.replace", die)
         await assets.receive(record, pieces(content))
     known = await assets.get(record.file_id)
     assert known is not None and known.received_at is not None, "the record stands, the bytes do not"

@@ -16,7 +16,7 @@ from tests.hub._hub import Answer, HubRig, hub_in_process, running_hub, submissi
 from tests.hub.test_files import left_in
 from tests.hub.test_inputs import edit
 
-from comfyfleet.hub.forms import MAX_HEADER_BYTES, Form
+from comfyfleet.hub.files.uploads import MAX_HEADER_BYTES, Form
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
 

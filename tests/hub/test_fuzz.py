@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests._examples import examples
 from tests.hub._hub import HubRig, graph, hub_in_process
 
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES

@@ -12,9 +12,9 @@ from tests.stores._sqlite import FullDisk
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.health import DRAWER
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.time import ManualClock
 
 
 async def test_a_full_disk_is_told_and_so_is_that_there_is_room_again(

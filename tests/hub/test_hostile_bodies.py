@@ -20,11 +20,11 @@ import pytest
 import pytest_asyncio
 from tests.hub._hostile import Hostile, bodies, dearest, few, forms, send, values
 
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.wire.route import LARGE_BYTES, Route
 from comfyfleet.wire.routes import ROUTES
-from comfyfleet.wire.socket import AGENT_KINDS, AGENT_MESSAGE_BYTES, AGENT_PROTOCOL
+from comfyfleet.wire.websocket import AGENT_KINDS, AGENT_MESSAGE_BYTES, AGENT_PROTOCOL
 
 LAG_S = 0.1
 MEMORY_TIMES = 4

@@ -11,7 +11,7 @@ from tests.hub._hub import HubRig, running_hub
 from tests.hub._watching import GPU, lease, register, watching
 from tests.hub.test_socket import connected
 
-from comfyfleet.hub.sending import _made_safe
+from comfyfleet.hub.webhooks.sender import _made_safe
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion
 from comfyfleet.model.job import JobResult, OutputFile

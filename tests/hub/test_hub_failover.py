@@ -16,8 +16,8 @@ from tests.acceptance._process import CLI, read_until, started
 from tests.hub._hub import HubRig, graph, running_hub
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.client.fleet import FleetClient
-from comfyfleet.hub.serving import ServingSettings
+from comfyfleet.client.client import FleetClient
+from comfyfleet.hub.http.server import ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode

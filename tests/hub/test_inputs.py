@@ -18,10 +18,10 @@ from tests.hub.test_socket import connected
 from tests.worker._comfyui import QUICK, picture
 from tests.worker._scripted import quick
 
-from comfyfleet.assets.local import LocalAssets
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.inside import InsideApi
+from comfyfleet.files.local import LocalAssets
+from comfyfleet.hub.files.job_files import InputDesk
+from comfyfleet.hub.local_worker_api import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Beat, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import LeaseRef
@@ -31,9 +31,9 @@ from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobInput, OutputFile, Submission
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.ports import OutputSource, WorkerApi
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.time import ManualClock
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi
@@ -473,7 +473,7 @@ async def test_a_file_that_an_open_job_brings_is_not_swept(tmp_path: Path) -> No
 async def test_old_files_in_use_do_not_keep_others_from_being_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.assets.records.PAGE", 2)
+    monkeypatch.setattr("comfyfleet.files.records.PAGE", 2)
     clock = ManualClock()
     assets = LocalAssets(tmp_path, MemoryStore(clock).cabinet, clock, keep_s=1000)
     files = []

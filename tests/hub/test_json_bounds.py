@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comfyfleet.hub.json_bounds import JsonScanner, check_json
+from comfyfleet.hub.http.body import JsonScanner, check_json
 from comfyfleet.model.errors import Refusal, RefusalCode
 
 MIB = 1024 * 1024

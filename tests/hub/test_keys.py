@@ -12,14 +12,14 @@ import pytest
 import pytest_asyncio
 from tests.hub._hub import Answer, HubRig, hub_in_process, running_hub
 
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.documents import MemoryCabinet
 from comfyfleet.tenancy.keys import Keys
-from comfyfleet.wire.socket import AGENT_PROTOCOL
+from comfyfleet.testing.time import ManualClock
+from comfyfleet.wire.websocket import AGENT_PROTOCOL
 
 
 @pytest_asyncio.fixture

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.hub._hub import HubRig, graph, hub_in_process, running_hub, submission
 
-from comfyfleet.hub.json_bounds import check_json
-from comfyfleet.hub.limits import Limits, Rate
+from comfyfleet.hub.http.body import check_json
+from comfyfleet.hub.http.limits import Limits, Rate
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
 from comfyfleet.policy.rules import Rules

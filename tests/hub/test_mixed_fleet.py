@@ -19,9 +19,9 @@ from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
+from comfyfleet.model.node_classes import NodeCatalog, read_catalog
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi

@@ -14,7 +14,7 @@ from tests.worker._comfyui import eventually, picture, slow
 from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, Faults, NodeFault
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, Faults, NodeFault
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from tests.hub._hub import HubRig, ask_app, hub_in_process
 
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES

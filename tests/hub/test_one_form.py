@@ -10,8 +10,8 @@ from urllib.parse import quote
 import pytest_asyncio
 from tests.hub._hub import HubRig, hub_in_process
 
-from comfyfleet.hub.events import Wanted
-from comfyfleet.hub.feeds import Entry
+from comfyfleet.hub.streams.feed import Entry
+from comfyfleet.hub.streams.fleet_feed import Wanted
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities, Service

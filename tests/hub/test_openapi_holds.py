@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from tests.hub._hub import running_hub
 
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities, Service
-from comfyfleet.outbound.guard import Guard
+from comfyfleet.net.url_guard import Guard
 
 PATIENT = Limits(max_wait_s=0.001, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from comfyfleet.hub.outgoing import Bounds, Outgoing
+from comfyfleet.hub.webhooks.sender import Bounds, Outgoing
 
 
 class Calls:

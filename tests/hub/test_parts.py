@@ -18,20 +18,19 @@ from tests.hub.test_inputs import brings, ended, submitted
 from tests.hub.test_s3_files import MIB, OnDisk, a_file, a_lease, put, result_with, s3_hub, sha
 from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 
-from comfyfleet.assets.multipart import Multipart
-from comfyfleet.assets.s3 import S3Assets
-from comfyfleet.assets.storage import Storage
-from comfyfleet.client.fleet import FleetClient
-from comfyfleet.engine.shell import SystemClock
-from comfyfleet.hub.inside import InsideApi
+from comfyfleet.client.client import FleetClient
+from comfyfleet.engine.system import SystemClock
+from comfyfleet.files.s3 import S3Assets
+from comfyfleet.files.s3_storage import Multipart, Storage
+from comfyfleet.hub.local_worker_api import InsideApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, LeasedJob, Release
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import OutputFile
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire import files
 from comfyfleet.wire.worker import lease_body
 from comfyfleet.worker.transports.http import HttpWorkerApi

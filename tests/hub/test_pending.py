@@ -11,21 +11,21 @@ from tests.hub._hub import HubRig, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import register
 
-from comfyfleet.hub import pending
-from comfyfleet.hub.limits import Limits
-from comfyfleet.hub.pending import Pending
+from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.webhooks import sender
+from comfyfleet.hub.webhooks.sender import Pending
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery
-from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.tenancy.deliveries import Deliveries
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.tenancy.webhook_outbox import Deliveries
 
 
 @pytest_asyncio.fixture
 async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HubRig]:
-    monkeypatch.setattr(pending, "_EVERY_S", 0.0)
+    monkeypatch.setattr(sender, "_EVERY_S", 0.0)
     limits = Limits(max_pending_deliveries=2)
     async with running_hub(rules=QUICK, guard=guard(), limits=limits) as rig:
         await register(rig)
@@ -91,7 +91,7 @@ async def test_a_standing_webhook_of_the_tenant_counts_and_one_of_the_operators_
 async def test_a_count_goes_through_all_pages_and_is_not_made_all_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pending, "_PAGE", 2)
+    monkeypatch.setattr(sender, "_PAGE", 2)
     book = Deliveries(MemoryCabinet())
     for number in range(5):
         job_id = JobId(f"01900000-0000-7000-8000-{number:012d}")

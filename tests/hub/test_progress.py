@@ -19,7 +19,7 @@ from tests.worker._scripted import quick, until
 
 from comfyfleet import FleetClient
 from comfyfleet.model.access import Role
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi

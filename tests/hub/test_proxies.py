@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.hub._hub import ask_app, hub_in_process
 
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.limits import Limits
-from comfyfleet.hub.proxies import TrustedProxies
+from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.proxies import TrustedProxies
 
 TRUSTED = TrustedProxies(["10.0.0.0/8", "::1"])
 

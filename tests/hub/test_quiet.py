@@ -9,7 +9,7 @@ import pytest
 from tests.hub._hub import HubRig, running_hub
 from tests.hub.test_connections import rest, wire
 
-from comfyfleet.hub.quiet import QuietLogger
+from comfyfleet.hub.http.uvicorn_logging import QuietLogger
 from comfyfleet.model.access import Role
 
 _NO_TEXT = b"\x81\x82\0\0\0\0\xff\xfe"
@@ -36,7 +36,7 @@ async def test_text_that_is_none_ends_its_socket_with_a_line_and_no_traceback(
             answer = await rest(reader)
         assert answer.endswith(b"\x88\x02\x03\xef"), "1007: the text is not what its type says"
         assert (await rig.get("/health")).status == 200
-    told = [record for record in caplog.records if record.name == "comfyfleet.hub.quiet"]
+    told = [record for record in caplog.records if record.name == "comfyfleet.hub.http.uvicorn_logging"]
     assert told and all(record.levelname == "INFO" and record.exc_info is None for record in told)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert "\\xff" not in caplog.text

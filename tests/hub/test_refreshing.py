@@ -17,7 +17,7 @@ from tests.worker._scripted import quick, until
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Beat, Command, RegisterWorker
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.wire import worker as wire
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI

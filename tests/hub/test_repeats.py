@@ -11,12 +11,11 @@ from tests.hub._hub import hub_in_process, submission
 from tests.hub.test_conversion import editors_workflow, hub_with_agent
 from tests.hub.test_inputs import brings, uploaded
 
-from comfyfleet.assets.keeping import DRAWER
+from comfyfleet.files.record_store import DRAWER
 from comfyfleet.model.access import Role
 from comfyfleet.ports import Clock, Store
-from comfyfleet.stores.sealed.keyring import Keyring
-from comfyfleet.stores.sealed.masters import MasterKeys
-from comfyfleet.stores.sealed.store import sealed_store
+from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
+from comfyfleet.stores.crypto.store import sealed_store
 
 
 async def test_a_repeat_is_answered_with_its_job_though_its_file_was_swept(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.hub._delivering import until
 from tests.hub._hub import HubRig, hub_in_process, running_hub
 
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.http.limits import Limits
 from comfyfleet.model.access import Role
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, WorkerId

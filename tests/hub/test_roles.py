@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.hub._hub import HubRig, ask_app, hub_in_process
 
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.hub.http.server import Serving, ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import FailureReport, Poll, RegisterWorker, Release
 from comfyfleet.model.errors import Refusal

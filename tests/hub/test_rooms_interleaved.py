@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from tests.engine._interleaving import STORIES, DeafBus, Scene, interleavings
 
-from comfyfleet.bus.local import LocalBus
-from comfyfleet.hub.rooms import Rooms
-from comfyfleet.hub.streams import Watcher
+from comfyfleet.engine.local_bus import LocalBus
+from comfyfleet.hub.streams.job_channels import Rooms
+from comfyfleet.hub.streams.sse import Watcher
 
 END = {
     ("completed", 1): {"result": {"outputs": {"2": {"round": [1]}}}},

@@ -25,19 +25,18 @@ from tests.worker._comfyui import QUICK, picture
 from tests.worker._scripted import quick
 from yarl import URL
 
-from comfyfleet.assets.presigning import Bucket, presigned
-from comfyfleet.assets.s3 import S3Assets
-from comfyfleet.assets.storage import Storage
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
+from comfyfleet.files.s3 import S3Assets
+from comfyfleet.files.s3_storage import Bucket, Storage, presigned
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker, Release
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.ports import Assets, Cabinet, Clock
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.wire import files
-from comfyfleet.wire.links import resolved
+from comfyfleet.wire.files import resolved
 from comfyfleet.wire.worker import lease_body
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI

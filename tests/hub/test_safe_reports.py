@@ -10,7 +10,7 @@ import pytest
 from tests.hub._hub import running_hub
 from tests.hub._watching import lease, register
 
-from comfyfleet.hub.safe_reports import has_many, made_safe
+from comfyfleet.hub.local_worker_api import has_many, made_safe
 from comfyfleet.model.access import Role
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.wire.worker import lease_body

@@ -6,9 +6,8 @@ from tests.hub._hub import hub_in_process
 
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Clock, Store
-from comfyfleet.stores.sealed.keyring import Keyring
-from comfyfleet.stores.sealed.masters import MasterKeys
-from comfyfleet.stores.sealed.store import sealed_store
+from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
+from comfyfleet.stores.crypto.store import sealed_store
 
 MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")
 

@@ -15,8 +15,8 @@ import pytest
 from tests.hub._hub import hub_in_process, running_hub, submission
 from tests.worker._scripted import until
 
-from comfyfleet.client.fleet import FleetClient
-from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.client.client import FleetClient
+from comfyfleet.hub.http.server import Serving, ServingSettings
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.worker.transports.http import HttpWorkerApi

@@ -19,7 +19,7 @@ from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service
-from comfyfleet.wire.socket import AGENT_PROTOCOL
+from comfyfleet.wire.websocket import AGENT_PROTOCOL
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 from comfyfleet.worker.transports.websocket import WebSocketWorkerApi

@@ -19,12 +19,12 @@ from tests.hub._hub import HubRig, graph, hub_in_process, running_hub
 from tests.hub._watching import complete, lease, register, report
 from tests.worker._scripted import until
 
-from comfyfleet.hub.limits import Limits
-from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.server import Serving, ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.policy.rules import Rules
-from comfyfleet.wire.socket import ALIASES, KINDS
+from comfyfleet.wire.websocket import ALIASES, KINDS
 
 PAYLOAD = {"workflow": graph()}
 CAPABILITIES = {"services": ["comfyui"]}

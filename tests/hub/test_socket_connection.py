@@ -14,7 +14,7 @@ from tests.hub.test_connections import rest, wire
 from tests.hub.test_quiet import upgrade
 from websockets.http11 import Request
 
-from comfyfleet.hub.socket_connection import SocketConnection
+from comfyfleet.hub.websocket.connection import SocketConnection
 
 _DEFLATE = b"sec-websocket-extensions: permessage-deflate; client_no_context_takeover\r\n\r\n"
 

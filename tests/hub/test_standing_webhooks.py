@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Document
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.documents import MemoryCabinet
 from comfyfleet.tenancy.webhooks import Webhooks
 
 ACME = TenantId("acme")

@@ -12,7 +12,7 @@ from tests.hub._hub import hub_in_process, submission
 from tests.worker._scripted import quick, until
 
 from comfyfleet import tracing
-from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.hub.http.server import Serving, ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId

@@ -14,10 +14,10 @@ from tests.hub._hub import HubRig, hub_in_process, running_hub
 from tests.hub._watching import GPU, complete, lease, register, report, watching
 from tests.worker._scripted import until
 
-from comfyfleet.hub.feeds import Entry, Feed
-from comfyfleet.hub.limits import Limits
-from comfyfleet.hub.serving import Serving, ServingSettings
-from comfyfleet.hub.streams import Watcher
+from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.streams.feed import Entry, Feed
+from comfyfleet.hub.streams.sse import Watcher
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import FailureReport, Release
 from comfyfleet.model.errors import Fault
@@ -450,7 +450,7 @@ async def test_a_tenants_key_hears_of_its_own_jobs_alone(rig: HubRig) -> None:
 async def test_a_tenants_database_that_is_away_holds_up_nobodys_events(
     rig: HubRig, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    monkeypatch.setattr("comfyfleet.hub.events._LABEL_S", 0.05)
+    monkeypatch.setattr("comfyfleet.hub.streams.fleet_feed._LABEL_S", 0.05)
     away = await rig.submit(metadata={"user": "41"}, role=Role.TENANT)
     get, never = rig.engine.store.records.get, asyncio.Event()
 

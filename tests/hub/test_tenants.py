@@ -16,7 +16,6 @@ from tests.hub._hub import TENANT, Answer, HubRig, hub_in_process, submission
 from tests.tenancy._databases import tenant_schema
 from tests.tenancy.test_moving import everything
 
-from comfyfleet.contract.teller import Teller
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
@@ -24,12 +23,12 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.ledger import FlatPrice
-from comfyfleet.model.tenant import Tenant
-from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.tenant import Tenant, TenantTerms
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.policy import tenants as policy
 from comfyfleet.tenancy.claims import Claim
-from comfyfleet.tenancy.leaving import Leaver
+from comfyfleet.tenancy.deletion import Leaver
+from comfyfleet.testing.contract.ledger_driver import Teller
 
 ACME = "/api/tenants/acme"
 

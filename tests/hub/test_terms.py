@@ -15,24 +15,23 @@ from tests.hub.test_conversion import editors_workflow
 from tests.hub.test_socket import connected
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.contract.teller import Teller
-from comfyfleet.hub.terms import TermsGate
-from comfyfleet.hub.turns import DRAWER, Turns
+from comfyfleet.hub.http.limits import DRAWER, Turns
+from comfyfleet.hub.tenants.admission import TermsGate
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.node_definitions import Widget
-from comfyfleet.model.node_signatures import NodeCatalog
+from comfyfleet.model.node_classes import NodeCatalog, Widget
 from comfyfleet.model.requirement import LocationNeed
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
 from comfyfleet.model.worker import Capabilities, Location, Service
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.databases import open_tenant_database
-from comfyfleet.tenancy.pools import Pools
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.registry import Pools
 from comfyfleet.tenancy.tenants import Tenants
+from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.testing.time import ManualClock
 
 
 def pools_in(folder: Path) -> dict[str, str]:
@@ -396,7 +395,7 @@ async def test_two_hubs_on_redis_count_together(server: str, tmp_path: Path) -> 
 async def test_terms_that_are_changed_over_the_wire_are_kept_to_by_jobs_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.tenancy.judging.REMEMBER_S", 0.0)
+    monkeypatch.setattr("comfyfleet.tenancy.terms.REMEMBER_S", 0.0)
     async with running_hub(pools=pools_in(tmp_path)) as rig:
         await set_up(rig)
         high = await rig.submit(priority=50, role=Role.TENANT)

@@ -18,7 +18,7 @@ from tests.hub._hub import Answer, HubRig, hub_in_process
 from tests.hub.test_files import left_in
 from tests.hub.test_inputs import uploaded
 
-from comfyfleet.assets import drawing, thumbnails
+from comfyfleet.files import thumbnail_process, thumbnails
 from comfyfleet.model.access import Role
 
 
@@ -156,4 +156,4 @@ async def test_another_tenants_picture_is_not_there_and_its_thumbnail_neither(ri
 
 def test_without_the_library_the_hub_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert drawing.draw(str(tmp_path / "picture"), 64) == drawing.HAS_NO_PILLOW
+    assert thumbnail_process.draw(str(tmp_path / "picture"), 64) == thumbnail_process.HAS_NO_PILLOW

@@ -19,10 +19,10 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, Settled
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId, prompt_id_of
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI, connector
-from comfyfleet.worker.connectors.comfyui.tidying import remove_own
+from comfyfleet.worker.connectors.comfyui.submission import remove_own
 from comfyfleet.worker.transports.http import HttpWorkerApi
 
 PNG = (

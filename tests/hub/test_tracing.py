@@ -18,13 +18,12 @@ from tests.worker._comfyui import QUICK as QUICK_COMFYUI
 from tests.worker._comfyui import lab_fail, picture
 from tests.worker._scripted import quick, until
 
-from comfyfleet.cli import logs
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.cli import up
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
-from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.trace import parse_traceparent, trace_id_of, traceparent_of
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.model.ids import JobId, WorkerId, parse_traceparent, trace_id_of, traceparent_of
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.tracing import about
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
@@ -45,10 +44,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What a program with the most talkative settings logs."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
-    levels = {name: logging.getLogger(name).level for name in logs._TALKATIVE}
+    levels = {name: logging.getLogger(name).level for name in up._TALKATIVE}
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    logs.set_up("debug", "json")
+    up.set_up("debug", "json")
     yield stream
     root.handlers[:] = before
     root.setLevel(level)
@@ -224,7 +223,7 @@ def test_a_line_for_people_says_what_it_is_about_too(
     monkeypatch: pytest.MonkeyPatch, written: io.StringIO
 ) -> None:
     monkeypatch.setattr(sys, "stderr", written)
-    logs.set_up("info", "text")
+    up.set_up("info", "text")
     with about(job_id="j1", traceparent=TRACEPARENT):
         logging.getLogger("somebody").info("hello")
     assert written.getvalue().endswith(f"INFO somebody: hello [job_id=j1 trace_id={TRACE}]\n")

@@ -21,7 +21,7 @@ from comfyfleet.model.calls import FailureReport, Release
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.outbound.guard import Allowed, Guard
+from comfyfleet.net.url_guard import Allowed, Guard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.store import RedisStore
 
@@ -94,7 +94,7 @@ async def test_facts_and_progress_of_another_hub_come_at_once(
     hubs: Hubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Kept at the store once: whoever looks there finds the first, so what comes after it was told.
-    monkeypatch.setattr("comfyfleet.engine.relaying._KEEP_EVERY_S", 3600.0)
+    monkeypatch.setattr("comfyfleet.engine.peers._KEEP_EVERY_S", 3600.0)
     await register(hubs.b)
     job_id = await hubs.a.submit()
     async with watching(hubs.a, progress(job_id)) as stream:
@@ -256,7 +256,7 @@ async def test_the_runs_of_a_worker_that_has_redis_alone_are_watched_at_once(
     hubs: Hubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it does is heard of, and not found by a look: nobody looks here."""
-    monkeypatch.setattr("comfyfleet.engine.following.Follower._look", _never)
+    monkeypatch.setattr("comfyfleet.engine.peers.Follower._look", _never)
     store = hubs.b.engine.store
     assert isinstance(store, RedisStore)
     await register(hubs.b)

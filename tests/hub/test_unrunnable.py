@@ -41,7 +41,7 @@ async def counted(rig: HubRig) -> int:
 
 @pytest.fixture(autouse=True)
 def always_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.unrunnable, "_REMEMBER_S", 0.0)
+    monkeypatch.setattr(engine.waiting_jobs, "_REMEMBER_S", 0.0)
 
 
 async def test_what_nobody_can_run_is_listed_and_counted_until_somebody_comes(rig: HubRig) -> None:

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from comfyfleet.assets.local import LocalAssets
-from comfyfleet.assets.records import PAGE
-from comfyfleet.cli.endings import CommandFailed
+from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.settings import read_settings
 from comfyfleet.engine.engine import Engine
+from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.records import PAGE
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.upkeep import Upkeep
+from comfyfleet.hub.maintenance import Upkeep
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
-from comfyfleet.policy.retention import DAY_S, RULES, Retention
-from comfyfleet.policy.rules import Rules
-from comfyfleet.sim.time import ManualClock
+from comfyfleet.policy.rules import DAY_S, RULES, Retention, Rules
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock
 
 
 async def nothing() -> None:

@@ -15,11 +15,11 @@ import pytest_asyncio
 from tests.cli._hub import Address, Run, hub_with_a_worker, runner
 from tests.hub._hub import HubRig, hub_in_process
 
-from comfyfleet.contract.teller import ACME, BORG, Teller
 from comfyfleet.model.access import Role
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.ledger import RunEntry
+from comfyfleet.testing.contract.ledger_driver import ACME, BORG, Teller
 
 
 @pytest_asyncio.fixture
@@ -99,7 +99,7 @@ async def test_a_tenant_sees_what_it_used_and_not_what_that_cost_the_operator(ri
 
 
 async def test_two_exports_join_without_gap_or_overlap(rig: HubRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comfyfleet.hub.usage._PAGE", 4)
+    monkeypatch.setattr("comfyfleet.hub.tenants.credits._PAGE", 4)
     await take(rig, ACME, "default", "gpu-1", *range(5))
     first = await rig.get("/api/tenants/acme/export")
     assert first.headers["content-type"].startswith("text/csv")

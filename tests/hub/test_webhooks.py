@@ -14,15 +14,15 @@ from tests.hub._hub import Answer, HubRig, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import complete, lease, register
 
-from comfyfleet.hub import delivering, webhooks
+from comfyfleet.hub.webhooks import dispatcher, handlers
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.webhook import Delivery
-from comfyfleet.outbound.guard import Guard
-from comfyfleet.tenancy.deliveries import Noted
+from comfyfleet.net.url_guard import Guard
+from comfyfleet.tenancy.webhook_outbox import Noted
 from comfyfleet.wire.webhooks import MAX_EVENT_BYTES
 
 
@@ -275,7 +275,7 @@ async def test_however_many_are_old_they_are_forgotten_without_a_pause(
     for number in range(100):
         name = f"01800000-0000-7000-8000-{number:012d}/00000003/job"
         await rig.cabinet.put("deliveries", name, msgspec.json.encode(old), version=0)
-    monkeypatch.setattr(delivering, "_PRUNE", 10)
+    monkeypatch.setattr(dispatcher, "_PRUNE", 10)
     rig.hub._delivering._pruned_at = 0.0
 
     async def is_pruned() -> bool:
@@ -354,8 +354,8 @@ async def test_tenants_do_not_see_each_others(rig: HubRig, receiver: Receiver) -
 async def test_a_list_that_others_stand_in_leads_past_them_and_does_not_name_them(
     rig: HubRig, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(webhooks, "_PAGE", 1)
-    monkeypatch.setattr(webhooks, "_MAX_LOOKED_AT", 2)
+    monkeypatch.setattr(handlers, "_PAGE", 1)
+    monkeypatch.setattr(handlers, "_MAX_LOOKED_AT", 2)
     events = ["queued", "leased", "completed"]
     others = [await run_one(rig, webhook={"url": receiver.url, "events": events}) for _ in range(3)]
     own = await run_one(rig, role=Role.TENANT, webhook=receiver.url)

@@ -12,7 +12,7 @@ import pytest_asyncio
 from tests.hub._hub import Answer, HubRig, graph, hub_in_process, running_hub
 from tests.worker._scripted import until
 
-from comfyfleet.hub.serving import ServingSettings
+from comfyfleet.hub.http.server import ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.fact import News
@@ -21,7 +21,7 @@ from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.policy.rules import Rules
-from comfyfleet.wire.socket import AGENT_PROTOCOL
+from comfyfleet.wire.websocket import AGENT_PROTOCOL
 from comfyfleet.wire.worker import capabilities_hash
 
 OLD_STYLE = {

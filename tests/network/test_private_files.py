@@ -24,7 +24,7 @@ from tests.network._gate import URL, NotHere, network
 from tests.servers.redis_server import free_port
 from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 
-from comfyfleet.sim.fake_comfyui.pictures import png
+from comfyfleet.testing.fake_comfyui.pictures import png
 
 pytestmark = [pytest.mark.xdist_group("network"), pytest.mark.timeout(120)]
 

@@ -16,7 +16,7 @@ from aiohttp import web
 from tests.outbound._names import NameServer, certificate
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.outbound.guard import MAX_ANSWER_BYTES, Allowed, Forbidden, Guard, check_url, is_public
+from comfyfleet.net.url_guard import MAX_ANSWER_BYTES, Allowed, Forbidden, Guard, check_url, is_public
 
 HERE = Allowed(["127.0.0.0/8"])
 
@@ -383,7 +383,7 @@ async def test_tls_still_asks_for_the_name_that_was_meant(tmp_path: Path) -> Non
 _ENDS_WHILE_A_NAME_IS_LOOKED_UP = """
 import asyncio, socket, threading
 from comfyfleet.model.errors import Fault
-from comfyfleet.outbound.guard import Guard
+from comfyfleet.net.url_guard import Guard
 
 socket.getaddrinfo = lambda *_, **__: threading.Event().wait()
 

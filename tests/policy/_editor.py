@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from comfyfleet.model.node_definitions import read_definitions
+from comfyfleet.model.node_classes import read_definitions
 
 _TRACE = Path(__file__).resolve().parents[1] / "data" / "comfyui_traces" / "17-info-endpoints.jsonl"
 

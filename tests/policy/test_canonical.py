@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from comfyfleet.model.canonical import NotCanonicalError, canonical_json, check_canonical
+from comfyfleet.model.canonical_json import NotCanonicalError, canonical_json, check_canonical
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 values = st.recursive(

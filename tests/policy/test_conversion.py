@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.policy._editor import DEFINITIONS, OBJECT_INFO, Editor
 
-from comfyfleet.model.conversion import convert_workflow, is_editor_workflow, node_classes_of
+from comfyfleet.model.editor_conversion import convert_workflow, is_editor_workflow, node_classes_of
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.node_definitions import read_definitions
+from comfyfleet.model.node_classes import read_definitions
 from comfyfleet.model.workflow import InvalidWorkflow, parse_workflow
 
 

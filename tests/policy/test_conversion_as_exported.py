@@ -6,8 +6,8 @@ import pytest
 from tests.policy._editor import Editor
 from tests.policy.test_conversion import convert, text_to_image
 
-from comfyfleet.model.conversion import convert_workflow
-from comfyfleet.model.node_definitions import read_definitions
+from comfyfleet.model.editor_conversion import convert_workflow
+from comfyfleet.model.node_classes import read_definitions
 from comfyfleet.model.workflow import hash_workflow
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
-from comfyfleet.policy.delivering import Attempted, after_attempt, asked_again, given_up, wait_s
 from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.webhook_delivery import Attempted, after_attempt, asked_again, given_up, wait_s
 
 RULES = Rules()
 NEW = Delivery(

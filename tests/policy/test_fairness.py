@@ -19,8 +19,8 @@ from comfyfleet.model.ids import (
     WorkerId,
     WorkflowHash,
 )
-from comfyfleet.model.terms import Share, TenantTerms, start_among
-from comfyfleet.policy.fairness import charge_s, due_now, turns, used_s
+from comfyfleet.model.tenant import Share, TenantTerms, start_among
+from comfyfleet.policy.fair_share import charge_s, due_now, turns, used_s
 from comfyfleet.policy.rules import Rules
 
 ANN, BOB = TenantId("ann"), TenantId("bob")

@@ -11,8 +11,8 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Attachment, JobInput, JobResult, OutputFile, Submission
 from comfyfleet.model.workflow import hash_workflow, parse_workflow, with_input
-from comfyfleet.policy.inputs import check_inputs, output_of
-from comfyfleet.policy.repeating import as_asked
+from comfyfleet.policy.admission import as_asked
+from comfyfleet.policy.input_files import check_inputs, output_of
 from comfyfleet.policy.rules import Rules
 
 GRAPH: dict[str, Any] = {

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from comfyfleet.model.ids import TenantId, WorkflowHash
 from comfyfleet.model.requirement import HardwareNeed, Requirements
 from comfyfleet.model.worker import Capabilities, Gpu, Hardware, LiveState, Service
-from comfyfleet.policy.learning import (
+from comfyfleet.policy.workflow_stats import (
     after_out_of_memory,
     after_run,
     expected_s,

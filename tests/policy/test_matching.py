@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests._examples import examples
 
 from comfyfleet.model.ids import JobId
-from comfyfleet.policy.matching import RankKey, WaitingJob, assign, rank_key
+from comfyfleet.policy.assignment import RankKey, WaitingJob, assign, rank_key
 
 
 def rank(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from comfyfleet.model.node_signatures import InputSignature, read_catalog, read_signatures
+from comfyfleet.model.node_classes import InputSignature, read_catalog, read_signatures
 
 
 def described(

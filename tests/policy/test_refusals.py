@@ -10,17 +10,17 @@ import pytest
 
 from comfyfleet.model.failure import Failure, FailureKind, bounded
 from comfyfleet.model.ids import ProfileKey, WorkerId
-from comfyfleet.model.node_signatures import read_signatures
+from comfyfleet.model.node_classes import read_signatures
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
-from comfyfleet.policy.feasibility import is_feasible, misses
-from comfyfleet.policy.refusals import (
+from comfyfleet.policy.acceptance import (
     concerns_structure,
     is_refusal,
     signature_for,
     speaks_for_equals,
     without_signatures,
 )
+from comfyfleet.policy.feasibility import is_feasible, misses
 
 _TRACES = Path(__file__).resolve().parents[1] / "data" / "comfyui_traces"
 A = WorkerId("a")

@@ -10,7 +10,7 @@ from tests.policy._editor import Editor
 
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import JobInput, Submission
-from comfyfleet.policy.repeating import digest_of, is_repeat
+from comfyfleet.policy.admission import digest_of, is_repeat
 
 GRAPH: dict[str, Any] = {"10": {"class_type": "LoadImage", "inputs": {"image": "x.png", "upload": "image"}}}
 BROUGHT = JobInput("10", "image", "f_1")

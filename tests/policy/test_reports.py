@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, OutputFile
-from comfyfleet.policy.reports import (
+from comfyfleet.policy.sanitizer import (
     INSIDE,
     safe_failure,
     safe_folder,

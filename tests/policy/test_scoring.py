@@ -22,8 +22,8 @@ from comfyfleet.model.worker import (
     TenantAccess,
     WorkerRecord,
 )
+from comfyfleet.policy.assignment import score, warmth
 from comfyfleet.policy.rules import Weights
-from comfyfleet.policy.scoring import score, warmth
 
 ACME = TenantId("acme")
 PLAIN = Capabilities(

@@ -8,7 +8,7 @@ from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.ids import ClassKey, JobId, TenantId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.ledger import FlatPrice, Hold, HoldId, Outcome, Price, ServicePrice
-from comfyfleet.policy.settling import settled
+from comfyfleet.policy.accounting import settled
 
 ACME, JOB, HASH = TenantId("acme"), JobId("job"), WorkflowHash("hash")
 

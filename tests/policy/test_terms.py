@@ -13,9 +13,9 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import Isolation, LocationNeed, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
-from comfyfleet.model.variants import WorkflowVariant
+from comfyfleet.model.workflow_variants import WorkflowVariant
+from comfyfleet.policy.rate_limit import Bucket, draw
 from comfyfleet.policy.terms import check_graph, check_state, check_waiting, under_terms, with_terms
-from comfyfleet.policy.turns import Bucket, draw
 
 ACME = TenantId("acme")
 STRICTNESS: tuple[Isolation, ...] = ("none", "loose", "strict")

@@ -12,7 +12,7 @@ from tests._examples import examples
 from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Standing
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, WorkerId, WorkflowHash
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.timing import Due, returned, review, wake_at
+from comfyfleet.policy.timers import Due, returned, review, wake_at
 
 RULES = Rules()
 NOW = 10_000.0

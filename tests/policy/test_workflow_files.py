@@ -16,7 +16,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from comfyfleet.model.file_metadata import MAX_TEXT_BYTES
-from comfyfleet.model.workflow_files import read_workflow_file, workflow_in
+from comfyfleet.model.workflow import read_workflow_file, workflow_in
 from comfyfleet.model.workflow_graph import InvalidWorkflow
 
 GRAPH = {"1": {"class_type": "EmptyImage", "inputs": {"width": 8, "text": "Grüße"}}}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests._examples import examples
 from tests.policy._workflows import Graph, changed, graphs, literals, renumbered, text_to_image
 
-from comfyfleet.model.canonical import NotCanonicalError, canonical_json
+from comfyfleet.model.canonical_json import NotCanonicalError, canonical_json
 from comfyfleet.model.workflow import (
     EXACT_HASH_VERSION,
     MODEL_EXTENSIONS,

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from comfyfleet import PoolEvent, Rules, WorkflowPool
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings
 

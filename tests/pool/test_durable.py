@@ -11,7 +11,7 @@ import pytest
 from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI, QUICK_RULES, quick, text_to_image
 
 from comfyfleet import Fault, WorkflowPool
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 
 ROOT = Path(__file__).resolve().parents[2]
 TAKES_JOBS_AND_WAITS = """

@@ -10,7 +10,7 @@ from tests.pool._fleet import eventually, fleet, quick, text_to_image
 
 from comfyfleet import JobFailed, hash_workflow
 from comfyfleet.model.errors import Refusal
-from comfyfleet.sim.fake_comfyui import NodeFault
+from comfyfleet.testing.fake_comfyui import NodeFault
 
 SAMPLER_FAILS = NodeFault(class_type="KSampler", times=-1, message="the card is unwell")
 

@@ -13,7 +13,7 @@ from tests.worker._scripted import until
 
 from comfyfleet import JobFailed, WorkflowPool
 from comfyfleet.pool import notices
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 
 CLOSED = "127.0.0.1:9"
 CAUSE = "connection refused. Is ComfyUI running there"

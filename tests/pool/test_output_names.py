@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comfyfleet import OutputFile
-from comfyfleet.pool.saving import OutputPlace, write_new
+from comfyfleet.pool.output_files import OutputPlace, write_new
 
 JOB = "01a1df4f-9c1f-77ee-86bf-157f9ac945c2"
 CAT = OutputFile("9", "images", "cat_00001_.png")

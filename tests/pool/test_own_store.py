@@ -12,7 +12,7 @@ from tests.hub._hub import graph
 from tests.pool._fleet import text_to_image
 
 from comfyfleet import FleetClient, JobResult, Refusal, Server, WorkflowPool
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.worker.connectors.simulated import SimulatedConnector

@@ -36,7 +36,7 @@ from comfyfleet.model.block import Block
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.policy.rules import Rules
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 
 
 def picture(colour: tuple[int, int, int] = (200, 10, 10)) -> bytes:

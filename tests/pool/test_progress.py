@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.pool._fleet import Fleet, fleet, quick, text_to_image
 
 from comfyfleet import PoolEvent
-from comfyfleet.worker.connectors.comfyui.durations import guess
+from comfyfleet.worker.connectors.comfyui.progress_estimate import guess
 
 SLOW = quick(time_scale=0.1)
 STEPS = 30

@@ -8,7 +8,7 @@ import pytest
 from tests.pool._fleet import fleet, text_to_image
 
 from comfyfleet import OutputFile
-from comfyfleet.pool.saving import safe_name, write_new
+from comfyfleet.pool.output_files import safe_name, write_new
 
 
 async def test_results_of_several_jobs_do_not_overwrite_each_other(tmp_path: Path) -> None:

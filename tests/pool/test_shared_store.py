@@ -13,7 +13,7 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet import WorkflowPool, attach
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, NodeFault
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, NodeFault
 
 
 @pytest.fixture(scope="module")

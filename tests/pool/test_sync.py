@@ -12,7 +12,7 @@ import pytest
 from tests.pool._fleet import QUICK_COMFYUI, quick, text_to_image
 
 from comfyfleet import PoolEvent, Refusal, Server, SyncWorkflowPool, WorkflowPool
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
 
 

@@ -13,7 +13,7 @@ from comfyfleet.model.calls import LeasedJob, Report
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.policy.rules import Rules
-from comfyfleet.sim.fake_comfyui import NodeFault
+from comfyfleet.testing.fake_comfyui import NodeFault
 from comfyfleet.worker.connectors.simulated import Reporter, SimulatedConnector
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from tests.servers.redis_server import DIE_WITH_PARENT, free_port
 
-from comfyfleet.assets.presigning import Bucket, Credentials, presigned
+from comfyfleet.files.s3_storage import Bucket, Credentials, presigned
 
 READY_WITHIN_S = 30.0
 BUCKET = "fleet"

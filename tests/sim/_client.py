@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 from tests.sim._compare import read_binary
 
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings, Faults
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings, Faults
 
 DEADLINE_S = 60.0
 SAME_FAST = FakeSettings(time_scale=0.01)

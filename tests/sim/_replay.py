@@ -18,7 +18,7 @@ import aiohttp
 from tests.sim._compare import Comparison, LeftOut, Message, read_binary
 from yarl import URL
 
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings, HandClock
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings, HandClock
 
 TRACES = Path(__file__).parents[1] / "data" / "comfyui_traces"
 

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import ClientSession
 from tests.sim._client import Client, error_of, fake, plain, text_to_image
 
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings, HandClock
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings, HandClock
 
 
 def card(vram_gb: float, **models: float) -> FakeSettings:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.sim._client import SAME_FAST, error_of, fake, plain, slow, text_to_image, until
 
-from comfyfleet.sim.fake_comfyui import FakeSettings, Faults, NodeFault
+from comfyfleet.testing.fake_comfyui import FakeSettings, Faults, NodeFault
 
 
 async def test_a_node_fails_as_often_as_told_and_with_the_told_exception() -> None:

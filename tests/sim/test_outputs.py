@@ -12,8 +12,8 @@ from PIL import Image
 from tests.sim import _mp4
 from tests.sim._client import Client, Graph, fake, plain, text_to_image
 
-from comfyfleet.sim.fake_comfyui import pictures
-from comfyfleet.sim.fake_comfyui.values import FakeImage
+from comfyfleet.testing.fake_comfyui import pictures
+from comfyfleet.testing.fake_comfyui.values import FakeImage
 
 IMAGES = {"class_type": "EmptyImage", "inputs": {"width": 16, "height": 16, "batch_size": 3, "color": 255}}
 
@@ -177,8 +177,8 @@ async def test_a_mask_becomes_the_transparency_of_its_original() -> None:
 
 
 def test_silence_is_a_sound_flac_file() -> None:
-    from comfyfleet.sim.fake_comfyui.pictures import flac
-    from comfyfleet.sim.fake_comfyui.values import FakeAudio
+    from comfyfleet.testing.fake_comfyui.pictures import flac
+    from comfyfleet.testing.fake_comfyui.values import FakeAudio
 
     content = flac(FakeAudio(seconds=0.2, sample_rate=44100, channels=2))
     packed = int.from_bytes(content[18:26], "big")

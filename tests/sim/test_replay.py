@@ -17,7 +17,7 @@ from tests.sim._replay import (
     trace_names,
 )
 
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, Faults, HandClock, NodeFault
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, Faults, HandClock, NodeFault
 
 
 @asynccontextmanager

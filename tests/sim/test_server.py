@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from tests.sim._client import SAME_FAST, Client, fake, plain, slow, until
 
-from comfyfleet.sim.fake_comfyui import (
+from comfyfleet.testing.fake_comfyui import (
     FakeComfyUI,
     FakeSettings,
     Faults,
@@ -19,8 +19,8 @@ from comfyfleet.sim.fake_comfyui import (
     NodeClass,
     node_class_from_object_info,
 )
-from comfyfleet.sim.fake_comfyui.command import serve
-from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
+from comfyfleet.testing.fake_comfyui.command import serve
+from comfyfleet.testing.fake_comfyui.pictures import PillowMissing
 
 
 def names_in(folder: Path) -> list[str]:

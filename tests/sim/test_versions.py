@@ -9,8 +9,8 @@ from tests.sim._client import Client, fake, plain, slow, until
 from tests.sim._compare import Comparison
 from tests.sim._replay import read_trace
 
-from comfyfleet.sim.fake_comfyui import FakeSettings, Faults, NodeFault
-from comfyfleet.sim.fake_comfyui.settings import PROFILES, behaviour_of
+from comfyfleet.testing.fake_comfyui import FakeSettings, Faults, NodeFault
+from comfyfleet.testing.fake_comfyui.settings import PROFILES, behaviour_of
 
 OWN_ID = "0b0f3cb3-3b6e-4b3a-9a53-2e6b9b3c0001"
 

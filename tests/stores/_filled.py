@@ -6,7 +6,16 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
 
-from comfyfleet.contract.bench import (
+from comfyfleet.engine.system import SystemClock
+from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.dispatch import Standing
+from comfyfleet.model.ids import JobId, WorkflowHash
+from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.ports import Movable, Store
+from comfyfleet.stores.factory import open_store
+from comfyfleet.testing.contract.job_transfer import whole
+from comfyfleet.testing.contract.store_bench import (
     FAST,
     FOR_BOTH,
     FOR_FAST,
@@ -20,15 +29,6 @@ from comfyfleet.contract.bench import (
     release,
     tenant,
 )
-from comfyfleet.contract.moving import whole
-from comfyfleet.engine.shell import SystemClock
-from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import Standing
-from comfyfleet.model.ids import JobId, WorkflowHash
-from comfyfleet.model.lesson import Lesson
-from comfyfleet.model.whole import WholeJob
-from comfyfleet.ports import Movable, Store
-from comfyfleet.stores.opening import open_store
 
 BLOCK = Block(A, HASH, BlockReason.FAILURES, 2, 1e12)
 LESSON = Lesson(HASH, {}, 12.0)

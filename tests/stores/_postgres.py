@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from comfyfleet.contract.bench import FAST, FOR_BOTH, FOR_FAST, HASH, QUEUED, SLOW, A
 from comfyfleet.model.dispatch import Dispatch, LeaseOffer
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.ports import Store
+from comfyfleet.testing.contract.store_bench import FAST, FOR_BOTH, FOR_FAST, HASH, QUEUED, SLOW, A
 
 
 class Jobs:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from comfyfleet.contract.bench import Bench
 from comfyfleet.ports import Clock
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.sqlite import writer
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.contract.store_bench import Bench
+from comfyfleet.testing.time import ManualClock
 
 
 @asynccontextmanager

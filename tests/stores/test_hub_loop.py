@@ -8,7 +8,7 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.cli.house import run_loop
+from comfyfleet.cli.bootstrap import run_loop
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import Poll, RegisterWorker
 from comfyfleet.model.ids import PollId, WorkerId

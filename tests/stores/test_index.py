@@ -8,7 +8,7 @@ from tests._examples import examples
 
 from comfyfleet.model.dispatch import LaneKey
 from comfyfleet.model.ids import ClassKey, ProfileKey, TenantId, WorkflowHash
-from comfyfleet.stores.index import MAX_IDLE_CLASSES, LaneIndex
+from comfyfleet.stores.inprocess.lane_index import MAX_IDLE_CLASSES, LaneIndex
 
 CLASSES = [ClassKey(f"class-{number}") for number in range(5)]
 PROFILES = [ProfileKey(f"profile-{number}") for number in range(4)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfyfleet.model.dispatch import LaneKey
 from comfyfleet.model.ids import DEFAULT_TENANT, ClassKey, ProfileKey, WorkflowHash
-from comfyfleet.stores.index import LaneIndex
+from comfyfleet.stores.inprocess.lane_index import LaneIndex
 
 CLASS = ClassKey("class")
 POLLED, UNPOLLED = ProfileKey("polled"), ProfileKey("unpolled")

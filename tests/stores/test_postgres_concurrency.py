@@ -12,17 +12,17 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
-from comfyfleet.contract.bench import FAST, A, B, completion, release
+from comfyfleet.model.calls import WholeJob
 from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write, Written
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass, Requirements
-from comfyfleet.model.terms import TenantTerms
-from comfyfleet.model.whole import WholeJob
+from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres import PostgresStore, codec, lanes
-from comfyfleet.stores.postgres.moving import _KNOWN
-from comfyfleet.stores.postgres.pool import Row, Step, Values
+from comfyfleet.stores.postgres.connections import Row, Step, Values
+from comfyfleet.stores.postgres.job_import import _KNOWN
+from comfyfleet.testing.contract.store_bench import FAST, A, B, completion, release
 
 Stores = tuple[PostgresStore, PostgresStore]
 

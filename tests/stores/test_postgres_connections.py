@@ -17,16 +17,17 @@ from tests.servers.postgres_pooler import TransactionPooler
 from tests.servers.postgres_server import CannotStart, PostgresServer
 from tests.stores._postgres import Jobs, fill_table
 
-from comfyfleet.contract.bench import FAST, A, completion
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import JobResult, OutputFile, Submission
 from comfyfleet.ports import Peek
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.opening import open_store
-from comfyfleet.stores.postgres import PostgresStore, pool
-from comfyfleet.stores.postgres.pool import Connection, Pool, Step
+from comfyfleet.stores.factory import open_store
+from comfyfleet.stores.postgres import PostgresStore
+from comfyfleet.stores.postgres import connections as postgres_connections
+from comfyfleet.stores.postgres.connections import Connection, Pool, Step
+from comfyfleet.testing.contract.store_bench import FAST, A, completion
+from comfyfleet.testing.time import ManualClock
 
 
 @pytest.fixture
@@ -150,8 +151,8 @@ async def test_a_caller_that_gives_up_leaves_nothing_behind(url: str, store: Pos
 async def test_a_process_that_stands_still_in_a_transaction_loses_its_locks_and_does_it_again(
     url: str, store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    patient = pool._BEGIN
-    monkeypatch.setattr(pool, "_BEGIN", patient.replace("10s", "100ms"))
+    patient = postgres_connections._BEGIN
+    monkeypatch.setattr(postgres_connections, "_BEGIN", patient.replace("10s", "100ms"))
     is_standing, is_continued, tries = asyncio.Event(), asyncio.Event(), 0
 
     async def stand_still(step: Step) -> None:
@@ -167,7 +168,7 @@ async def test_a_process_that_stands_still_in_a_transaction_loses_its_locks_and_
     stopped = asyncio.create_task(connections.transact(stand_still))
     await asyncio.wait_for(is_standing.wait(), 60)
     # Only the first try is to lose its patience: on a busy machine any other might stand still as long.
-    monkeypatch.setattr(pool, "_BEGIN", patient)
+    monkeypatch.setattr(postgres_connections, "_BEGIN", patient)
     async with asyncio.timeout(60):
         await store.pause_queue(False)
         is_continued.set()
@@ -311,7 +312,7 @@ async def test_a_call_that_is_given_up_twice_leaves_no_connection_open(
         monkeypatch.setattr(opened[0], "rollback", never)
         await never()
 
-    monkeypatch.setattr(connections, "connect", remembered)
+    monkeypatch.setattr(postgres_connections, "connect", remembered)
     call = asyncio.ensure_future(connections.transact(work))
     for _ in range(2):
         await begun.wait()

@@ -11,14 +11,13 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
-from comfyfleet.contract.bench import FAST, A, B
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import Phase, Written
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import PollId
-from comfyfleet.stores.postgres import PostgresStore, leasing
-from comfyfleet.stores.postgres.grouping import MAX_GROUP, Groups
-from comfyfleet.stores.postgres.pool import Pool, Step
+from comfyfleet.stores.postgres import PostgresStore, leases
+from comfyfleet.stores.postgres.connections import MAX_GROUP, Groups, Pool, Step
+from comfyfleet.testing.contract.store_bench import FAST, A, B
 
 
 class Desk:
@@ -144,7 +143,7 @@ async def test_what_waits_is_found_though_more_empty_lanes_than_are_looked_at_st
     store: PostgresStore,
 ) -> None:
     jobs = Jobs()
-    before = [await jobs.enqueue(store, f"hash-{number}", priority=5) for number in range(leasing.SPARE + 40)]
+    before = [await jobs.enqueue(store, f"hash-{number}", priority=5) for number in range(leases.SPARE + 40)]
     behind = await jobs.enqueue(store, "last")
     taken = await asyncio.gather(*(store.lease_next(jobs.offer()) for _ in before))
     assert all(written is not None for written in taken)

@@ -10,15 +10,15 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
-from comfyfleet.contract.bench import FAST, A, B, release
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.ports import Peek, Store
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.stores.postgres import PostgresStore, lanes, table
+from comfyfleet.stores.postgres import PostgresStore, eligibility, lanes
+from comfyfleet.testing.contract.store_bench import FAST, A, B, release
+from comfyfleet.testing.time import ManualClock
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ async def test_a_look_reads_no_more_when_ten_thousand_jobs_wait_than_when_a_hund
 async def test_idle_classes_beyond_the_bound_are_dropped_and_those_of_open_jobs_are_kept(
     store: PostgresStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(table, "MAX_IDLE_CLASSES", 2)
+    monkeypatch.setattr(eligibility, "MAX_IDLE_CLASSES", 2)
     jobs = Jobs()
     classes = [RequirementClass(Requirements(models=(f"model-{number}",))) for number in range(5)]
     held, relaxed, *idle = classes

@@ -16,8 +16,8 @@ from tests.stores._postgres import fill_table
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.stores.migrations import Migration
 from comfyfleet.stores.postgres import PostgresStore
-from comfyfleet.stores.postgres.migrate import known_migrations, migrate
-from comfyfleet.stores.postgres.pool import Connection, Pool
+from comfyfleet.stores.postgres.connections import Connection, Pool
+from comfyfleet.stores.postgres.schema import known_migrations, migrate
 
 OPEN_AT_A_WORD = """
 import asyncio, sys

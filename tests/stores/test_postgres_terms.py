@@ -11,15 +11,15 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
-from comfyfleet.contract.bench import completion, release
 from comfyfleet.model.dispatch import LeaseRef, Written
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.ports import Store
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.stores.postgres import PostgresStore, lanes, shares
-from comfyfleet.stores.postgres.pool import Step
+from comfyfleet.stores.postgres import PostgresStore, fair_share, lanes
+from comfyfleet.stores.postgres.connections import Step
+from comfyfleet.testing.contract.store_bench import completion, release
+from comfyfleet.testing.time import ManualClock
 
 ANN, BOB, EVE = TENANTS = (TenantId("ann"), TenantId("bob"), TenantId("eve"))
 
@@ -45,7 +45,7 @@ async def test_a_lease_ends_while_somebody_else_leases(url: str, store: Postgres
     leased = await store.lease_next(jobs.offer())
     assert leased is not None
     async with await psycopg.AsyncConnection.connect(url) as other, asyncio.timeout(4):
-        await other.execute(shares.HOLD)
+        await other.execute(fair_share.HOLD)
         assert await store.write(completion(leased.dispatch.lease_ref(), used_s=3.0)) is not None
     share = await store.shares.of(ANN)
     assert (share.leased, share.virtual_time, share.credit) == (0, 10.0, 7.0)

@@ -15,7 +15,6 @@ from tests.servers.redis_fixtures import new_prefix, own_server
 from tests.servers.redis_proxy import CuttingProxy
 from tests.servers.redis_server import RedisServer
 
-from comfyfleet.contract.bench import FOR_BOTH, Bench, completion
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault
@@ -24,6 +23,7 @@ from comfyfleet.ports import Peek
 from comfyfleet.stores.redis.address import parse_address
 from comfyfleet.stores.redis.client import Client
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import FOR_BOTH, Bench, completion
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests._examples import examples
 from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 
-from comfyfleet.contract.bench import FAST, FOR_BOTH, FOR_FAST, SLOW, A, Bench, MakeStore, completion
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import (
     AtRevision,
@@ -32,10 +31,20 @@ from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import RequirementClass, Requirements
-from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.ports import Peek
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import (
+    FAST,
+    FOR_BOTH,
+    FOR_FAST,
+    SLOW,
+    A,
+    Bench,
+    MakeStore,
+    completion,
+)
 
 CLASSES = [RequirementClass(Requirements(models=(f"model-{number}",))) for number in range(4)]
 PROFILES = [ProfileKey(f"profile-{number}") for number in range(3)]

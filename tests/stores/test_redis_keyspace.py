@@ -12,7 +12,16 @@ import msgspec
 import pytest
 from tests.servers.redis_fixtures import own_server
 
-from comfyfleet.contract.bench import (
+from comfyfleet.model.block import Block, BlockReason
+from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.ids import ClassKey, JobId, WorkerId, WorkflowHash
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.tenant import TenantTerms
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.stores.redis.check import examine_redis
+from comfyfleet.stores.redis.library import library_text
+from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import (
     FAST,
     FOR_FAST,
     QUEUED,
@@ -25,15 +34,6 @@ from comfyfleet.contract.bench import (
     release,
     tenant,
 )
-from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import Dispatch, Phase
-from comfyfleet.model.ids import ClassKey, JobId, WorkerId, WorkflowHash
-from comfyfleet.model.job import Job, Submission
-from comfyfleet.model.terms import TenantTerms
-from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
-from comfyfleet.stores.redis.examining import examine_redis
-from comfyfleet.stores.redis.library import library_text
-from comfyfleet.stores.redis.store import RedisStore
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.contract.bench import Bench, completion
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import PollId
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import Bench, completion
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,15 @@ import pytest
 from tests.servers.redis_fixtures import new_prefix, own_server, some_server, with_prefix
 from tests.servers.redis_server import RedisServer
 
-from comfyfleet.contract.bench import Bench, completion
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.opening import open_store
+from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.redis.address import parse_address
 from comfyfleet.stores.redis.client import Client, ServerError
 from comfyfleet.stores.redis.library import ensure_library, installed_revision, library_text, revision_of
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import Bench, completion
+from comfyfleet.testing.time import ManualClock
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,9 @@ from redis import Redis
 from tests.servers.redis_server import RedisServer
 from tests.stores.test_redis_workers import Worker, admit, bench, server, worker
 
-from comfyfleet.contract.bench import A, Bench
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase, Standing
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import A, Bench
 
 __all__ = ["bench", "server", "worker"]
 

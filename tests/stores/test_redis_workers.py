@@ -18,18 +18,18 @@ from redis.exceptions import NoPermissionError, ResponseError
 from tests.servers.redis_fixtures import own_server
 from tests.servers.redis_server import RedisServer
 
-from comfyfleet.contract.bench import FAST, A, B, Bench
 from comfyfleet.model.calls import Applicant, Command
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import JobResult, Submission
-from comfyfleet.model.terms import DEFAULT_CHARGE_S, TenantTerms
+from comfyfleet.model.tenant import DEFAULT_CHARGE_S, TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.ports import Clock
-from comfyfleet.stores.redis.access import engine_rules, worker_rules
 from comfyfleet.stores.redis.library import library_text
+from comfyfleet.stores.redis.server import engine_rules, worker_rules
 from comfyfleet.stores.redis.store import RedisStore
+from comfyfleet.testing.contract.store_bench import FAST, A, B, Bench
 
 META = "{cf}:meta"
 WORKER = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)

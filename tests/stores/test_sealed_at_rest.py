@@ -17,9 +17,8 @@ from tests.servers.redis_fixtures import own_server
 from tests.stores._at_rest import in_files, in_postgres, in_redis
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.contract.teller import Teller
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal
@@ -28,14 +27,14 @@ from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import Attachment, JobResult, Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
-from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.stores.opening import open_store
-from comfyfleet.stores.sealed.keyring import Keyring
-from comfyfleet.stores.sealed.masters import MasterKeys
-from comfyfleet.stores.sealed.store import sealed_store
-from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
-from comfyfleet.tenancy.databases.sealed import sealed_database
+from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
+from comfyfleet.stores.crypto.store import sealed_store
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.factory import open_store
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.encrypted import sealed_database
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.testing.contract.ledger_driver import Teller
 
 GPU = WorkerId("gpu")
 MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")

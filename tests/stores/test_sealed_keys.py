@@ -9,12 +9,11 @@ import pytest
 
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.stores.opening import DATA_KEYS, MASTER_KEYS, refuse_if_sealed
-from comfyfleet.stores.sealed.keyring import KEEP_S, Keyring, Wrapped
-from comfyfleet.stores.sealed.masters import MasterKeys
-from comfyfleet.stores.sealed.values import CannotOpen, Place, key_id_of, open_value, seal
+from comfyfleet.stores.crypto.keyring import KEEP_S, Keyring, MasterKeys, Wrapped
+from comfyfleet.stores.crypto.value_cipher import CannotOpen, Place, key_id_of, open_value, seal
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.factory import DATA_KEYS, MASTER_KEYS, refuse_if_sealed
+from comfyfleet.testing.time import ManualClock
 
 ACME, BORG = TenantId("acme"), TenantId("borg")
 PLACE = Place(ACME, JobId("job"), "payload")

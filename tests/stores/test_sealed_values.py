@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from comfyfleet.model.encrypted import found_in, in_payload, sealed_payload
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Submission
-from comfyfleet.model.sealed import found_in, in_payload, sealed_payload
-from comfyfleet.stores.sealed.masters import read_master_keys
-from comfyfleet.stores.sealed.values import (
+from comfyfleet.stores.crypto.keyring import read_master_keys
+from comfyfleet.stores.crypto.value_cipher import (
     CannotOpen,
     DataKey,
     Place,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.model.lesson import Lesson
-from comfyfleet.stores.shelf import MAX_LESSONS, MAX_PAIRS_PER_WORKER, BlockShelf, LessonShelf
+from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.stores.inprocess.blocks import MAX_LESSONS, MAX_PAIRS_PER_WORKER, BlockShelf, LessonShelf
 
 A = WorkerId("a")
 

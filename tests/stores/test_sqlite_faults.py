@@ -11,15 +11,15 @@ import msgspec
 import pytest
 from tests.stores._sqlite import FullDisk, SlowDisk, make_bench, reopened
 
-from comfyfleet.contract.bench import HASH, A, completion, tenant
-from comfyfleet.contract.moving import moving, renamed, whole
-from comfyfleet.contract.refusing import WORKER, steps_of
 from comfyfleet.model.dispatch import Dispatch, Phase, Written
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, Submission
+from comfyfleet.stores.sqlite.maintenance import check
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.stores.sqlite.upkeep import check
+from comfyfleet.testing.contract.full_disk import WORKER, steps_of
+from comfyfleet.testing.contract.job_transfer import moving, renamed, whole
+from comfyfleet.testing.contract.store_bench import HASH, A, completion, tenant
 
 
 async def test_a_full_disk_leaves_everything_as_it_was_whatever_was_to_be_written(

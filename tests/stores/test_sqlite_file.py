@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from tests.stores._sqlite import make_bench, reopened
 
-from comfyfleet.contract.bench import A, completion
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
-from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.migrations import Migration
-from comfyfleet.stores.opening import open_store
-from comfyfleet.stores.sqlite.migrating import connect, migrate, migrations
+from comfyfleet.stores.sqlite.database import connect, migrate, migrations
+from comfyfleet.stores.sqlite.maintenance import backup, check, vacuum
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.stores.sqlite.upkeep import backup, check, vacuum
 from comfyfleet.stores.sqlite.writer import Batch
+from comfyfleet.testing.contract.store_bench import A, completion
+from comfyfleet.testing.time import ManualClock
 
 
 def alter(path: Path, *statements: str) -> None:
@@ -56,7 +56,7 @@ async def test_a_second_owner_is_refused_and_told_who_the_first_is(tmp_path: Pat
 async def test_an_owner_in_another_process_is_named_and_its_lock_ends_with_it(tmp_path: Path) -> None:
     path = tmp_path / "fleet.db"
     code = (
-        "import sys; from pathlib import Path; from comfyfleet.stores.sqlite.owner import Ownership\n"
+        "import sys; from pathlib import Path; from comfyfleet.stores.sqlite.database import Ownership\n"
         "held = Ownership(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from tests.stores._sqlite import FullDisk, make_bench
 
-from comfyfleet.contract.bench import completion, release
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId
-from comfyfleet.stores.sqlite.recent import Recent
+from comfyfleet.stores.sqlite.reader import Recent
 from comfyfleet.stores.sqlite.store import SqliteStore
+from comfyfleet.testing.contract.store_bench import completion, release
 
 
 async def is_as_the_file_says(store: SqliteStore, dispatch: Dispatch) -> bool:

@@ -16,18 +16,18 @@ import msgspec
 import pytest
 from tests.stores._sqlite import make_bench, reopened
 
-from comfyfleet.contract.bench import FAST, HASH, A, Bench, completion, failure, release, tenant
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.dispatch import Change, Phase, Standing, Written
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId
-from comfyfleet.model.lesson import Duration, Lesson
-from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.model.workflow_stats import Duration, Lesson
 from comfyfleet.stores.sqlite import codec
-from comfyfleet.stores.sqlite.reading import Disk
+from comfyfleet.stores.sqlite.maintenance import check
+from comfyfleet.stores.sqlite.reader import Disk
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.stores.sqlite.upkeep import check
+from comfyfleet.testing.contract.store_bench import FAST, HASH, A, Bench, completion, failure, release, tenant
 
 
 async def a_day(bench: Bench) -> None:
@@ -122,7 +122,7 @@ async def test_a_reference_of_an_ended_job_is_still_answered_with_it_after_a_res
 _CHILD = """
 import asyncio, sys
 from pathlib import Path
-from comfyfleet.contract.bench import FAST, HASH, A, Bench, completion, failure
+from comfyfleet.testing.contract.store_bench import FAST, HASH, A, Bench, completion, failure
 from tests.stores._sqlite import make_bench
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord

@@ -14,13 +14,13 @@ from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 from tests.stores._sqlite import make_bench
 
-from comfyfleet.contract.bench import completion
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.postgres.rows import _PURGE
 from comfyfleet.stores.postgres.store import _UNSETTLED
+from comfyfleet.testing.contract.store_bench import completion
+from comfyfleet.testing.time import ManualClock
 
 
 async def test_the_file_answers_from_its_indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.ports import Cabinet, Records, Store
-from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.database.port import TenantDatabase
 
 Kind = Literal["crash", "fault"]
 

@@ -20,11 +20,11 @@ from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Clock, Store
-from comfyfleet.sim.time import ManualClock, SeededChance
-from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
-from comfyfleet.tenancy.estate import Estate
-from comfyfleet.tenancy.outbox import OutboxRelay
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.outbox_relay import OutboxRelay
+from comfyfleet.tenancy.services import Estate
+from comfyfleet.testing.time import ManualClock, SeededChance
 
 ACME, BORG = TenantId("acme"), TenantId("borg")
 WORKER = WorkerId("gpu")

@@ -8,12 +8,12 @@ import sys
 from tests.engine._rig import graph
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Submission
-from comfyfleet.stores.opening import open_store
-from comfyfleet.tenancy.estate import Estate
+from comfyfleet.stores.factory import open_store
+from comfyfleet.tenancy.services import Estate
 
 
 async def spend(store_url: str, pool_url: str) -> None:

@@ -6,9 +6,9 @@ import asyncio
 import os
 import sys
 
-from comfyfleet.contract.teller import Teller
 from comfyfleet.model.ids import TenantId
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.testing.contract.ledger_driver import Teller
 
 
 async def spend(url: str) -> None:

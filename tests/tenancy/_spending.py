@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account, FlatPrice
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
-from comfyfleet.stores.opening import open_store
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.stores.factory import open_store
+from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.tenants import Tenants
 
 _ROOT = Path(__file__).resolve().parents[2]

@@ -26,9 +26,9 @@ from comfyfleet.model.ledger import FlatPrice, HoldId, OutputPrice, Price
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
 from comfyfleet.ports import Clock, Store
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.testing.time import ManualClock
 
 WORKERS = (WorkerId("gpu-a"), WorkerId("gpu-b"))
 PRICES: tuple[Price | None, ...] = (FlatPrice(10), FlatPrice(80), OutputPrice(5, 4, base=1), None)

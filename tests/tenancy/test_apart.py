@@ -19,9 +19,9 @@ from comfyfleet.model.ids import DEFAULT_TENANT, JobId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.ledger import Account, GpuPrice, HoldId, Outcome, OutputPrice
 from comfyfleet.model.tenant import TenantState
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database import Ended, Ending, Entered, OutboxEntry, TenantDatabase
+from comfyfleet.tenancy.database.port import Ended, Ending, Entered, OutboxEntry, TenantDatabase
+from comfyfleet.testing.time import ManualClock
 
 
 @pytest.fixture

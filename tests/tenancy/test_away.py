@@ -13,7 +13,7 @@ import pytest
 from tests.servers.postgres_server import CannotStart, PostgresServer
 from tests.tenancy._estate import ACME, BORG, Fleet
 
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId
@@ -140,8 +140,8 @@ async def test_what_is_cancelled_while_the_database_is_down_is_refunded_when_it_
 async def test_a_database_that_does_not_answer_is_given_up_and_others_wait_for_it_once(
     fleet: Fleet, server: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.tenancy.pools.ANSWER_S", 1.0)
-    monkeypatch.setattr("comfyfleet.tenancy.apart._LOOK_S", 0.5)
+    monkeypatch.setattr("comfyfleet.tenancy.database.registry.ANSWER_S", 1.0)
+    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._LOOK_S", 0.5)
     await fleet.submit(ACME, priority=10)
     with server.stopped():
         async with asyncio.timeout(AT_ONCE_S * 2):

@@ -26,13 +26,13 @@ from hypothesis.stateful import (
 from tests._examples import examples
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.contract.teller import Teller
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account, Hold, HoldId
 from comfyfleet.policy import accounting
-from comfyfleet.tenancy.database import Entered, TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.port import Entered, TenantDatabase
+from comfyfleet.testing.contract.ledger_driver import Teller
 
 _Answer = TypeVar("_Answer")
 

@@ -10,22 +10,22 @@ import pytest
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
-from comfyfleet.engine.listing import records_of
-from comfyfleet.hub import tenant_duties
-from comfyfleet.hub.tenant_duties import TenantDuties
+from comfyfleet.engine.job_list import records_of
+from comfyfleet.hub.tenants import maintenance
+from comfyfleet.hub.tenants.maintenance import TenantDuties
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import Tenant, TenantState
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy import outbox, reconciler
+from comfyfleet.tenancy import outbox_relay, reconciler
 from comfyfleet.tenancy.claims import Claim, claim, waits_for
-from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
-from comfyfleet.tenancy.shares import ShareKeeper
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.terms import ShareKeeper
+from comfyfleet.testing.time import ManualClock
 
 
 class Watched:
@@ -78,8 +78,8 @@ async def test_of_two_hubs_one_compares_the_store_with_the_databases_each_minute
 async def test_a_look_at_unsettled_ends_is_bounded_and_the_next_one_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outbox, "_PAGE", 2)
-    monkeypatch.setattr(outbox, "PAGES", 2)
+    monkeypatch.setattr(outbox_relay, "_PAGE", 2)
+    monkeypatch.setattr(outbox_relay, "PAGES", 2)
     clock = ManualClock()
     async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
         await fleet.tenant(granted=1000)
@@ -153,7 +153,7 @@ class Nobody:
 async def test_few_tenants_are_seen_to_at_a_time_and_each_has_its_turn(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tenant_duties, "AT_ONCE", 2)
+    monkeypatch.setattr(maintenance, "AT_ONCE", 2)
     clock, mover = ManualClock(), Nobody()
     async with one_fleet(MemoryStore(clock), clock, tmp_path) as fleet:
         names = [TenantId(name) for name in "abcde"]

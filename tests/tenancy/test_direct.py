@@ -16,7 +16,7 @@ from tests.tenancy._estate import ACME, BORG, WORKER, Fleet
 from tests.tenancy.test_failure_texts import SECRET, said
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal, RefusalCode

@@ -14,8 +14,8 @@ from comfyfleet.model.calls import Poll
 from comfyfleet.model.dispatch import Phase, Standing
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, PollId
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock
 
 BATCH = 4
 Work = Callable[[], Coroutine[Any, Any, Any]]
@@ -115,7 +115,7 @@ async def test_a_database_that_does_not_answer_holds_up_nobody_elses_timers(
 async def test_a_lease_that_waits_for_its_tenants_database_holds_up_nobody_elses_round(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("comfyfleet.tenancy.apart._LOOK_S", 60.0)
+    monkeypatch.setattr("comfyfleet.tenancy.ledger_store._LOOK_S", 60.0)
     answers = asyncio.Event()
 
     async def is_slow(work: Work) -> Any:

@@ -19,11 +19,11 @@ from comfyfleet.model.fact import Event, Fact, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.tenant import TenantState
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.tenancy.claims import claim
-from comfyfleet.tenancy.moving import Mover
+from comfyfleet.tenancy.relocation import Mover
 from comfyfleet.tenancy.tenants import REMEMBER_S
+from comfyfleet.testing.time import ManualClock
 
 SECRET = "a castle for aunt Mathilde"
 

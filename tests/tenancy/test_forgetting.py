@@ -12,11 +12,11 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.ledger import Account
 from comfyfleet.model.tenant import Tenant
-from comfyfleet.policy.retention import DAY_S, Retention
-from comfyfleet.sim.time import ManualClock
+from comfyfleet.policy.rules import DAY_S, Retention
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.forgetting import Forgetting
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.deletion import Forgetting
+from comfyfleet.testing.time import ManualClock
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from tests.tenancy._estate import ACME, BORG, one_fleet
 
 from comfyfleet.model.dispatch import Phase, Standing
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.terms import TenantTerms
+from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.policy import tenants as policy
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.shares import ShareKeeper
 from comfyfleet.tenancy.tenants import Tenants
+from comfyfleet.tenancy.terms import ShareKeeper
+from comfyfleet.testing.time import ManualClock
 
 
 async def test_a_job_whose_database_is_away_is_given_back_once_and_leased_when_it_is_there(

@@ -11,7 +11,7 @@ from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
-from comfyfleet.engine.gate import OpenGate
+from comfyfleet.engine.admission import OpenGate
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureKind
@@ -20,10 +20,10 @@ from comfyfleet.model.ledger import Account
 from comfyfleet.model.requirement import LocationNeed
 from comfyfleet.model.tenant import Tenant, TenantCaps
 from comfyfleet.policy import tenants as policy
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import claim
-from comfyfleet.tenancy.judging import TermsJudge
+from comfyfleet.tenancy.terms import TermsJudge
+from comfyfleet.testing.time import ManualClock
 
 
 @pytest.fixture

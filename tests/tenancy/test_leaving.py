@@ -10,7 +10,6 @@ import pytest
 from tests.tenancy._mortal import Deadline, Killed, Mortal
 from tests.tenancy.test_moving import everything, fill
 
-from comfyfleet.contract.teller import ACME, BORG, Teller
 from comfyfleet.model.access import Role
 from comfyfleet.model.block import EVERY_WORKER, UNTIL_LIFTED, Block, BlockReason, tenant_target
 from comfyfleet.model.dispatch import Phase
@@ -20,18 +19,18 @@ from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.model.webhook import Delivery
 from comfyfleet.policy import tenants as policy
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import CLAIM_S, DRAWER, claim
-from comfyfleet.tenancy.database import BookClosed, Entered, TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
-from comfyfleet.tenancy.deliveries import Deliveries
-from comfyfleet.tenancy.homes import Homes
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.port import BookClosed, Entered, TenantDatabase
+from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.tenancy.deletion import Belongings, Leaver
 from comfyfleet.tenancy.keys import Keys
-from comfyfleet.tenancy.leaving import Belongings, Leaver
-from comfyfleet.tenancy.pools import Pools
-from comfyfleet.tenancy.tenants import Tenants
+from comfyfleet.tenancy.tenants import Homes, Tenants
+from comfyfleet.tenancy.webhook_outbox import Deliveries
 from comfyfleet.tenancy.webhooks import Webhooks
+from comfyfleet.testing.contract.ledger_driver import ACME, BORG, Teller
+from comfyfleet.testing.time import ManualClock
 
 
 class Site:

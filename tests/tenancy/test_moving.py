@@ -19,7 +19,6 @@ from tests.tenancy._databases import tenant_schema
 from tests.tenancy._estate import Fleet
 from tests.tenancy._mortal import Deadline, Killed, Mortal
 
-from comfyfleet.contract.teller import ACME, BORG, Teller
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind, FailureText
@@ -29,20 +28,19 @@ from comfyfleet.model.ledger import RunEntry
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy import accounting
 from comfyfleet.policy import tenants as policy
-from comfyfleet.sim.time import ManualClock
-from comfyfleet.stores.cabinet import MemoryCabinet
+from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
+from comfyfleet.stores.documents import MemoryCabinet
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.stores.sealed.keyring import Keyring
-from comfyfleet.stores.sealed.masters import MasterKeys
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
-from comfyfleet.tenancy.database import PARTS, BookClosed, Row, TenantDatabase
-from comfyfleet.tenancy.databases import leaving, open_tenant_database
-from comfyfleet.tenancy.databases.sealed import sealed_database
-from comfyfleet.tenancy.databases.work import for_postgres
-from comfyfleet.tenancy.homes import Home
-from comfyfleet.tenancy.moving import Mover
-from comfyfleet.tenancy.pools import Pools
-from comfyfleet.tenancy.tenants import Tenants
+from comfyfleet.tenancy.database import open_tenant_database, tenant_export
+from comfyfleet.tenancy.database.encrypted import sealed_database
+from comfyfleet.tenancy.database.executor import for_postgres
+from comfyfleet.tenancy.database.port import PARTS, BookClosed, Row, TenantDatabase
+from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.tenancy.relocation import Mover
+from comfyfleet.tenancy.tenants import Home, Tenants
+from comfyfleet.testing.contract.ledger_driver import ACME, BORG, Teller
+from comfyfleet.testing.time import ManualClock
 
 
 class Site:
@@ -289,7 +287,7 @@ async def test_a_book_is_closed_once_all_who_found_it_open_have_written(
     await database.open()
     await database.begin_book(ACME)
     async with await psycopg.AsyncConnection.connect(url) as other:
-        await other.execute(for_postgres(leaving.LOOK).encode(), {"tenant": ACME})
+        await other.execute(for_postgres(tenant_export.LOOK).encode(), {"tenant": ACME})
         await Teller(database).grant(5)
         closing = asyncio.ensure_future(database.close_book(ACME, 1))
         await asyncio.wait({closing}, timeout=0.5)
@@ -385,7 +383,7 @@ async def test_of_two_that_move_the_same_tenant_the_older_changes_nothing(tmp_pa
 
 
 def described() -> dict[str, set[str]]:
-    return {part: set(each.columns) for part, each in leaving.PARTS.items()}
+    return {part: set(each.columns) for part, each in tenant_export.PARTS.items()}
 
 
 NOT_A_TENANTS = {"accounts", "inbox", "migrations", "sqlite_sequence"}

@@ -14,11 +14,11 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import Account, HoldId
 from comfyfleet.policy import accounting
-from comfyfleet.policy.reconciling import FindingKind
-from comfyfleet.sim.time import ManualClock
+from comfyfleet.policy.reconciliation import FindingKind
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy import reconciler
-from comfyfleet.tenancy.database import Ending, TenantDatabase
+from comfyfleet.tenancy.database.port import Ending, TenantDatabase
+from comfyfleet.testing.time import ManualClock
 
 
 @pytest.fixture

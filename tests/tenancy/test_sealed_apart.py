@@ -11,12 +11,11 @@ from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
-from comfyfleet.sim.time import ManualClock
+from comfyfleet.stores.crypto.keyring import KEEP_S, Keyring, MasterKeys, Wrapped
+from comfyfleet.stores.factory import DATA_KEYS
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.stores.opening import DATA_KEYS
-from comfyfleet.stores.sealed.keyring import KEEP_S, Keyring, Wrapped
-from comfyfleet.stores.sealed.masters import MasterKeys
-from comfyfleet.tenancy.databases.sealed import sealed_database
+from comfyfleet.tenancy.database.encrypted import sealed_database
+from comfyfleet.testing.time import ManualClock
 
 MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")
 

@@ -9,15 +9,15 @@ from typing import Any, cast
 from tests.tenancy._estate import ACME, BORG, Fleet
 from tests.worker._scripted import quick
 
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.ledger import Account
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, instant
 

@@ -12,10 +12,10 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 from tests.tenancy._databases import address, tenant_schema
 from tests.tenancy._spending import spend_at_once, spender
 
-from comfyfleet.contract.teller import Teller
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.testing.contract.ledger_driver import Teller
 
 TIMES = 100
 

@@ -10,14 +10,14 @@ import psycopg
 import pytest
 from tests.tenancy._databases import tenant_schema
 
-from comfyfleet.contract.teller import Teller
-from comfyfleet.contract.tenants import Connect, TenantDatabaseContract
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.tenancy.databases import open_tenant_database
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.testing.contract.tenants import Connect, TenantDatabaseContract
+from comfyfleet.testing.time import ManualClock
 
 # Each would falsify a book; the database itself says no.
 SPOILS = [

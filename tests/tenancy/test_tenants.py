@@ -11,15 +11,14 @@ import pytest
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
 from comfyfleet.model.tenant import Tenant, TenantState
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy import pools as pools_module
-from comfyfleet.tenancy.database import TenantDatabase
-from comfyfleet.tenancy.databases import open_tenant_database
-from comfyfleet.tenancy.databases.documents import TenantCabinet
-from comfyfleet.tenancy.homes import Homes
-from comfyfleet.tenancy.pools import Pools
-from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database import registry as pools_module
+from comfyfleet.tenancy.database.documents import TenantCabinet
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.tenancy.tenants import REMEMBER_S, Homes, Tenants
+from comfyfleet.testing.time import ManualClock
 
 ACME = TenantId("acme")
 

@@ -10,7 +10,7 @@ from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._estate import ACME, Fleet, one_fleet
 
-from comfyfleet.hub.unrunnable_jobs import UnrunnableJobs
+from comfyfleet.hub.tenants.maintenance import UnrunnableJobs
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, WorkerId
@@ -18,8 +18,8 @@ from comfyfleet.model.job import Submission
 from comfyfleet.model.ledger import Account
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.policy import tenants as policy
-from comfyfleet.sim.time import ManualClock
 from comfyfleet.stores.memory import MemoryStore
+from comfyfleet.testing.time import ManualClock
 
 HOUR = 3600.0
 OTHER = WorkerId("other")

@@ -15,7 +15,7 @@ import pytest
 from tests._home import offences
 from tests.keep_out.sitecustomize import OFFENCES, PORTS, VARIABLE
 
-from comfyfleet.cli.local import read_hub
+from comfyfleet.cli.hub_connection import read_hub
 from comfyfleet.cli.settings import read_settings
 
 LIMITS: dict[str, list[str]] = json.loads(os.environ[VARIABLE])

@@ -15,10 +15,10 @@ from tests.outbound._names import certificate
 from tests.worker._comfyui import tuned
 from tests.worker._scripted import no_http
 
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.transports.http import HttpWorkerApi
 from comfyfleet.worker.transports.websocket import WebSocketWorkerApi

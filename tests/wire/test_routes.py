@@ -14,7 +14,7 @@ from comfyfleet.wire.openapi import body_table, document, page, problem_table
 from comfyfleet.wire.problems import KINDS, answer_to, refusal_in
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES
-from comfyfleet.wire.spelling import Face, spell, understood
+from comfyfleet.wire.status_names import Face, spell, understood
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, ServiceFailed
 from comfyfleet.model.ids import JobId, LeaseToken, WorkerId, WorkflowHash, prompt_id_of
 from comfyfleet.model.job import Attachment, JobResult, Timeouts
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings
 from comfyfleet.worker.connectors.comfyui.api import Answer, Unreachable
 

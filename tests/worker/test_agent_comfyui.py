@@ -13,10 +13,10 @@ from tests.worker._scripted import WORKER, ScriptedApi, leased_job, quick, until
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.ports import Inventory
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent, AgentStatus
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.presence import TellsConnection
+from comfyfleet.worker.servers import TellsConnection
 
 RARE = quick(health_interval_s=1000.0, missed_checks=2)
 """Whatever is noticed with these was told, not asked for."""

@@ -16,7 +16,7 @@ from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.ports import Inventory
 from comfyfleet.worker.agent import AgentState, AgentStatus
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails
-from comfyfleet.worker.presence import Server
+from comfyfleet.worker.servers import Server
 
 # servers that come and go
 

@@ -20,7 +20,7 @@ from comfyfleet.model.job import JobResult
 from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails, hangs, takes
-from comfyfleet.worker.news import NewsSender
+from comfyfleet.worker.progress_sender import NewsSender
 
 # what a run took
 

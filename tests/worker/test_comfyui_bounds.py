@@ -20,14 +20,14 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind, FileTooLarge, ServiceFailed
 from comfyfleet.model.job import OutputFile
 from comfyfleet.model.workflow import MAX_NODES
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent, AgentStatus
-from comfyfleet.worker.connectors.comfyui import ComfyUI, truth
+from comfyfleet.worker.connectors.comfyui import ComfyUI, prompt_state
 from comfyfleet.worker.connectors.comfyui.api import Unreachable
-from comfyfleet.worker.connectors.comfyui.messages import Message
+from comfyfleet.worker.connectors.comfyui.listener import Message
 from comfyfleet.worker.connectors.comfyui.outputs import MAX_FILES, read_entry
+from comfyfleet.worker.connectors.comfyui.prompt_state import is_deadly
 from comfyfleet.worker.connectors.comfyui.tracker import MAX_NODES_HEARD, Tracker
-from comfyfleet.worker.connectors.comfyui.truth import is_deadly
 
 MEGABYTE = 1 << 20
 SMALL = tuned(max_answer_bytes=MEGABYTE, max_message_bytes=MEGABYTE, max_file_bytes=MEGABYTE, stop_s=0.2)
@@ -145,8 +145,8 @@ async def test_a_large_queue_is_looked_through_beside_the_loop(monkeypatch: pyte
         where.append(threading.get_ident())
         return False
 
-    monkeypatch.setattr(truth, "is_deadly", noted)
-    monkeypatch.setattr(truth, "LARGE_BODY", 100)
+    monkeypatch.setattr(prompt_state, "is_deadly", noted)
+    monkeypatch.setattr(prompt_state, "LARGE_BODY", 100)
     async with server_and_connector() as (_, connector):
         await connector._api.submit(slow(steps=400), "foreign", "somebody", 5.0)
         attempt = Attempt(connector, leased(picture()))

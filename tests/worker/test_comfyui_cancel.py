@@ -20,10 +20,10 @@ from tests.worker._comfyui import (
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.job import Attachment, Timeouts
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.comfyui.api import Answer
-from comfyfleet.worker.connectors.comfyui.stopping import parse_version
+from comfyfleet.worker.connectors.comfyui.cancellation import parse_version
 
 VERSIONS = ["0.3.45", "0.3.57", "0.7.0", "0.33.0"]
 

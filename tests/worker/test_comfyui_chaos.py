@@ -9,7 +9,7 @@ import pytest
 from tests.worker._comfyui import Attempt, eventually, leased, queue_of, server_and_connector, slow, tuned
 
 from comfyfleet.model.failure import FailureKind, ServiceFailed
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 
 JOBS = 25

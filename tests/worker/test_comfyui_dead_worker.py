@@ -10,7 +10,7 @@ from tests.worker._comfyui import Attempt, eventually, leased, picture, server_a
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.job import Timeouts
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.comfyui.run import Run
 from comfyfleet.worker.connectors.comfyui.submission import Accepted

@@ -24,9 +24,9 @@ from tests.worker._comfyui import (
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.job import Timeouts
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, Faults, NodeFault
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, Faults, NodeFault
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.connectors.comfyui.messages import Message
+from comfyfleet.worker.connectors.comfyui.listener import Message
 
 
 async def is_empty(fake: FakeComfyUI, connector: ComfyUI) -> bool:

@@ -14,9 +14,14 @@ from tests.worker._comfyui import frames
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.job import NodeTiming
-from comfyfleet.worker.connectors.comfyui.durations import MAX_WORKFLOWS, Durations, Weights, guess
-from comfyfleet.worker.connectors.comfyui.forecast import Forecast
-from comfyfleet.worker.connectors.comfyui.messages import Message, parse_text
+from comfyfleet.worker.connectors.comfyui.listener import Message, parse_text
+from comfyfleet.worker.connectors.comfyui.progress_estimate import (
+    MAX_WORKFLOWS,
+    Durations,
+    Forecast,
+    Weights,
+    guess,
+)
 from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
 
 HASH = WorkflowHash("h")

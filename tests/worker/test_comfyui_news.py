@@ -14,8 +14,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.connectors.comfyui.listener import Listener
-from comfyfleet.worker.connectors.comfyui.messages import Message, parse_binary, parse_text
+from comfyfleet.worker.connectors.comfyui.listener import Listener, Message, parse_binary, parse_text
 from comfyfleet.worker.connectors.comfyui.outputs import build_result
 from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
 

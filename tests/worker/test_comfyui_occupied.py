@@ -21,7 +21,7 @@ from tests.worker._scripted import WORKER, ScriptedApi, leased_job, quick, until
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.failure import FailureKind, ServiceOccupied
 from comfyfleet.model.job import Timeouts
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, Faults, NodeFault
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, Faults, NodeFault
 from comfyfleet.worker.agent import Agent, AgentStatus
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 

@@ -23,7 +23,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import Timeouts
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.comfyui.api import Answer
 

@@ -28,10 +28,10 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.connectors.comfyui.messages import parse_binary, parse_text
+from comfyfleet.worker.connectors.comfyui.listener import parse_binary, parse_text
 from comfyfleet.worker.connectors.comfyui.tracker import Tracker
 from comfyfleet.worker.transports.http import HttpWorkerApi
 

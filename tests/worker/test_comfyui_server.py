@@ -31,7 +31,7 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.job import Attachment
 from comfyfleet.model.worker import Gpu
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI, server_id
 from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, combo_models, read_machine
 from comfyfleet.worker.connectors.comfyui.settings import parse_address

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from comfyfleet.worker.fetching import side_by_side
+from comfyfleet.worker.job_files import side_by_side
 
 
 async def test_a_few_go_at_a_time_and_the_answers_keep_their_order() -> None:

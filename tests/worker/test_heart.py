@@ -10,8 +10,8 @@ from tests.worker._scripted import ScriptedApi, leased_job, quick
 from comfyfleet.model.calls import Beat
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.worker.heart import Heart
-from comfyfleet.worker.outage import Outage
+from comfyfleet.worker.heartbeat import Heart
+from comfyfleet.worker.slots import Outage
 
 
 class Held:

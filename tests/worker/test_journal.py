@@ -17,10 +17,10 @@ from tests.worker._scripted import WORKER, ScriptedApi, leased_job, quick, until
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import Timeouts
-from comfyfleet.pool.agents import Agents
 from comfyfleet.pool.options import Server
+from comfyfleet.pool.servers import Agents
 from comfyfleet.ports import Connector
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, hangs

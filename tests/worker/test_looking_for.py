@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
-from comfyfleet.worker.presence import Server
+from comfyfleet.worker.servers import Server
 from comfyfleet.worker.settings import AgentSettings
 
 SETTINGS = AgentSettings(seek_interval_s=5.0, missing_interval_s=10.0, inventory_interval_s=300.0)

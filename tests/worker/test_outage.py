@@ -8,7 +8,7 @@ import pytest
 from tests.hub._hub import hub_in_process
 from tests.worker._scripted import QUICK, WORKER, ScriptedApi, leased_job, running, until
 
-from comfyfleet.hub.serving import Serving, ServingSettings
+from comfyfleet.hub.http.server import Serving, ServingSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.worker.agent import Agent, AgentStatus

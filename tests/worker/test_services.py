@@ -10,7 +10,7 @@ from tests.acceptance._process import CLI, read_until, run_cli, started
 from tests.hub._hub import HubRig, running_hub
 from tests.worker._comfyui import picture
 
-from comfyfleet.sim.fake_comfyui import FakeComfyUI
+from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.registry import CONNECTORS, connect
 from comfyfleet.worker.connectors.simulated import SimulatedConnector

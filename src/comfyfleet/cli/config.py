@@ -6,18 +6,18 @@ from typing import Any
 
 import click
 
-from comfyfleet.cli.endings import CommandFailed, ExitCode
-from comfyfleet.cli.helping import group
+from comfyfleet.cli.command_help import group
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.options import EVERY, as_json, settings
-from comfyfleet.cli.printing import echo
+from comfyfleet.cli.output import echo
 
 
 @group("config")
-def command() -> None:
+def config_command() -> None:
     """Look at the settings: flags, environment, comfyfleet.toml."""
 
 
-@command.command("show")
+@config_command.command("show")
 @click.option("--said", "is_said", is_flag=True, help="Only what was said somewhere.")
 @as_json
 @settings(*EVERY)
@@ -26,8 +26,7 @@ def show(config: str | None, is_said: bool, as_json: bool, **flags: Any) -> None
 
     Secrets are not shown. With flags of `up`, `hub` or `worker` it shows what they would have.
     """
-    from comfyfleet.cli.local import read_hub
-    from comfyfleet.cli.reach import find_hub, print_json, print_table
+    from comfyfleet.cli.hub_connection import find_hub, print_json, print_table, read_hub
     from comfyfleet.cli.settings import DEFAULT, masked, read_settings
 
     resolved = read_settings(flags, config=config)
@@ -54,7 +53,7 @@ def show(config: str | None, is_said: bool, as_json: bool, **flags: Any) -> None
     print_table(["setting", "value", "from"], rows, empty=told, wraps=2)
 
 
-@command.command("check")
+@config_command.command("check")
 @as_json
 @settings("config")
 def check(config: str | None, as_json: bool) -> None:
@@ -62,15 +61,15 @@ def check(config: str | None, as_json: bool) -> None:
 
     Variables that begin like ours and mean nothing are told too: mostly they are misspelled.
     """
-    from comfyfleet.cli.encrypting import key_mistakes
-    from comfyfleet.cli.reach import print_json
-    from comfyfleet.cli.schema import PREFIX
+    from comfyfleet.cli.bootstrap import key_mistakes
+    from comfyfleet.cli.hub_connection import print_json
+    from comfyfleet.cli.options import PREFIX
     from comfyfleet.cli.settings import nearest, read_settings, variables
 
     mistakes: list[CommandFailed] = []
     resolved = read_settings(config=config, mistakes=mistakes)
     if resolved.values.assets is not None:
-        from comfyfleet.cli.assets import storage_mistakes
+        from comfyfleet.cli.bootstrap import storage_mistakes
 
         # What a hub would find wrong about where its files lie; those who only ask a hub need not know it.
         mistakes += storage_mistakes(resolved)

@@ -1,17 +1,31 @@
-"""`comfyfleet credits`: what tenants have, what they are given, and every entry of their books."""
+"""`comfyfleet credits`: what tenants have, what they are given, and every entry of their books.
+
+`comfyfleet usage`: what tenants' jobs took, added up by tenant, workflow, worker and day.
+
+An export on its way to a file or to standard output, and the number of its last line.
+
+`comfyfleet reconcile`: where the store and tenants' databases differ.
+"""
 
 from __future__ import annotations
 
+import csv
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
+import msgspec
 
-from comfyfleet.cli.helping import group
+from comfyfleet import private_files
+from comfyfleet.cli.command_help import group
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.options import TO_REACH, as_json, settings
-from comfyfleet.cli.printing import echo
+from comfyfleet.cli.output import echo
 
 
 def _said(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -22,17 +36,17 @@ def _said(context: click.Context, parameter: click.Parameter, value: str | None)
 
 
 @group("credits")
-def command() -> None:
+def credits_command() -> None:
     """Give credits to tenants, put books right, read them."""
 
 
-@command.command("balance")
+@credits_command.command("balance")
 @click.argument("tenant_id")
 @as_json
 @settings(*TO_REACH)
 def balance(tenant_id: str, as_json: bool, **flags: Any) -> None:
     """What a tenant has, what of it is held, what is pending."""
-    from comfyfleet.cli.reach import ask, plain, print_json, print_pairs
+    from comfyfleet.cli.hub_connection import ask, plain, print_json, print_pairs
 
     found = ask(flags, lambda client: client.balance(tenant_id))
     if as_json:
@@ -41,7 +55,7 @@ def balance(tenant_id: str, as_json: bool, **flags: Any) -> None:
         print_pairs(list(plain(found).items()))
 
 
-@command.command("grant")
+@credits_command.command("grant")
 @click.argument("tenant_id")
 @click.argument("amount", type=click.IntRange(1))
 @click.option(
@@ -65,7 +79,7 @@ def grant(
     **flags: Any,
 ) -> None:
     """Give AMOUNT credits."""
-    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.cli.hub_connection import ask, print_json
 
     made = ask(
         flags,
@@ -78,13 +92,13 @@ def grant(
 
 
 def _deciding(name: str, text: str, method: str) -> None:
-    @command.command(name, help=text)
+    @credits_command.command(name, help=text)
     @click.argument("tenant_id")
     @click.argument("grant_id")
     @as_json
     @settings(*TO_REACH)
     def decide(tenant_id: str, grant_id: str, as_json: bool, **flags: Any) -> None:
-        from comfyfleet.cli.reach import ask, print_json
+        from comfyfleet.cli.hub_connection import ask, print_json
 
         decided = ask(flags, lambda client: getattr(client, method)(tenant_id, grant_id))
         if as_json:
@@ -97,7 +111,7 @@ _deciding("confirm", "A pending grant may be spent from now on.", "confirm_grant
 _deciding("void", "A pending grant comes to nothing.", "void_grant")
 
 
-@command.command("adjust", context_settings={"ignore_unknown_options": True})
+@credits_command.command("adjust", context_settings={"ignore_unknown_options": True})
 @click.argument("tenant_id")
 @click.argument("amount", type=int)
 @click.option("--note", required=True, metavar="TEXT", help="Why.")
@@ -114,7 +128,7 @@ def adjust(
     tenant_id: str, amount: int, note: str, adjustment_id: str | None, as_json: bool, **flags: Any
 ) -> None:
     """Put a book right by AMOUNT, up or (as -5) down."""
-    from comfyfleet.cli.reach import ask, print_json
+    from comfyfleet.cli.hub_connection import ask, print_json
 
     after = ask(
         flags,
@@ -126,7 +140,7 @@ def adjust(
         echo(f"{after.tenant} has {after.balance}, of which {after.available} are available")
 
 
-@command.command("grants")
+@credits_command.command("grants")
 @click.argument("tenant_id")
 @click.option(
     "--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="At most so many."
@@ -135,7 +149,7 @@ def adjust(
 @settings(*TO_REACH)
 def grants(tenant_id: str, limit: int, as_json: bool, **flags: Any) -> None:
     """What was granted in the order of time, pending and void ones included."""
-    from comfyfleet.cli.reach import ask, print_json, print_table
+    from comfyfleet.cli.hub_connection import ask, print_json, print_table
 
     found = ask(flags, lambda client: client.grants(tenant_id, limit=limit)).grants
     if as_json:
@@ -145,7 +159,7 @@ def grants(tenant_id: str, limit: int, as_json: bool, **flags: Any) -> None:
     print_table(["grant", "amount", "state", "at", "note"], rows, empty="nothing was granted")
 
 
-@command.command("statement")
+@credits_command.command("statement")
 @click.argument("tenant_id")
 @click.option("--after", type=click.IntRange(0), default=0, metavar="NUMBER", help="What follows this entry.")
 @click.option(
@@ -155,7 +169,7 @@ def grants(tenant_id: str, limit: int, as_json: bool, **flags: Any) -> None:
 @settings(*TO_REACH)
 def statement(tenant_id: str, after: int, limit: int, as_json: bool, **flags: Any) -> None:
     """The entries of a tenant's book in their order, each with the balance after it."""
-    from comfyfleet.cli.reach import ask, print_json, print_table
+    from comfyfleet.cli.hub_connection import ask, print_json, print_table
 
     found = ask(flags, lambda client: client.statement(tenant_id, after, limit)).entries
     if as_json:
@@ -179,7 +193,7 @@ def statement(tenant_id: str, after: int, limit: int, as_json: bool, **flags: An
     print_table(heads, rows, empty="there are no entries")
 
 
-@command.command("export")
+@credits_command.command("export")
 @click.argument("tenant_id")
 @click.option(
     "--of",
@@ -201,8 +215,7 @@ def statement(tenant_id: str, after: int, limit: int, as_json: bool, **flags: An
 @settings(*TO_REACH)
 def export(tenant_id: str, of: Any, form: Any, after: int, out: Path | None, **flags: Any) -> None:
     """A tenant's book line by line for accounting. Two exports join: the second goes on --after the first's last."""
-    from comfyfleet.cli.exporting import save, show
-    from comfyfleet.cli.reach import ask
+    from comfyfleet.cli.hub_connection import ask
 
     last = ask(
         flags,
@@ -218,3 +231,137 @@ def export(tenant_id: str, of: Any, form: Any, after: int, out: Path | None, **f
 
 def when(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+@click.command("usage")
+@click.option("--tenant", metavar="ID", help="Of one tenant; of all unless given.")
+@click.option(
+    "--by",
+    type=click.Choice(["tenant", "workflow", "worker", "day"]),
+    multiple=True,
+    help="For each of what it is added up; tenant unless given. Repeatable.",
+)
+@click.option(
+    "--days", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True, help="How far back."
+)
+@click.option(
+    "--since",
+    type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]),
+    help="From then on (UTC), instead of --days.",
+)
+@click.option("--until", type=click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]), help="Up to then (UTC).")
+@as_json
+@settings(*TO_REACH)
+def usage_command(
+    tenant: str | None, by: tuple[str, ...], days: float, since: Any, until: Any, as_json: bool, **flags: Any
+) -> None:
+    """What ended rounds took: GPU-seconds, credits, and what they cost by the workers' rates."""
+    import time
+    from datetime import UTC
+
+    from comfyfleet.cli.hub_connection import ask, print_json, print_table
+
+    end = None if until is None else until.replace(tzinfo=UTC).timestamp()
+    start = (end or time.time()) - days * 86400 if since is None else since.replace(tzinfo=UTC).timestamp()
+    found = ask(
+        flags,
+        lambda client: client.usage(tenant=tenant, since=start, until=end, by=by or ("tenant",)),
+    )
+    if as_json:
+        print_json(found)
+        return
+    chosen = dict.fromkeys(by or ("tenant",))
+    names = {"tenant": "tenant", "workflow": "workflow_hash", "worker": "worker_id", "day": "day"}
+    rows = [
+        [
+            *(str(getattr(each, names[name]) or "–") for name in chosen),
+            str(each.rounds),
+            str(each.completed),
+            str(each.outputs),
+            f"{each.gpu_s:.1f}",
+            str(each.credits),
+            "–" if each.cost is None else f"{each.cost:.4f}",
+        ]
+        for each in found.usage
+    ]
+    heads = [*chosen, "rounds", "completed", "outputs", "GPU s", "credits", "cost"]
+    print_table(heads, rows, empty="nothing was used in that time")
+
+
+_Pieces = AsyncGenerator[bytes, None]
+
+
+async def show(pieces: _Pieces, form: str) -> int | None:
+    return await _write(pieces, sys.stdout.buffer, form)
+
+
+async def save(out: Path, pieces: _Pieces, form: str) -> int | None:
+    """Whole or not at all."""
+    try:
+        file = private_files.create(out)
+    except FileExistsError as error:
+        raise CommandFailed(f"{out} is there already: choose another name", ExitCode.USAGE) from error
+    try:
+        with file:
+            return await _write(pieces, file, form)
+    except BaseException:
+        _drop(out)
+        raise
+
+
+def _drop(out: Path) -> None:
+    out.unlink(missing_ok=True)
+
+
+async def _write(pieces: _Pieces, file: BinaryIO, form: str) -> int | None:
+    last, ended = b"", b""
+    async with aclosing(pieces):
+        async for piece in pieces:
+            file.write(piece)
+            *whole, last = (last + piece).split(b"\n")
+            ended = next((line for line in reversed(whole) if line.strip()), ended)
+    file.flush()
+    return _number(ended, form)
+
+
+def _number(line: bytes, form: str) -> int | None:
+    """Of the last line; None of the heading, and of nothing."""
+    if form == "jsonl":
+        return int(msgspec.json.decode(line)["number"]) if line else None
+    row = next(csv.reader([line.decode()]), [])
+    return int(row[0]) if row and row[0].isdigit() else None
+
+
+@click.command("reconcile")
+@click.option("--dry-run", "is_dry", is_flag=True, help="Show what would be mended, and change nothing.")
+@as_json
+@settings(*TO_REACH)
+def reconcile_command(is_dry: bool, as_json: bool, **flags: Any) -> None:
+    """Compare the store with tenants' databases, and mend what a crash left between them.
+
+    Hubs do so by themselves when they start and every minute. Books are added up too; one that is wrong, and whatever
+    else somebody has to look at, is told and left alone. The exit status is 1 if there is such a thing.
+    """
+    from comfyfleet.cli.exit_codes import ExitCode
+    from comfyfleet.cli.hub_connection import ask, print_json, print_table
+
+    found = ask(flags, lambda client: client.differences() if is_dry else client.reconcile())
+    if as_json:
+        print_json(found)
+    else:
+        print_table(
+            ["finding", "tenant", "", "what"],
+            [
+                [each.kind, each.tenant, _remedy(each.mends_itself, found.is_mended), each.message]
+                for each in found.findings
+            ],
+            empty="the store and tenants' databases agree, and every book adds up",
+        )
+    if not all(each.mends_itself for each in found.findings):
+        raise SystemExit(ExitCode.FAILED)
+
+
+def _remedy(mends_itself: bool, is_mended: bool) -> str:
+    if not mends_itself:
+        return "look at it"
+    return "mended" if is_mended else "would be mended"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from comfyfleet.cli.endings import ExitCode, Terminated, make_folder, run
-from comfyfleet.cli.printing import echo
+from comfyfleet.cli.exit_codes import ExitCode, Terminated, make_folder, run
+from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
     from comfyfleet.cli.demo_report import Report
     from comfyfleet.cli.demo_show import Show
     from comfyfleet.cli.settings import Resolved
-    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.client.client import FleetClient
     from comfyfleet.engine.engine import Engine
     from comfyfleet.model.job import OutputFile
-    from comfyfleet.pool.events import PoolEvent
-    from comfyfleet.pool.telling import Teller
-    from comfyfleet.sim.fake_comfyui import FakeComfyUI
+    from comfyfleet.pool.events import PoolEvent, Teller
+    from comfyfleet.testing.fake_comfyui import FakeComfyUI
     from comfyfleet.worker.settings import AgentState
 
 _COOLDOWN_S = 4.0
@@ -50,7 +49,7 @@ _PORT = 3001
     help="Of the hub. Unless given, 3001 or, if that is taken, a free one.",
 )
 @click.option("--time-scale", type=click.FloatRange(0.05, 10), default=1.0, hidden=True)
-def command(out: Path | None, once: bool, plain: bool, port: int | None, time_scale: float) -> None:
+def demo_command(out: Path | None, once: bool, plain: bool, port: int | None, time_scale: float) -> None:
     """Watch a hub drive four fake servers for a quarter of a minute.
 
     24 jobs of four workflows and different priorities are submitted through the API and run on cards of different size
@@ -63,7 +62,7 @@ def command(out: Path | None, once: bool, plain: bool, port: int | None, time_sc
 
     from rich.console import Console
 
-    from comfyfleet.cli.extras import require
+    from comfyfleet.cli.exit_codes import require
 
     require("hub", "fake")
     from comfyfleet.cli.demo_report import Report
@@ -119,14 +118,14 @@ async def _play(
     import asyncio
     import contextlib
 
+    from comfyfleet.cli.bootstrap import as_called, open_house
     from comfyfleet.cli.demo_fleet import CARDS, faults_of, settings_of, stories
-    from comfyfleet.cli.house import as_called, open_house
-    from comfyfleet.client.fleet import FleetClient
-    from comfyfleet.engine.shell import SystemClock
-    from comfyfleet.pool.agents import Agents
+    from comfyfleet.client.client import FleetClient
+    from comfyfleet.engine.system import SystemClock
+    from comfyfleet.pool.events import Teller
     from comfyfleet.pool.options import Server
-    from comfyfleet.pool.telling import Teller
-    from comfyfleet.sim.fake_comfyui import FakeComfyUI
+    from comfyfleet.pool.servers import Agents
+    from comfyfleet.testing.fake_comfyui import FakeComfyUI
     from comfyfleet.worker.settings import AgentSettings
 
     async with contextlib.AsyncExitStack() as stack:

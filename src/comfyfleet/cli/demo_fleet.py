@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from comfyfleet.sim.fake_comfyui import FakeSettings, Faults, NodeClass, NodeFault
-from comfyfleet.sim.fake_comfyui.catalogue import of
+from comfyfleet.testing.fake_comfyui import FakeSettings, Faults, NodeClass, NodeFault
+from comfyfleet.testing.fake_comfyui.catalogue import of
 
 Kind = Literal["SDXL", "SD 1.5", "edit", "upscale"]
 KINDS: tuple[Kind, ...] = ("SDXL", "SD 1.5", "edit", "upscale")

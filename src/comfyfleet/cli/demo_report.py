@@ -18,9 +18,9 @@ from rich.text import Text
 
 from comfyfleet.cli.demo_fleet import CARDS, KINDS
 from comfyfleet.cli.demo_show import count_jobs, kinds_by_hash, shortened
-from comfyfleet.client.fleet import FleetClient
+from comfyfleet.client.client import FleetClient
 from comfyfleet.pool.events import PoolEvent
-from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeStats
+from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeStats
 from comfyfleet.wire.answers import JobDetails, WorkerBody
 
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated, run
-from comfyfleet.cli.printing import echo
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, Terminated, run
+from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
-    from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings, Faults
+    from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings, Faults
 
 
 @click.command("fake-comfyui")
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     metavar="NAME=VALUE",
     help="A fault switch that is on from the start, such as slow_answer_s=0.5 or never_start. Repeatable.",
 )
-def command(
+def fake_comfyui_command(
     host: str,
     port: int,
     count: int,
@@ -103,8 +103,8 @@ def command(
 
     They answer as real ones do, draw small pictures in place of a GPU, and can be made to fail while they run.
     """
-    from comfyfleet.sim.fake_comfyui import FakeSettings
-    from comfyfleet.sim.fake_comfyui.settings import behaviour_of, default_models
+    from comfyfleet.testing.fake_comfyui import FakeSettings
+    from comfyfleet.testing.fake_comfyui.settings import behaviour_of, default_models
 
     if port and port + count - 1 > 65535:
         raise click.BadParameter(
@@ -158,7 +158,7 @@ def _read_models(given: Sequence[str]) -> dict[str, dict[str, float]]:
 
 
 def _check_node_classes(names: Sequence[str]) -> None:
-    from comfyfleet.sim.fake_comfyui.known_nodes import known_node_classes
+    from comfyfleet.testing.fake_comfyui.known_nodes import known_node_classes
 
     known = {node_class.name for node_class in known_node_classes()}
     unknown = [name for name in names if name not in known]
@@ -172,8 +172,8 @@ def _check_node_classes(names: Sequence[str]) -> None:
 def _read_faults(given: Sequence[str]) -> Faults:
     import msgspec
 
-    from comfyfleet.sim.fake_comfyui import Faults
-    from comfyfleet.sim.fake_comfyui.faults import ACTIONS
+    from comfyfleet.testing.fake_comfyui import Faults
+    from comfyfleet.testing.fake_comfyui.faults import ACTIONS
 
     switches: dict[str, Any] = {}
     for text in given:
@@ -222,8 +222,8 @@ async def _serve_one(
 ) -> None:
     import errno
 
-    from comfyfleet.sim.fake_comfyui.command import serve
-    from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
+    from comfyfleet.testing.fake_comfyui.command import serve
+    from comfyfleet.testing.fake_comfyui.pictures import PillowMissing
 
     try:
         await serve(settings, host, port, faults, note)

@@ -1,6 +1,8 @@
 """The `comfyfleet` command: the group of all commands, and the one place where an error becomes a line and a code.
 
 Each command has a module of its own, imported when it is called; what is heavy is imported inside the command.
+
+`comfyfleet completion`: the script that teaches a shell our commands.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from typing import Any, NoReturn
 import click
 
 from comfyfleet import __version__
-from comfyfleet.cli.endings import CommandFailed, ExitCode, Terminated
-from comfyfleet.cli.helping import Group
-from comfyfleet.cli.printing import LineFormatter, echo
+from comfyfleet.cli.command_help import Group
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, Terminated
+from comfyfleet.cli.output import LineFormatter, echo
 
 _SECTIONS = {
     "Run a fleet": ("up", "hub", "worker", "demo"),
@@ -25,10 +27,30 @@ _SECTIONS = {
     "Keys and tenants": ("key", "tenant", "credits", "usage", "webhook"),
     "Tools": ("run", "hash", "convert", "config", "completion", "fake-comfyui"),
 }
-_COMMANDS = {
-    name: f"comfyfleet.cli.{name.replace('-', '_')}" for names in _SECTIONS.values() for name in names
+_MODULES = {
+    "up": ("up", "hub"),
+    "worker": ("worker",),
+    "demo": ("demo",),
+    "submit": ("submit",),
+    "jobs": ("jobs", "job"),
+    "fleet": ("queue", "dead", "workers", "blocks"),
+    "live": ("top",),
+    "store": ("store", "encryption"),
+    "keys": ("key", "audit"),
+    "tenants": ("tenant",),
+    "credits": ("credits", "usage", "reconcile"),
+    "webhooks": ("webhook", "files"),
+    "run": ("run", "hash", "convert"),
+    "config": ("config",),
+    "main": ("completion",),
+    "fake_comfyui": ("fake-comfyui",),
 }
-"""Where each command is: a module with a click command named `command`."""
+_COMMANDS = {
+    name: (f"comfyfleet.cli.{module}", f"{name.replace('-', '_')}_command")
+    for module, names in _MODULES.items()
+    for name in names
+}
+"""Where each command is: a module, and the name of its click command."""
 
 
 class _Group(Group):
@@ -42,7 +64,8 @@ class _Group(Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:  # noqa: ARG002
         if name not in _COMMANDS:
             return None
-        command = importlib.import_module(_COMMANDS[name]).command
+        module, variable = _COMMANDS[name]
+        command = getattr(importlib.import_module(module), variable)
         assert isinstance(command, click.Command)
         return command
 
@@ -82,7 +105,7 @@ def _tell_of_unknown_variables(session: _Session, command: str | None) -> None:
     ours = [name for name, value in os.environ.items() if name.startswith("COMFYFLEET_") and value]
     if not ours or session.wants_json or command in ("config", "completion"):
         return
-    from comfyfleet.cli.schema import ELSEWHERE, PREFIX
+    from comfyfleet.cli.options import ELSEWHERE, PREFIX
     from comfyfleet.cli.settings import nearest, variables
 
     known = variables()
@@ -150,7 +173,7 @@ def _tell_json(code: int, message: str, error: Exception | None = None) -> None:
 
 def _explained(error: Exception) -> tuple[ExitCode, str]:
     """The code and the line for an error. One that nobody foresaw says so, and how to see more of it."""
-    from comfyfleet.cli.extras import missing_package
+    from comfyfleet.cli.exit_codes import missing_package
     from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal
     from comfyfleet.model.failure import FailureKind
     from comfyfleet.pool.records import JobFailed
@@ -181,3 +204,17 @@ def _explained(error: Exception) -> tuple[ExitCode, str]:
 
 if __name__ == "__main__":
     main()
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion_command(shell: str) -> None:
+    """Print a completion script: `eval "$(comfyfleet completion bash)"`."""
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows these shells"
+    try:
+        echo(kind(comfyfleet, {}, "comfyfleet", "_COMFYFLEET_COMPLETE").source())
+    except RuntimeError as error:
+        raise CommandFailed(f"completion for this {shell} will not do: {error}") from error

@@ -1,24 +1,36 @@
 """`comfyfleet run`: one workflow on one of some servers, its progress and its files.
 
 A short composition over `WorkflowPool`: the pool chooses the server, tries again and takes the job back on Ctrl-C.
+
+What `comfyfleet run` shows on standard error: a progress bar in a terminal, plain lines elsewhere.
+
+`comfyfleet hash`: what a workflow is and what it needs, without any server.
+
+`comfyfleet convert`: a workflow as the editor saves it, made into the graph that servers run, by a hub.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
 import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from comfyfleet.cli import helping
-from comfyfleet.cli.endings import OUT_HELP, CommandFailed, ExitCode, Out, about, make_folder, run
-from comfyfleet.cli.options import Address, as_json
+from comfyfleet.cli import command_help
+from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, ExitCode, Out, about, make_folder, run
+from comfyfleet.cli.options import TO_REACH, Address, as_json, settings
+from comfyfleet.cli.output import echo, escaped
+from comfyfleet.pool.events import PoolEvent
+from comfyfleet.pool.records import offline_words
 
 if TYPE_CHECKING:
-    from comfyfleet.cli.run_progress import RunProgress
     from comfyfleet.model.job import Attachment
+    from comfyfleet.pool.output_files import OutputPlace
     from comfyfleet.pool.pool import WorkflowPool
-    from comfyfleet.pool.saving import OutputPlace
+
 
 _TAKE_BACK_S = 5.0
 """How long a server gets to confirm that an interrupted job was stopped."""
@@ -26,7 +38,7 @@ _LEAVE_S = 1.0
 """Whatever has not ended by itself then is left so soon."""
 
 
-@helping.command("run")
+@command_help.command("run")
 @click.argument("workflow", type=click.File("rb"))
 @click.option(
     "-s",
@@ -80,7 +92,7 @@ _LEAVE_S = 1.0
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the paths of the outputs.")
 @as_json
-def command(
+def run_command(
     workflow: BinaryIO,
     servers: tuple[str, ...],
     store: str | None,
@@ -127,9 +139,8 @@ class Draft:
     """A workflow file with the changes asked for. One that the editor saved is converted before that."""
 
     def __init__(self, file: BinaryIO, changes: tuple[str, ...]) -> None:
-        from comfyfleet.model.conversion import is_editor_workflow
-        from comfyfleet.model.workflow import parse_workflow
-        from comfyfleet.model.workflow_files import read_workflow_file
+        from comfyfleet.model.editor_conversion import is_editor_workflow
+        from comfyfleet.model.workflow import parse_workflow, read_workflow_file
 
         self._changes = changes
         with about(file.name):
@@ -222,10 +233,9 @@ async def _run(
 ) -> None:
     import asyncio
 
-    from comfyfleet.cli.reach import print_json
-    from comfyfleet.cli.run_progress import RunProgress
+    from comfyfleet.cli.hub_connection import print_json
+    from comfyfleet.pool.output_files import write_new
     from comfyfleet.pool.pool import WorkflowPool
-    from comfyfleet.pool.saving import write_new
     from comfyfleet.worker.settings import AgentSettings
 
     with RunProgress(is_quiet, as_json) as progress:
@@ -306,3 +316,145 @@ def _has_port(url: str) -> bool:
     from urllib.parse import urlsplit
 
     return urlsplit(url if "://" in url else f"http://{url}").port is not None
+
+
+class RunProgress:
+    """Hears the events of one job. Use it as a context manager: it leaves the terminal as it was."""
+
+    def __init__(self, is_quiet: bool, as_json: bool = False) -> None:
+        self._is_quiet = is_quiet
+        self._as_json = as_json
+        self.paths: list[Path] = []
+        """What was saved; told one by one, unless JSON tells them at the end."""
+        self._console = Console(stderr=True, highlight=False, quiet=is_quiet)
+        self._bar: Progress | None = None
+        if self._console.is_terminal and not is_quiet:
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._bar.add_task("waiting for a server", total=100.0)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        self._console.print(escaped(line), markup=False, soft_wrap=True)
+
+    def answer(self, line: str) -> None:
+        """What follows from a key that was pressed: whoever sits at the terminal sees it, quiet or not."""
+        if self._is_quiet and self._console.is_terminal:
+            echo(line, err=True)
+        else:
+            self.say(line)
+
+    def warn(self, line: str) -> None:
+        """What a quiet run must not keep to itself either."""
+        if self._bar is not None:
+            self._bar.stop()
+        echo(f"Warning: {line}", err=True)
+
+    def saved(self, path: Path) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self.paths.append(path)
+        if not self._as_json:
+            echo(path)
+
+    def hear(self, event: PoolEvent) -> None:
+        match event.name:
+            case "job:started":
+                self.say(f"runs on {event.client_id}")
+                self._show(str(event.client_id), 0.0)
+            case "job:progress" if event.percentage is not None:
+                self._show(f"{event.client_id} {event.message}".rstrip(), event.percentage)
+            case "job:failed" if event.failure is not None and event.will_retry:
+                self.say(f"failed on {event.client_id}: {event.failure.message.strip()}")
+            case "job:retrying":
+                self._show("waiting for another try", 0.0)
+                self.say("tries again")
+            case "client:state" if event.state == "offline":
+                self.say(offline_words(str(event.client_id), event.message or ""))
+            case "client:state" if event.state == "online":
+                self.say(f"{event.client_id} is online again")
+            case _:
+                pass
+
+    def _show(self, description: str, percentage: float) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=escaped(description, is_line=True), completed=percentage)
+
+
+@click.command("hash")
+@click.argument("workflow", type=click.File("rb"))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def hash_command(workflow: BinaryIO, as_json: bool) -> None:
+    """Show the hashes of a WORKFLOW file and what it needs.
+
+    WORKFLOW is a file in ComfyUI's API format, a picture that ComfyUI saved, or - for standard input. Workflows that
+    differ only in prompts, seeds and numbers have the same structural hash: failures are counted, and servers blocked,
+    for each structural hash. The exact hash differs with every value.
+    """
+    from comfyfleet.model.workflow import (
+        exact_hash,
+        hash_workflow,
+        parse_workflow,
+        read_needs,
+        read_workflow_file,
+    )
+
+    with about(workflow.name):
+        parsed = parse_workflow(read_workflow_file(workflow, workflow.name))
+    needs = read_needs(parsed)
+    lists = {
+        "node_classes": sorted(needs.node_classes),
+        "models": sorted(needs.models),
+        "input_files": sorted(needs.input_files),
+    }
+    if as_json:
+        import msgspec
+
+        found = {
+            "workflow_hash": hash_workflow(parsed),
+            "exact_hash": exact_hash(parsed),
+            "nodes": len(parsed.nodes),
+            **lists,
+        }
+        echo(msgspec.json.format(msgspec.json.encode(found), indent=2))
+        return
+    echo(f"workflow hash  {hash_workflow(parsed)}")
+    echo(f"exact hash     {exact_hash(parsed)}")
+    echo(f"nodes          {len(parsed.nodes)}")
+    for name, values in lists.items():
+        label = name.replace("_", " ")
+        for index, value in enumerate(values or ["–"]):
+            echo(f"{label if index == 0 else '':<15}{value}")
+
+
+@click.command("convert")
+@click.argument("workflow", type=click.File("rb"))
+@settings(*TO_REACH)
+def convert_command(workflow: BinaryIO, **flags: Any) -> None:
+    """Print a WORKFLOW of the ComfyUI editor in the API format.
+
+    A worker of the hub must have all of its nodes. `submit` and `run` convert by themselves; this shows the ids and
+    the inputs that --set takes.
+    """
+    from comfyfleet.cli.hub_connection import ask, print_json
+
+    draft = Draft(workflow, ())
+    if draft.is_of_editor:
+        draft.change(ask(flags, lambda client: client.convert(draft.graph)))
+    print_json(draft.graph)

@@ -14,8 +14,8 @@ import aiohttp
 import click
 import msgspec
 
-from comfyfleet.cli.endings import CommandFailed
-from comfyfleet.cli.printing import echo
+from comfyfleet.cli.exit_codes import CommandFailed
+from comfyfleet.cli.output import echo
 from comfyfleet.cli.settings import Resolved
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.worker import (
@@ -150,9 +150,9 @@ async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved
     """Fake servers in this process, which end with the stack."""
     if not count:
         return []
-    from comfyfleet.sim.fake_comfyui import FakeComfyUI, FakeSettings
-    from comfyfleet.sim.fake_comfyui.pictures import PillowMissing
-    from comfyfleet.sim.fake_comfyui.settings import behaviour_of
+    from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
+    from comfyfleet.testing.fake_comfyui.pictures import PillowMissing
+    from comfyfleet.testing.fake_comfyui.settings import behaviour_of
 
     versions = resolved.values.fake_version or (FakeSettings().version,)
     servers = []

@@ -2,6 +2,8 @@
 
 A setting has one name in all three places (`--log-level`, `COMFYFLEET_LOG_LEVEL`, `log_level`); the first of them wins.
 What cannot be understood is told with its name and its place. Only this module reads the environment for settings.
+
+The setting `trusted_proxies` as the hub understands it.
 """
 
 from __future__ import annotations
@@ -17,10 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from comfyfleet.cli.endings import CommandFailed, ExitCode
-from comfyfleet.cli.options import level_of
-from comfyfleet.cli.proxies import proxies_of
-from comfyfleet.cli.schema import (
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
+from comfyfleet.cli.options import (
     ADDRESSES,
     CREDENTIALS,
     ELSEWHERE,
@@ -41,18 +41,25 @@ from comfyfleet.cli.schema import (
     EncryptionSettings,
     S3Settings,
     Settings,
+    level_of,
 )
-from comfyfleet.cli.schema import (
-    CAPS as CAPS,
-)
-from comfyfleet.client.finding import usual_data
-from comfyfleet.hub.limits import Limits
-from comfyfleet.policy.retention import DAY_S, RULES, Retention
-from comfyfleet.policy.rules import Rules, problem_of
+from comfyfleet.cli.options import CAPS as CAPS
+from comfyfleet.client.discovery import usual_data
+from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.proxies import TrustedProxies
+from comfyfleet.policy.rules import DAY_S, RULES, Retention, Rules, problem_of
 
 if TYPE_CHECKING:
-    from comfyfleet.outbound.guard import Allowed
+    from comfyfleet.net.url_guard import Allowed
     from comfyfleet.worker.connectors.comfyui import ComfyUISettings
+
+
+def proxies_of(resolved: Resolved) -> TrustedProxies:
+    try:
+        return TrustedProxies(resolved.values.trusted_proxies)
+    except ValueError as error:
+        raise resolved.wrong("trusted_proxies", str(error)) from error
+
 
 _FLAG = 3
 
@@ -96,7 +103,7 @@ class Resolved(msgspec.Struct, frozen=True):
         return rules
 
     def allowed(self) -> Allowed:
-        from comfyfleet.outbound.guard import Allowed
+        from comfyfleet.net.url_guard import Allowed
 
         try:
             return Allowed(self.values.webhook_allow)

@@ -1,23 +1,31 @@
 """`comfyfleet store`: what an operator does to a store: look whether it is sound, make it small, copy it, move it.
 
-Each is a short composition over `stores/` and `engine/moving.py`; here arguments are read and answers printed.
+Each is a short composition over `stores/` and `engine/store_move.py`; here arguments are read and answers printed.
+
+`comfyfleet encryption`: master keys and data keys of a store whose jobs are sealed at rest.
+
+Works on the store itself: beside running hubs on Redis and PostgreSQL, and on a SQLite file while no hub has it open.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from comfyfleet.cli.endings import CommandFailed, ExitCode, run
-from comfyfleet.cli.helping import group
-from comfyfleet.cli.printing import echo
+from comfyfleet.cli.command_help import group
+from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, run
+from comfyfleet.cli.options import as_json, settings
+from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
-    from comfyfleet.engine.moving import Moved
+    from comfyfleet.engine.store_move import Moved
     from comfyfleet.ports import Movable
-    from comfyfleet.stores.examining import Examination
+    from comfyfleet.stores.check import Examination
+    from comfyfleet.stores.crypto.keyring import Keyring, Tally
+
 
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 _SHOWN = 20
@@ -28,14 +36,14 @@ _ELSEWHERE = (
 
 
 @group("store")
-def command() -> None:
+def store_command() -> None:
     """Check, shrink, copy or move a store.
 
     A store is named by its URL: sqlite:///fleet.db, redis://host:6379/0, postgresql://user@host/database.
     """
 
 
-@command.command("check")
+@store_command.command("check")
 @click.argument("url")
 @_AS_JSON
 def check(url: str, as_json: bool) -> None:
@@ -43,18 +51,18 @@ def check(url: str, as_json: bool) -> None:
 
     Changes nothing and is safe while others work on it. The exit code is 1 if something is wrong.
     """
-    from comfyfleet.stores.examining import examine
+    from comfyfleet.stores.check import examine
 
     found = run(examine(url))
     if as_json:
         _print_json(found)
     else:
-        _show(found)
+        _show_check(found)
     if found.problems:
         raise CommandFailed(f"{_number(len(found.problems), 'problem')} found in {found.store}")
 
 
-@command.command("vacuum")
+@store_command.command("vacuum")
 @click.argument("url")
 @_AS_JSON
 def vacuum(url: str, as_json: bool) -> None:
@@ -62,9 +70,9 @@ def vacuum(url: str, as_json: bool) -> None:
 
     Nobody may have the store open meanwhile. Needs up to the size of the file beside it.
     """
-    from comfyfleet.stores.examining import kind_of
-    from comfyfleet.stores.opening import sqlite_path
-    from comfyfleet.stores.sqlite import upkeep
+    from comfyfleet.stores.check import kind_of
+    from comfyfleet.stores.factory import sqlite_path
+    from comfyfleet.stores.sqlite import maintenance
 
     match kind_of(url):
         case "redis":
@@ -77,7 +85,7 @@ def vacuum(url: str, as_json: bool) -> None:
             )
     path = sqlite_path(url)
     before = path.stat().st_size if path.is_file() else 0
-    upkeep.vacuum(path)
+    maintenance.vacuum(path)
     after = path.stat().st_size
     if as_json:
         _print_json({"store": str(path), "bytes_before": before, "bytes_after": after})
@@ -85,7 +93,7 @@ def vacuum(url: str, as_json: bool) -> None:
         echo(f"{path}: {_size(before)} before, {_size(after)} now")
 
 
-@command.command("backup")
+@store_command.command("backup")
 @click.argument("url")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option(
@@ -101,9 +109,9 @@ def backup(url: str, file: Path, queue_only: bool, as_json: bool) -> None:
     the store alone: not the databases of tenants, not files, not master keys. Where there are such, it is refused
     without --queue-only.
     """
-    from comfyfleet.stores.examining import kind_of
-    from comfyfleet.stores.opening import sqlite_path
-    from comfyfleet.stores.sqlite import upkeep
+    from comfyfleet.stores.check import kind_of
+    from comfyfleet.stores.factory import sqlite_path
+    from comfyfleet.stores.sqlite import maintenance
 
     match kind_of(url):
         case "redis":
@@ -124,9 +132,9 @@ def backup(url: str, file: Path, queue_only: bool, as_json: bool) -> None:
             f"nothing was copied: {path} is a part of what this hub keeps. The copy would be without "
             f"{', '.join(left_out.values())}. Copy those by their own means, and say --queue-only for the store itself"
         )
-    upkeep.backup(path, file)
+    maintenance.backup(path, file)
     size = file.stat().st_size
-    holds, _ = upkeep.describe(file)
+    holds, _ = maintenance.describe(file)
     if as_json:
         _print_json(
             {"store": str(path), "file": str(file), "bytes": size, "holds": holds, "left_out": left_out}
@@ -142,25 +150,25 @@ def _left_out(path: Path) -> dict[str, str]:
     """What this store tells of and does not hold, in words, by kind."""
     import msgspec
 
-    from comfyfleet.assets.keeping import DRAWER as FILES
+    from comfyfleet.files.record_store import DRAWER as FILES
     from comfyfleet.model.tenant import Tenant
-    from comfyfleet.stores.sqlite import upkeep
+    from comfyfleet.stores.sqlite import maintenance
     from comfyfleet.tenancy.tenants import DRAWER as TENANTS
 
     found: dict[str, str] = {}
-    tenants = [msgspec.json.decode(body, type=Tenant) for body in upkeep.read_documents(path, TENANTS)]
+    tenants = [msgspec.json.decode(body, type=Tenant) for body in maintenance.read_documents(path, TENANTS)]
     if tenants:
         pools = ", ".join(sorted({tenant.pool for tenant in tenants}))
         found["tenants"] = (
             f"the jobs, books and file records of {_number(len(tenants), 'tenant')} (in the databases of {pools})"
         )
-    files = upkeep.count_documents(path).get(FILES, 0)
+    files = maintenance.count_documents(path).get(FILES, 0)
     if files:
         found["files"] = f"{_number(files, 'file')} (in the folder 'files' of the data folder, or in storage)"
     return found
 
 
-@command.command("move")
+@store_command.command("move")
 @click.argument("source")
 @click.argument("target")
 @click.option(
@@ -181,7 +189,7 @@ def move(source: str, target: str, wait_s: float, dry_run: bool, as_json: bool) 
     the target has it, so a move that was interrupted is begun again with the same command. A job whose reference the
     target knows already stays, and is told.
     """
-    from comfyfleet.stores.examining import kind_of
+    from comfyfleet.stores.check import kind_of
 
     for url in (source, target):
         kind_of(url)
@@ -201,9 +209,9 @@ async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_qu
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from comfyfleet.engine.moving import Move
-    from comfyfleet.engine.shell import SystemChance, SystemClock
-    from comfyfleet.stores.examining import is_there
+    from comfyfleet.engine.store_move import Move
+    from comfyfleet.engine.system import SystemChance, SystemClock
+    from comfyfleet.stores.check import is_there
     from comfyfleet.stores.memory import MemoryStore
 
     if not await is_there(source):
@@ -229,8 +237,8 @@ async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_qu
 async def _opened(stack: Any, url: str) -> Movable:
     from typing import cast
 
-    from comfyfleet.engine.shell import SystemClock
-    from comfyfleet.stores.opening import open_store
+    from comfyfleet.engine.system import SystemClock
+    from comfyfleet.stores.factory import open_store
 
     store = cast("Movable", open_store(url, SystemClock()))
     stack.push_async_callback(store.close)
@@ -255,8 +263,8 @@ def _print_json(value: object) -> None:
     echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
-def _show(found: Examination) -> None:
-    from comfyfleet.cli.reach import print_pairs
+def _show_check(found: Examination) -> None:
+    from comfyfleet.cli.hub_connection import print_pairs
 
     pairs: list[tuple[str, object]] = [("store", found.store)]
     for name, value in found.settings.items():
@@ -304,3 +312,122 @@ def _size(size: int) -> str:
 
 def _number(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+T = TypeVar("T")
+
+
+@group("encryption")
+def encryption_command() -> None:
+    """Keys with which jobs are sealed at rest."""
+
+
+@encryption_command.command("new-key")
+@click.argument("key_id", metavar="ID")
+def new_key(key_id: str) -> None:
+    """Print a new master key as a line for the key file.
+
+    Whoever has it opens every job; without it, none opens. Keep a copy apart from the store's backups.
+    """
+    import base64
+    import secrets
+
+    from comfyfleet.stores.crypto.keyring import read_master_keys
+
+    line = f"{key_id}={base64.b64encode(secrets.token_bytes(32)).decode()}"
+    try:
+        read_master_keys([line])
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="ID") from error
+    echo(line)
+
+
+@encryption_command.command("status")
+@as_json
+@settings("store", "data", "config")
+def status(as_json: bool, **flags: Any) -> None:
+    """How many data keys there are, and which master keys have wrapped them."""
+    _show_keys(_with_keyring(flags, lambda keyring: keyring.tally()), as_json)
+
+
+@encryption_command.command("rotate")
+@click.option(
+    "--data-keys", is_flag=True, help="Also give every tenant a new data key, for what comes from now on."
+)
+@as_json
+@settings("store", "data", "config")
+def rotate(data_keys: bool, as_json: bool, **flags: Any) -> None:
+    """Wrap every data key with the current master key.
+
+    Hubs do this by themselves. Once it is done the master keys before are not needed any more.
+    """
+
+    async def work(keyring: Keyring) -> Tally:
+        await keyring.rewrap()
+        for tenant in await keyring.tenants() if data_keys else ():
+            await keyring.renew(tenant)
+        return await keyring.tally()
+
+    _show_keys(_with_keyring(flags, work), as_json)
+
+
+@encryption_command.command("shred")
+@click.argument("tenant")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@settings("store", "data", "config")
+def shred(tenant: str, yes: bool, **flags: Any) -> None:
+    """Destroy the data keys of TENANT: nobody can read its sealed jobs any more.
+
+    Nothing brings them back. Hubs that run forget a key within half a minute.
+    """
+    from comfyfleet.model.ids import TenantId
+
+    if not yes:
+        click.confirm(f"No sealed job of tenant {tenant!r} can be read ever after. Go on?", abort=True)
+    destroyed = _with_keyring(flags, lambda keyring: keyring.shred(TenantId(tenant)))
+    if not destroyed:
+        raise CommandFailed(
+            f"tenant {tenant!r} has no data key here: nothing was sealed for it", ExitCode.REFUSED
+        )
+    echo(f"{destroyed} data key{'s' if destroyed > 1 else ''} of tenant {tenant!r} destroyed")
+
+
+def _with_keyring(flags: dict[str, Any], work: Callable[[Keyring], Awaitable[T]]) -> T:
+    from comfyfleet.cli.bootstrap import embedded_store, keyring_of
+    from comfyfleet.cli.settings import read_settings
+    from comfyfleet.engine.system import SystemClock
+    from comfyfleet.stores.factory import open_store
+
+    resolved = read_settings(flags, config=flags.pop("config", None))
+
+    async def opened() -> T:
+        clock = SystemClock()
+        store = open_store(resolved.values.store or embedded_store(resolved.data), clock)
+        keyring = keyring_of(resolved, store.cabinet, clock)
+        if keyring is None:
+            raise CommandFailed(
+                "there is no master key in the settings: name it in [encryption]", ExitCode.USAGE
+            )
+        try:
+            await store.open()
+            await keyring.open()
+            return await work(keyring)
+        finally:
+            await store.close()
+
+    return run(opened())
+
+
+def _show_keys(tally: Tally, as_json: bool) -> None:
+    from comfyfleet.cli.hub_connection import print_json, print_table
+
+    if as_json:
+        print_json(tally)
+        return
+    print_table(
+        ["master key", "data keys"],
+        [[master, str(number)] for master, number in sorted(tally.masters.items())],
+        empty="nothing is sealed in this store yet",
+    )
+    if tally.destroyed:
+        echo(f"{tally.destroyed} more were destroyed")

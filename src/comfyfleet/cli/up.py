@@ -1,30 +1,44 @@
 """`comfyfleet up`: a hub, its store and the agents of its servers in one process.
 
-Parses and composes; the hub is `house.py`'s, the servers are `servers.py`'s.
+Parses and composes; the hub is `bootstrap.py`'s, the servers are `servers.py`'s.
+
+`comfyfleet hub`: the hub alone, on a store. Workers come over HTTP, or work directly on the store.
+
+Logs on standard error: lines for people, or an object a line for machines, each with what it is about.
+
+Whoever logs says what happened; request, trace, job, attempt and worker come from `tracing.py`. Keys and passwords are
+struck out here once more, whoever let them slip in.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import re
+import sys
 from typing import TYPE_CHECKING, Any
 
-from comfyfleet.cli import helping
-from comfyfleet.cli.endings import Terminated
+import msgspec
+
+from comfyfleet import tracing
+from comfyfleet.cli import command_help
+from comfyfleet.cli.exit_codes import Terminated
 from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
-from comfyfleet.cli.printing import echo
+from comfyfleet.cli.output import LineFormatter, echo, escaped
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from comfyfleet.cli.house import House
+    from comfyfleet.cli.bootstrap import House
     from comfyfleet.cli.settings import Resolved
-    from comfyfleet.pool.agents import Agents
+    from comfyfleet.pool.servers import Agents
+
 
 _LOOK_S = 10.0
 """Between two looks for servers on this machine, where none was named."""
 
 
-@helping.command("up")
+@command_help.command("up")
 @settings(
     "servers",
     "fake",
@@ -51,32 +65,31 @@ _LOOK_S = 10.0
     "config",
 )
 @fake_beside_real
-def command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
+def up_command(config: str | None, fake_beside_real: bool, **flags: Any) -> None:
     """Run a hub and work on its jobs, until Ctrl-C or SIGTERM.
 
     One process: an embedded SQLite store, the API, a status page, and a worker for each server that is given. Without
     --server and --fake, ComfyUI servers on ports 8188 to 8199 of this machine are found, now and when they appear. The
     first signal lets what runs end, a second one gives it back at once.
     """
-    from comfyfleet.cli.extras import require
-    from comfyfleet.cli.local import keep_private
-    from comfyfleet.cli.logs import set_up
+    from comfyfleet.cli.exit_codes import require
+    from comfyfleet.cli.hub_connection import keep_private
     from comfyfleet.cli.settings import read_settings
 
     # What others mean by REDIS_URL is no reason to keep the jobs there.
     resolved = read_settings(flags, config=config, old_store=False)
     require("hub", *(("fake",) if resolved.values.fake else ()))
-    from comfyfleet.cli.house import run_loop
+    from comfyfleet.cli.bootstrap import run_loop
 
     tell_of_unused_store(resolved, os.environ)
     keep_private()
     set_up(resolved.values.log_level, resolved.values.log_format)
-    ended(run_loop(_live(resolved, fake_beside_real)))
+    ended(run_loop(_run_up(resolved, fake_beside_real)))
 
 
 def tell_of_unused_store(resolved: Resolved, environment: Mapping[str, str]) -> None:
     """Whoever has set such a variable for this program expects its jobs there."""
-    from comfyfleet.cli.schema import OLD_NAMES
+    from comfyfleet.cli.options import OLD_NAMES
 
     others = [name for name in OLD_NAMES["store"] if environment.get(name)]
     if others and resolved.values.store is None:
@@ -96,13 +109,13 @@ def ended(signals: Sequence[int]) -> None:
         raise Terminated
 
 
-async def _live(resolved: Resolved, fake_beside_real: bool) -> Sequence[int]:
+async def _run_up(resolved: Resolved, fake_beside_real: bool) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
-    from comfyfleet.cli.house import greet, open_house
+    from comfyfleet.cli.bootstrap import greet, open_house
+    from comfyfleet.cli.exit_codes import Signals
     from comfyfleet.cli.servers import declared_in, declaring, fakes, journals, named, tell_state
-    from comfyfleet.cli.signals import Signals
-    from comfyfleet.pool.agents import Agents
+    from comfyfleet.pool.servers import Agents
     from comfyfleet.worker.settings import AgentSettings
 
     chosen = resolved.values
@@ -179,3 +192,110 @@ def _machine() -> str:
     import socket
 
     return socket.gethostname()
+
+
+@command_help.command("hub")
+@settings(
+    "store",
+    "assets",
+    "pools",
+    "host",
+    "port",
+    "ws_port",
+    "open",
+    "certificate",
+    "certificate_key",
+    "data",
+    "legacy_websocket",
+    "webhook_allow",
+    "trusted_proxies",
+    "log_level",
+    "log_format",
+    "config",
+)
+def hub_command(config: str | None, **flags: Any) -> None:
+    """Run a hub without workers of its own, until Ctrl-C or SIGTERM.
+
+    Several hubs may share a Redis or PostgreSQL store.
+    """
+    from comfyfleet.cli.exit_codes import require
+    from comfyfleet.cli.hub_connection import keep_private
+    from comfyfleet.cli.settings import read_settings
+
+    require("hub")
+    from comfyfleet.cli.bootstrap import run_loop
+
+    resolved = read_settings(flags, config=config)
+    keep_private()
+    set_up(resolved.values.log_level, resolved.values.log_format)
+    ended(run_loop(_run_hub(resolved)))
+
+
+async def _run_hub(resolved: Resolved) -> Sequence[int]:
+    from contextlib import AsyncExitStack
+
+    from comfyfleet.cli.bootstrap import greet, open_house
+    from comfyfleet.cli.exit_codes import Signals
+
+    with Signals() as signals:
+        async with AsyncExitStack() as stack:
+            entered = await signals.before(stack.enter_async_context(open_house(resolved)), 1)
+            if entered is not None:
+                greet(entered[0], resolved)
+                await signals.wait()
+    return signals.came
+
+
+_SECRETS = (
+    (re.compile(r"\b(cf[a-z]_)[\w-]{4,}"), r"\1…"),
+    (re.compile(r"(?i)\b(bearer|basic) [\w.~+/=-]+"), r"\1 …"),
+    (re.compile(r"(?i)([?&](?:token|key|signature)=)[^&\s\"']+"), r"\1…"),
+    (re.compile(r"(\w://)[^/@\s\"']+@"), r"\1…@"),
+    (re.compile(r"""(["']?token["']?\s*[:=]\s*["'])[^"']+"""), r"\1…"),
+)
+_TALKATIVE = ("asyncio", "uvicorn", "websockets", "aiohttp", "multipart")
+"""Below warnings these tell of sockets and frames, with all that is in them."""
+
+
+def struck_out(text: str) -> str:
+    for form, instead in _SECRETS:
+        text = form.sub(instead, text)
+    return text
+
+
+class TextFormatter(LineFormatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def _struck_out(self, text: str) -> str:
+        return struck_out(text)
+
+    def _about(self) -> str:
+        about = " ".join(f"{name}={value}" for name, value in tracing.fields().items())
+        return f" [{about}]" if about else ""
+
+
+class JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        told: dict[str, Any] = {
+            "at": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": struck_out(record.getMessage()),
+            **tracing.fields(),
+        }
+        if record.exc_info:
+            told["traceback"] = struck_out(self.formatException(record.exc_info))
+        return escaped(msgspec.json.encode(told).decode(), is_line=True)
+
+
+def set_up(level: str, format_: str) -> None:
+    """In place of what was set up before; debugging, once asked for, stays."""
+    root = logging.getLogger()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if format_ == "json" else TextFormatter())
+    is_debugging = root.level == logging.DEBUG
+    root.handlers[:] = [handler]
+    root.setLevel(logging.DEBUG if is_debugging else level.upper())
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.WARNING)

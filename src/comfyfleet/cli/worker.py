@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from comfyfleet.cli import workers
-from comfyfleet.cli.helping import group
+from comfyfleet.cli import fleet
+from comfyfleet.cli.command_help import group
 from comfyfleet.cli.options import OF_A_WORKER, fake_beside_real, settings
-from comfyfleet.cli.printing import echo
+from comfyfleet.cli.output import echo
 from comfyfleet.cli.up import ended
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from comfyfleet.cli.reach import Reach
+    from comfyfleet.cli.exit_codes import Signals
+    from comfyfleet.cli.hub_connection import Reach
     from comfyfleet.cli.settings import Resolved
-    from comfyfleet.cli.signals import Signals
     from comfyfleet.model.worker import Capabilities
     from comfyfleet.pool.options import Server
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 @settings("data", "log_level", "log_format", "config")
 @click.option("--simulated", type=click.FloatRange(0), multiple=True, hidden=True, metavar="SECONDS")
 @click.pass_context
-def command(
+def worker_command(
     context: click.Context,
     /,
     config: str | None,
@@ -78,10 +78,10 @@ def command(
         return
     import asyncio
 
-    from comfyfleet.cli.local import keep_private, read_hub, tighten_data_folder
-    from comfyfleet.cli.logs import set_up
+    from comfyfleet.cli.hub_connection import keep_private, read_hub, tighten_data_folder
     from comfyfleet.cli.servers import declared_in, named, tidied, with_services
     from comfyfleet.cli.settings import read_settings
+    from comfyfleet.cli.up import set_up
 
     flags |= _read_rules(changes)
     resolved = read_settings(flags, config=config)
@@ -104,7 +104,7 @@ def command(
 
 
 for _name in ("show", "drain", "pause", "resume", "refresh", "remove"):
-    command.add_command(workers.command.commands[_name])
+    worker_command.add_command(fleet.workers_command.commands[_name])
 
 
 def _read_rules(changes: str | None) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _takes_from_store(resolved: Resolved) -> bool:
 
 def _refuse_found(resolved: Resolved) -> None:
     """A fake completes jobs with pictures that nobody can use: it joins nothing that the environment led it to."""
-    from comfyfleet.cli.reach import find_hub
+    from comfyfleet.cli.hub_connection import find_hub
     from comfyfleet.cli.settings import masked
 
     takes_from_store = _takes_from_store(resolved)
@@ -149,8 +149,8 @@ async def _work(
     resolved: Resolved, servers: list[Server], simulated: Sequence[float], declared: Capabilities
 ) -> Sequence[int]:
     """Answers which signals came."""
+    from comfyfleet.cli.exit_codes import Signals
     from comfyfleet.cli.servers import declaring, fakes, this_process
-    from comfyfleet.cli.signals import Signals
 
     chosen = resolved.values
     name = chosen.name or this_process()
@@ -169,9 +169,9 @@ async def _work(
 async def _work_on_store(
     resolved: Resolved, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
-    from comfyfleet.cli.encrypting import sealing_of
+    from comfyfleet.cli.bootstrap import sealing_of
     from comfyfleet.cli.servers import journals, tell_state
-    from comfyfleet.pool.direct import DirectWorkers
+    from comfyfleet.pool.servers import DirectWorkers
     from comfyfleet.worker.settings import AgentSettings
 
     chosen = resolved.values
@@ -198,9 +198,9 @@ async def _work_on_store(
 async def _work_for_hub(
     resolved: Resolved, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
-    from comfyfleet.cli.reach import find_hub
+    from comfyfleet.cli.hub_connection import find_hub
     from comfyfleet.cli.servers import journals, tell_state
-    from comfyfleet.pool.agents import Agents
+    from comfyfleet.pool.servers import Agents
     from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
     from comfyfleet.worker.transports.http import HttpWorkerApi
     from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
@@ -244,8 +244,8 @@ async def _key(resolved: Resolved, reach: Reach, worker: str) -> str | None:
     """The key of this worker: one it got before, or gets now for the enrolment token; else the one that was given."""
     import asyncio
 
-    from comfyfleet.cli.local import read_worker_key, write_worker_key
-    from comfyfleet.client.fleet import FleetClient
+    from comfyfleet.cli.hub_connection import read_worker_key, write_worker_key
+    from comfyfleet.client.client import FleetClient
     from comfyfleet.model.errors import Fault
 
     if resolved.values.key is not None:

@@ -12,7 +12,7 @@ import msgspec
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult, Urgency
-from comfyfleet.model.workflow_files import read_workflow_file, workflow_in
+from comfyfleet.model.workflow import read_workflow_file, workflow_in
 from comfyfleet.wire.bodies import (
     InputBody,
     PreferencesBody,

@@ -2,6 +2,8 @@
 
 A command is a hint. What it is about stands in the store (a cancel with its job, a pause or a drain with its worker)
 and is told again with every heartbeat, so one that is lost on its way to another engine costs time and nothing else.
+
+Workers that an operator removed while they were there: not admitted until one lets them back.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from collections import defaultdict
 import msgspec
 
 from comfyfleet.engine.context import Context
-from comfyfleet.engine.rounds import Rounds
+from comfyfleet.engine.matcher import Rounds
 from comfyfleet.model.block import EVERY_WORKER
 from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import Dispatch, Stop
-from comfyfleet.model.errors import Fault
-from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import ProfileKey, WorkerId
+from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
+from comfyfleet.ports import Cabinet
 
 _LOG = logging.getLogger(__name__)
 # An agent may have gone over to another engine, and never ask here again.
@@ -101,3 +105,43 @@ class CommandDesk:
             except TimeoutError:
                 return ()
         return tuple(self.take(worker_id))
+
+
+DRAWER = "removed_workers"
+
+
+async def check(cabinet: Cabinet, worker_id: WorkerId) -> None:
+    if await cabinet.get(DRAWER, worker_id) is not None:
+        raise Refusal(
+            RefusalCode.NOT_ALLOWED,
+            f"an operator removed worker {worker_id!r}: `comfyfleet workers resume {worker_id}` lets it back",
+        )
+
+
+async def keep_out(cabinet: Cabinet, worker_id: WorkerId, worker: WorkerRecord | None) -> None:
+    body = msgspec.json.encode(_removed(worker_id, worker))
+    await cabinet.put(DRAWER, worker_id, body, version=None)
+
+
+async def let_back(cabinet: Cabinet, worker_id: WorkerId) -> WorkerRecord | None:
+    """As it was when it was removed; it registers by itself. None: it was not kept out."""
+    document = await cabinet.get(DRAWER, worker_id)
+    if document is None or not await cabinet.remove(DRAWER, worker_id):
+        return None
+    return msgspec.json.decode(document.body, type=WorkerRecord)
+
+
+def _removed(worker_id: WorkerId, worker: WorkerRecord | None) -> WorkerRecord:
+    """Without what it offered, which may be long: it says so again when it is let back."""
+    services = () if worker is None else tuple(Service(each.name) for each in worker.capabilities.services)
+    seen_at = 0.0 if worker is None else worker.last_seen_at
+    return WorkerRecord(
+        worker_id,
+        Capabilities(services),
+        ProfileKey(""),
+        1,
+        seen_at,
+        seen_at,
+        is_offline=True,
+        offline_reason="removed by an operator",
+    )

@@ -1,26 +1,45 @@
-"""What the parts of one engine share: its ports, its rules, what it has learned, and the way facts go out."""
+"""What the parts of one engine share: its ports, its rules, what it has learned, and the way facts go out.
+
+Work that follows a write: the change stands and has been published, so a failure here is logged and nothing more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
-from comfyfleet.engine.best_effort import best_effort
+from comfyfleet.engine.admission import Gate, OpenGate
 from comfyfleet.engine.fleet import Fleet
-from comfyfleet.engine.gate import Gate, OpenGate
-from comfyfleet.engine.shell import StoreClock
+from comfyfleet.engine.system import StoreClock
 from comfyfleet.model.block import Block
 from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Phase, Written
+from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Submission
-from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.policy.deadly import is_refusing
+from comfyfleet.model.workflow_stats import Lesson, LessonDelta
 from comfyfleet.policy.failover import FailoverStrategy
-from comfyfleet.policy.fairness import charge_s
-from comfyfleet.policy.learning import expected_s
+from comfyfleet.policy.fair_share import charge_s
+from comfyfleet.policy.poison_workflows import is_refusing
 from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.workflow_stats import expected_s
 from comfyfleet.ports import Bus, Chance, Clock, Store
+
+_LOG = logging.getLogger(__name__)
+
+
+@contextmanager
+def best_effort(what: str) -> Iterator[None]:
+    """Neither the caller's answer nor the next step depends on the block. `what` completes "could not ..."."""
+    try:
+        yield
+    except Fault as fault:
+        _LOG.warning("could not %s: %s", what, fault)
+    except Exception:
+        _LOG.exception("could not %s", what)
+
 
 _MAX_LESSONS = 10_000
 _LEARN_AGAIN_S = 10.0
@@ -51,7 +70,7 @@ class Context:
         self.strategy = strategy
         self.fleet = Fleet(store, self.clock)
         self.reaches_tenants: bool = getattr(store, "reaches_tenants", False)
-        """Whether the store takes a write to the databases of tenants that have one (`tenancy/apart.py`)."""
+        """Whether the store takes a write to the databases of tenants that have one (`tenancy/ledger_store.py`)."""
         self.wake_by: Callable[[float | None], None] = lambda _: None
         """Set by the sweeper: something falls due at this time."""
         self.give_back: Callable[[Dispatch], Awaitable[None]] = _nobody

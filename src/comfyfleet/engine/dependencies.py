@@ -14,18 +14,17 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from comfyfleet.engine.best_effort import best_effort
-from comfyfleet.engine.context import Context
-from comfyfleet.engine.inputs import Inputs, with_files
-from comfyfleet.engine.rounds import Rounds
-from comfyfleet.engine.verdicts import Verdicts
+from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.failure_handler import Verdicts
+from comfyfleet.engine.input_files import Inputs, with_files
+from comfyfleet.engine.matcher import Rounds
 from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Phase, Write
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.payload_digest import job_sha256
-from comfyfleet.policy.timing import released
+from comfyfleet.policy.timers import released
 from comfyfleet.ports import Document
 from comfyfleet.tracing import in_background, log_failure
 

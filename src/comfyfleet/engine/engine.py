@@ -9,36 +9,31 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.bus.local import LocalBus
-from comfyfleet.engine.catalogs import NodeCatalogs
+from comfyfleet.engine.admission import Gate
 from comfyfleet.engine.commands import CommandDesk
 from comfyfleet.engine.context import Context
-from comfyfleet.engine.deadly import DeadlyWorkflows
-from comfyfleet.engine.definitions import NodeDesk
 from comfyfleet.engine.dependencies import Dependencies
-from comfyfleet.engine.explain import explain
-from comfyfleet.engine.following import Follower
-from comfyfleet.engine.foreign import ForeignDesk
-from comfyfleet.engine.gate import Gate
-from comfyfleet.engine.inputs import Inputs
-from comfyfleet.engine.inputs import forget as forget_uses
-from comfyfleet.engine.jobs import JobDesk
-from comfyfleet.engine.judging import Judge
-from comfyfleet.engine.listing import list_jobs
-from comfyfleet.engine.missing import MissingDesk
-from comfyfleet.engine.narrowing import Narrowing
-from comfyfleet.engine.newest import Newest
-from comfyfleet.engine.operators import Action, OperatorDesk
-from comfyfleet.engine.purging import ended_job, forget, purge
-from comfyfleet.engine.refusing import Refusals
-from comfyfleet.engine.relaying import Relaying
-from comfyfleet.engine.rounds import Rounds
-from comfyfleet.engine.shell import SystemChance, SystemClock
-from comfyfleet.engine.submitting import SubmitDesk
+from comfyfleet.engine.direct_workers import ForeignDesk
+from comfyfleet.engine.explanation import explain
+from comfyfleet.engine.failure_handler import Verdicts
+from comfyfleet.engine.input_files import Inputs
+from comfyfleet.engine.input_files import forget as forget_uses
+from comfyfleet.engine.job_list import list_jobs
+from comfyfleet.engine.job_operations import JobDesk, ended_job, forget, purge
+from comfyfleet.engine.latest_progress import Newest
+from comfyfleet.engine.local_bus import LocalBus
+from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.need_review import Narrowing
+from comfyfleet.engine.node_catalogs import NodeCatalogs, NodeDesk
+from comfyfleet.engine.operator_commands import Action, OperatorDesk
+from comfyfleet.engine.peers import Follower, Relaying
+from comfyfleet.engine.placement import Refusals
+from comfyfleet.engine.poison_workflows import DeadlyWorkflows
+from comfyfleet.engine.submitter import SubmitDesk
 from comfyfleet.engine.sweeper import Sweeper
-from comfyfleet.engine.unrunnable import Unrunnable
-from comfyfleet.engine.verdicts import Verdicts
-from comfyfleet.engine.workers import WorkerDesk
+from comfyfleet.engine.system import SystemChance, SystemClock
+from comfyfleet.engine.waiting_jobs import Judge, MissingDesk, Unrunnable
+from comfyfleet.engine.worker_operations import WorkerDesk
 from comfyfleet.model.block import Block
 from comfyfleet.model.calls import (
     Beat,
@@ -64,11 +59,11 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Event, Fact, News
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.model.node_signatures import NodeCatalog
+from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
-from comfyfleet.policy.learning import expected_s
 from comfyfleet.policy.rules import Rules
+from comfyfleet.policy.workflow_stats import expected_s
 from comfyfleet.ports import Bus, Chance, Clock, Store
 
 _WORKERS_AT_A_TIME = 500

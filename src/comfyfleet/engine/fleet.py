@@ -18,11 +18,10 @@ from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import ClassKey, ProfileKey, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import Capabilities, LiveState, WorkerDelta, WorkerRecord
-from comfyfleet.policy.deadly import is_refusing
-from comfyfleet.policy.fakes import is_held_back
-from comfyfleet.policy.feasibility import is_feasible
+from comfyfleet.policy.feasibility import is_feasible, is_held_back
+from comfyfleet.policy.poison_workflows import is_refusing
 from comfyfleet.policy.projection import Vocabulary, profile_key
-from comfyfleet.policy.registering import capabilities_of, registered_again, registered_first
+from comfyfleet.policy.registration import capabilities_of, registered_again, registered_first
 from comfyfleet.ports import Clock, Store
 
 # After so many growths the vocabulary is made anew from what waits, so that words nobody uses any more are forgotten.

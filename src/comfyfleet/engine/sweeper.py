@@ -2,36 +2,42 @@
 
 One timer stands at the next moment anything is due (a delay, a lease, a deadline, a block, a quarantine); a slow sweep
 covers what no timer was set for. Every duty may run twice: each ends in a guarded write.
+
+Whoever waits for something is called every few seconds to look for itself, so that nobody depends on having heard.
+
+A change is written first and told afterwards. What tells of it can be lost on every way: a bus, a relay, a process that
+died in between. A look at the store finds it all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import msgspec
 
-from comfyfleet.engine.best_effort import best_effort
-from comfyfleet.engine.catalogs import NodeCatalogs
 from comfyfleet.engine.commands import CommandDesk
-from comfyfleet.engine.context import Context
-from comfyfleet.engine.deadly import DeadlyWorkflows
+from comfyfleet.engine.context import Context, best_effort
 from comfyfleet.engine.dependencies import Dependencies
-from comfyfleet.engine.explain import explain
-from comfyfleet.engine.purging import purge
-from comfyfleet.engine.rounds import Rounds
-from comfyfleet.engine.verdicts import Verdicts
-from comfyfleet.engine.workers import WorkerDesk
+from comfyfleet.engine.explanation import explain
+from comfyfleet.engine.failure_handler import Verdicts
+from comfyfleet.engine.job_operations import purge
+from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.engine.poison_workflows import DeadlyWorkflows
+from comfyfleet.engine.worker_operations import WorkerDesk
 from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Stop, Write
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.policy.timing import Due, review
-from comfyfleet.policy.visibility import asker_of
-from comfyfleet.ports import Timer
+from comfyfleet.policy.tenants import asker_of
+from comfyfleet.policy.timers import Due, review
+from comfyfleet.ports import Clock, Timer
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -348,3 +354,50 @@ def _quarantined(worker: WorkerRecord, until: float) -> WorkerRecord:
 
 def _released(worker: WorkerRecord) -> WorkerRecord:
     return msgspec.structs.replace(worker, quarantined_until=None)
+
+
+_PAUSE_S = 0.1
+"""Between two turns: of many who began at almost the same time, several are called in one."""
+
+
+class Rechecks:
+    def __init__(self, clock: Clock, every_s: float) -> None:
+        self._clock = clock
+        self._every_s = every_s
+        self._due: dict[object, tuple[float, Callable[[], None]]] = {}
+        """In the order in which they are due, as everybody waits equally long."""
+        self._timer: Timer | None = None
+        self._is_closed = False
+
+    @contextmanager
+    def calling(self, look: Callable[[], None]) -> Iterator[None]:
+        """While this lasts, `look` is called every few seconds."""
+        waiting = object()
+        self._due[waiting] = (self._clock.monotonic() + self._every_s, look)
+        self._arm()
+        try:
+            yield
+        finally:
+            self._due.pop(waiting, None)
+
+    def _arm(self) -> None:
+        if self._timer is None and self._due and not self._is_closed:
+            first, _ = next(iter(self._due.values()))
+            wait_s = max(first - self._clock.monotonic(), _PAUSE_S)
+            self._timer = self._clock.call_at(self._clock.now() + wait_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        now = self._clock.monotonic()
+        for waiting, (due_at, look) in list(self._due.items()):
+            if due_at > now:
+                break
+            del self._due[waiting]
+            self._due[waiting] = (now + self._every_s, look)
+            look()
+        self._arm()
+
+    def close(self) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()

@@ -1,6 +1,7 @@
 """The composition: an engine and its parts behind one ASGI application.
 
-The engine belongs to whoever made it and is open before the hub and after. `serving.py` puts the application on a port.
+The engine belongs to whoever made it and is open before the hub and after. `hub/http/server.py` puts the
+application on a port.
 """
 
 from __future__ import annotations
@@ -13,55 +14,44 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemChance
-from comfyfleet.hub.audit import Audit, Kind
-from comfyfleet.hub.body import Bodies
-from comfyfleet.hub.credentials import Credentials, KeyWatch
-from comfyfleet.hub.credits import CreditHandlers
-from comfyfleet.hub.deleting import DeleteHandlers
-from comfyfleet.hub.delivering import Delivering
-from comfyfleet.hub.door import Door, Handler
-from comfyfleet.hub.events import FleetFeed
-from comfyfleet.hub.files import FileHandlers
-from comfyfleet.hub.fleet import FleetHandlers
+from comfyfleet.engine.system import SystemChance
+from comfyfleet.hub.audit.log import Audit, Kind, WorkerLog
+from comfyfleet.hub.files.handlers import FileHandlers
+from comfyfleet.hub.files.job_files import InputDesk
+from comfyfleet.hub.fleet import FleetHandlers, StatsDesk
 from comfyfleet.hub.health import HealthHandlers, version_here
-from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.jobs import JobHandlers
-from comfyfleet.hub.keyed_workers import KeyedWorkers
+from comfyfleet.hub.http.body import Bodies
+from comfyfleet.hub.http.credentials import Credentials, KeyedWorkers, KeyWatch
+from comfyfleet.hub.http.limits import Limits, Places
+from comfyfleet.hub.http.pipeline import Door, Handler
+from comfyfleet.hub.http.proxies import TrustedProxies
+from comfyfleet.hub.jobs import DeleteHandlers, JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
-from comfyfleet.hub.limits import Limits
+from comfyfleet.hub.maintenance import Upkeep
 from comfyfleet.hub.metrics import Metrics, MetricsHandlers
-from comfyfleet.hub.page import PageHandlers
-from comfyfleet.hub.pending import Pending
-from comfyfleet.hub.places import Places
-from comfyfleet.hub.proxies import TrustedProxies
-from comfyfleet.hub.reconciling import ReconcileHandlers
-from comfyfleet.hub.rooms import Rooms
-from comfyfleet.hub.scoped_stats import StatsDesk
-from comfyfleet.hub.sending import Sender
-from comfyfleet.hub.socket import LegacyWebsocket, Sockets
-from comfyfleet.hub.streams import StreamHandlers
-from comfyfleet.hub.suspending import Suspending
-from comfyfleet.hub.tenant_duties import TenantDuties
-from comfyfleet.hub.tenants import TenantHandlers
-from comfyfleet.hub.terms import TermsGate
-from comfyfleet.hub.unrunnable_jobs import UnrunnableJobs
-from comfyfleet.hub.upkeep import Upkeep
-from comfyfleet.hub.usage import UsageHandlers
-from comfyfleet.hub.webhooks import WebhookHandlers
-from comfyfleet.hub.worker_log import WorkerLog
+from comfyfleet.hub.pages import PageHandlers
+from comfyfleet.hub.streams.fleet_feed import FleetFeed
+from comfyfleet.hub.streams.job_channels import Rooms
+from comfyfleet.hub.streams.sse import StreamHandlers
+from comfyfleet.hub.tenants.admission import TermsGate
+from comfyfleet.hub.tenants.credits import CreditHandlers, UsageHandlers
+from comfyfleet.hub.tenants.handlers import ReconcileHandlers, TenantHandlers
+from comfyfleet.hub.tenants.maintenance import Suspending, TenantDuties, UnrunnableJobs
+from comfyfleet.hub.webhooks.dispatcher import Delivering
+from comfyfleet.hub.webhooks.handlers import WebhookHandlers
+from comfyfleet.hub.webhooks.sender import Pending, Sender
+from comfyfleet.hub.websocket.sessions import LegacyWebsocket, Sockets
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.ids import TenantId
-from comfyfleet.outbound.guard import Guard
-from comfyfleet.policy.retention import DAY_S, Retention
+from comfyfleet.net.url_guard import Guard
+from comfyfleet.policy.rules import DAY_S, Retention
 from comfyfleet.ports import Assets, Cabinet, Clock
-from comfyfleet.tenancy.deliveries import Deliveries
-from comfyfleet.tenancy.estate import Estate
-from comfyfleet.tenancy.judging import TermsJudge
+from comfyfleet.tenancy.deletion import Belongings, Leaver
 from comfyfleet.tenancy.keys import Keys
-from comfyfleet.tenancy.leaving import Belongings, Leaver
-from comfyfleet.tenancy.moving import Mover
-from comfyfleet.tenancy.shares import ShareKeeper
+from comfyfleet.tenancy.relocation import Mover
+from comfyfleet.tenancy.services import Estate
+from comfyfleet.tenancy.terms import ShareKeeper, TermsJudge
+from comfyfleet.tenancy.webhook_outbox import Deliveries
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.routes import ROUTES
 

@@ -1,20 +1,163 @@
-"""The operators' handlers: the queue, the dead letter, the workers, the blocks."""
+"""The operators' handlers: the queue, the dead letter, the workers, the blocks.
+
+Workers as a caller sees them: all of them with everything, or to a key of one tenant those that work for it.
+
+The queue as a key of one tenant sees it: its newest jobs, counted. Nobody else's are in the figures.
+
+Stores count all jobs together. What belongs to one tenant is counted from its list, up to a bound and not more often
+than every few seconds, so that asking costs no more than a look at the list.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import msgspec
+
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.listing import records_of
-from comfyfleet.engine.operators import Action
-from comfyfleet.hub.door import Call, Handler, Reply
-from comfyfleet.hub.queries import page_of
-from comfyfleet.hub.scoped_stats import StatsDesk
-from comfyfleet.hub.seen_workers import blocks_of, details, may_see, with_blocks, workers_seen
+from comfyfleet.engine.job_list import records_of
+from comfyfleet.engine.operator_commands import Action
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.router import page_of
 from comfyfleet.model.access import Caller
-from comfyfleet.model.block import Block
+from comfyfleet.model.block import UNTIL_LIFTED, Block
+from comfyfleet.model.calls import JobFilter
+from comfyfleet.model.dispatch import Dispatch, Phase, Standing
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.model.worker import WorkerRecord, WorkerStatus
+from comfyfleet.model.ids import JobId, TenantId, WorkerId
+from comfyfleet.model.worker import TenantAccess, WorkerRecord, WorkerStatus
+from comfyfleet.policy.feasibility import admits
+from comfyfleet.policy.tenants import is_known_to
+from comfyfleet.tracing import in_background
 from comfyfleet.wire import answers, bodies
+from comfyfleet.wire.answers import StatsBody
+
+
+async def workers_seen(engine: Engine, caller: Caller) -> list[answers.WorkerDetails]:
+    workers = await engine.workers()
+    held = await engine.leases(workers)
+    ends = await _block_ends(engine, caller)
+    return [
+        with_blocks(details(worker, held[worker.worker_id], caller), ends.get(worker.worker_id, []))
+        for worker in workers
+        if may_see(worker, held[worker.worker_id], caller)
+    ]
+
+
+async def blocks_of(engine: Engine, caller: Caller, worker_id: WorkerId) -> list[float]:
+    """When each block of a workflow on this worker ends, of those that the caller may know."""
+    return (await _block_ends(engine, caller)).get(worker_id, [])
+
+
+async def _block_ends(engine: Engine, caller: Caller) -> dict[WorkerId, list[float]]:
+    now = await engine.store.now()
+    ends: dict[WorkerId, list[float]] = {}
+    for block in await engine.blocks():
+        is_seen = caller.scope is None or block.tenant is None or caller.sees(block.tenant)
+        if is_seen and not block.names_job and block.is_in_force(now) and block.blocked_until is not None:
+            ends.setdefault(block.worker_id, []).append(block.blocked_until)
+    return ends
+
+
+def with_blocks(found: answers.WorkerDetails, ends: list[float]) -> answers.WorkerDetails:
+    first = min((end for end in ends if end != UNTIL_LIFTED), default=None)
+    return msgspec.structs.replace(found, blocked_workflows=len(ends), blocked_until=first)
+
+
+def may_see(worker: WorkerRecord, leases: list[Dispatch], caller: Caller) -> bool:
+    """One that runs a job of the tenant stands in that job by its name."""
+    is_known = is_known_to(worker.capabilities.tenant_access, caller.scope)
+    return is_known or any(caller.sees(lease.tenant) for lease in leases)
+
+
+def details(worker: WorkerRecord, leases: list[Dispatch], caller: Caller) -> answers.WorkerDetails:
+    found = answers.worker(worker, leases)
+    if caller.scope is None:
+        return found
+    # A viewer of one tenant sees that a worker is busy, not with whose jobs, nor whom else it serves.
+    alone = TenantAccess(worker.capabilities.tenant_access.isolation)
+    return msgspec.structs.replace(
+        found,
+        current_jobs=tuple(str(lease.job_id) for lease in leases if caller.sees(lease.tenant)),
+        capabilities=msgspec.structs.replace(worker.capabilities, tenant_access=alone),
+    )
+
+
+NEWEST = 500
+_GOOD_FOR_S = 5.0
+_MAX_KNOWN = 1_000
+
+
+class _Counted(msgspec.Struct, frozen=True):
+    phases: Counter[Phase]
+    standings: Counter[Standing]
+    payload_bytes: int
+    jobs: int
+
+
+class StatsDesk:
+    def __init__(self, engine: Engine, now: Callable[[], float]) -> None:
+        """`now` is a clock that only goes forward."""
+        self._engine = engine
+        self._now = now
+        self._known: dict[TenantId, tuple[float, asyncio.Task[_Counted]]] = {}
+
+    async def of(self, scope: TenantId | None) -> StatsBody:
+        """`scope` is the only tenant that the caller sees. None: it sees all of them."""
+        engine = self._engine
+        is_paused = await engine.store.is_queue_paused()
+        if scope is None:
+            stats = await engine.stats()
+            return StatsBody(
+                **{name: getattr(stats, name) for name in stats.__struct_fields__}, is_paused=is_paused
+            )
+        counted = await self._counted(scope)
+        workers = [
+            worker
+            for worker in await engine.workers()
+            if not worker.is_offline and admits(worker.capabilities.tenant_access, scope, is_strict=False)
+        ]
+        return StatsBody(
+            waiting=counted.standings[Standing.IN_LANE],
+            delayed=counted.standings[Standing.DELAYED],
+            paused=counted.standings[Standing.PAUSED],
+            leased=counted.phases[Phase.LEASED],
+            completed=counted.phases[Phase.COMPLETED],
+            failed=counted.phases[Phase.FAILED],
+            cancelled=counted.phases[Phase.CANCELLED],
+            workers=len(workers),
+            idle_slots=engine.idle_slots,
+            payload_bytes=counted.payload_bytes,
+            is_paused=is_paused,
+            counted=counted.jobs,
+        )
+
+    async def _counted(self, tenant: TenantId) -> _Counted:
+        until, counting = self._known.pop(tenant, (0.0, None))
+        if counting is None or self._now() >= until:
+            counting = in_background(self._count(tenant), name="stats")
+            until = self._now() + _GOOD_FOR_S
+        self._known[tenant] = (until, counting)
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        try:
+            # Shielded: others wait for the same count.
+            return await asyncio.shield(counting)
+        except Exception:
+            self._known.pop(tenant, None)
+            raise
+
+    async def _count(self, tenant: TenantId) -> _Counted:
+        page = await self._engine.listing(JobFilter(tenant), NEWEST, newest_first=True)
+        is_open = [job.job_id for job in page.jobs if not job.phase.is_final]
+        found = [each for each in await self._engine.store.load_many(is_open) if each is not None]
+        phases = Counter(job.phase for job in page.jobs if job.phase.is_final)
+        phases.update(each.phase for each in found)
+        waiting = Counter(each.standing for each in found if each.phase is Phase.QUEUED)
+        size = sum(each.payload_bytes for each in found if not each.phase.is_final)
+        return _Counted(phases, waiting, size, len(page.jobs))
 
 
 class FleetHandlers:

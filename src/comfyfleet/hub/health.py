@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from comfyfleet.hub.door import Call, Handler, Reply
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
 from comfyfleet.model.errors import Fault
 from comfyfleet.ports import Cabinet, Clock, Store
 from comfyfleet.wire.answers import HealthBody

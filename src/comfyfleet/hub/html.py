@@ -1,6 +1,6 @@
 """The hub's pages as text: made from values, every word of others escaped. No script, nothing from elsewhere.
 
-Who may see a page, and where its values come from, is `page.py`'s.
+Who may see a page, and where its values come from, is `pages.py`'s.
 """
 
 from __future__ import annotations

@@ -1,6 +1,11 @@
 """The callers' handlers: submit, look, list, cancel, retry, pause, priority, explain.
 
 A job of another tenant is not there at all. What a body means is `wire/`'s; what happens to a job is the engine's.
+
+The handler that forgets a job: in its tenant's database where it lies apart, then in the store.
+
+In this order: what the store has forgotten nobody deletes a second time, and a record that stayed behind would keep its
+reference.
 """
 
 from __future__ import annotations
@@ -17,26 +22,27 @@ from typing import NamedTuple
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.door import Call, Handler, Reply
-from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.json_bounds import PIECE_BYTES, check_json
-from comfyfleet.hub.owners import check_sees, owner_of
-from comfyfleet.hub.safe_reports import made_safe
+from comfyfleet.hub.files.job_files import InputDesk
+from comfyfleet.hub.http.body import PIECE_BYTES, check_json
+from comfyfleet.hub.http.credentials import check_sees, owner_of
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.local_worker_api import made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
-from comfyfleet.model.conversion import is_editor_workflow
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.editor_conversion import is_editor_workflow
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.ids import JobId, TenantId, WorkflowHash
+from comfyfleet.model.ids import JobId, TenantId, WorkflowHash, traceparent_of
 from comfyfleet.model.job import Job, JobResult, Submission
-from comfyfleet.model.trace import traceparent_of
 from comfyfleet.model.workflow import check_workflow, decoded_graph
 from comfyfleet.ports import Assets
+from comfyfleet.tenancy.tenants import Homes
 from comfyfleet.tracing import about
 from comfyfleet.wire import answers, bodies
-from comfyfleet.wire.payloads import payload_body
+from comfyfleet.wire.answers import payload_body
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.route import LARGE_BYTES
-from comfyfleet.wire.spelling import spell, understood
+from comfyfleet.wire.status_names import spell, understood
 
 _LOG = logging.getLogger(__name__)
 
@@ -317,3 +323,34 @@ def _idempotency_key(headers: Mapping[str, str]) -> str | None:
             "an Idempotency-Key has 1 to 200 visible ASCII characters and no space",
         )
     return key
+
+
+_AGAIN_S = 5.0
+
+
+class DeleteHandlers:
+    def __init__(self, engine: Engine, homes: Homes) -> None:
+        self._engine = engine
+        self._homes = homes
+
+    def bound(self) -> dict[str, Handler]:
+        return {"delete_job": self.delete}
+
+    async def delete(self, call: Call[None]) -> Reply:
+        job_id = JobId(call.parameters["job_id"])
+        await check_sees(call.caller, self._engine.store, job_id)
+        await self._engine.forget(job_id, self._forget_apart)
+        return Reply(204)
+
+    async def _forget_apart(self, dispatch: Dispatch) -> None:
+        home = await self._homes.of(dispatch.tenant) if dispatch.is_apart else None
+        if home is None:
+            return
+        job_id, database = dispatch.job_id, home.database
+        if not await database.forget_jobs([job_id], float("inf")) and await database.get(job_id) is not None:
+            raise Refusal(
+                RefusalCode.UNAVAILABLE,
+                f"job {job_id!r} cannot be deleted just now: its tenant is on its way to another database, or it is "
+                "being taken up again; try again",
+                retry_after_s=_AGAIN_S,
+            )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from comfyfleet.hub.audit import Audit
-from comfyfleet.hub.credentials import Credentials
-from comfyfleet.hub.door import Call, Handler, Reply
-from comfyfleet.hub.keyed_workers import KeyedWorkers
-from comfyfleet.hub.places import Places
+from comfyfleet.hub.audit.log import Audit
+from comfyfleet.hub.http.credentials import Credentials, KeyedWorkers
+from comfyfleet.hub.http.limits import Places
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
 from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.wire import bodies, worker

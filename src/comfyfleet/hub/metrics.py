@@ -18,8 +18,8 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.door import Call, Handler, Reply
-from comfyfleet.hub.places import Places
+from comfyfleet.hub.http.limits import Places
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
 from comfyfleet.model.dispatch import Written
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, FactKind

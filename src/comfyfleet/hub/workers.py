@@ -14,10 +14,10 @@ from collections.abc import Iterable
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.door import Call, Handler, Reply
-from comfyfleet.hub.inputs import InputDesk
-from comfyfleet.hub.keyed_workers import KeyedWorkers
-from comfyfleet.hub.safe_reports import apart, has_many, made_safe
+from comfyfleet.hub.files.job_files import InputDesk
+from comfyfleet.hub.http.credentials import KeyedWorkers
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.local_worker_api import apart, has_many, made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release, Report
 from comfyfleet.model.dispatch import LeaseRef
@@ -25,9 +25,9 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
-from comfyfleet.model.node_signatures import NodeCatalog
+from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import Capabilities, WorkerRecord
-from comfyfleet.policy.reports import safe_failure, safe_news
+from comfyfleet.policy.sanitizer import safe_failure, safe_news
 from comfyfleet.ports import Assets
 from comfyfleet.tracing import about
 from comfyfleet.wire import worker as wire

@@ -1,6 +1,8 @@
 """What crosses the two doors: the requests and answers of `JobApi` and `WorkerApi` as plain values.
 
 The engine takes and gives them in process; over HTTP the same values are encoded. No transport is known here.
+
+Everything a store keeps of one job: what another store needs to go on with it as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import Fact, NewsKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import FetchedFile, InputFile
 from comfyfleet.model.ids import (
@@ -308,3 +310,10 @@ class RunningAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
 
     state: str
     result: JobResult | None = None
+
+
+class WholeJob(msgspec.Struct, frozen=True):
+    dispatch: Dispatch
+    job: Job
+    facts: tuple[Fact, ...]
+    attempts: tuple[Attempt, ...]

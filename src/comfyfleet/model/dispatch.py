@@ -26,7 +26,7 @@ from comfyfleet.model.ids import (
     WorkerId,
     WorkflowHash,
 )
-from comfyfleet.model.terms import DEFAULT_CHARGE_S
+from comfyfleet.model.tenant import DEFAULT_CHARGE_S
 
 TOMBSTONE_S = 60.0
 """So long the end of a dispatch whose record lies apart is kept once it is settled: a relay gives up what it read more

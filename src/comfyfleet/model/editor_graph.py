@@ -1,6 +1,6 @@
 """The parts of a file of the ComfyUI editor: nodes, wires, subgraphs, in every form that its releases have saved.
 
-It reads and normalises; what runs and what feeds what is `conversion.py`'s.
+It reads and normalises; what runs and what feeds what is `editor_conversion.py`'s.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Credits as entries in a book: postings that are only ever added, holds, their settlements, and what things cost.
 
 Amounts are whole numbers of the operator's smallest unit. What follows from what is `policy/accounting.py`'s; the books
-themselves lie in the tenants' databases (`tenancy/database.py`).
+themselves lie in the tenants' databases (`tenancy/database/port.py`).
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Attachment, Job
-from comfyfleet.model.variants import WorkflowVariant, graph_for
 from comfyfleet.model.workflow import with_seeds
+from comfyfleet.model.workflow_variants import WorkflowVariant, graph_for
 
 _encode = msgspec.json.Encoder(order="sorted").encode
 

@@ -1,7 +1,14 @@
-"""Whose jobs they are: a tenant as an operator set it up. What is private to it lies in the database of its pool."""
+"""Whose jobs they are: a tenant as an operator set it up. What is private to it lies in the database of its pool.
+
+On which terms a tenant has its part of the fleet, and how much it has had of it so far.
+
+Virtual time is GPU-seconds divided by the tenant's weight. A lease is charged with an estimate, which is put right when
+it ends. What is computed with these numbers stands here, because every store computes it alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated
 
@@ -82,3 +89,83 @@ class Tenant(msgspec.Struct, frozen=True, omit_defaults=True):
     """What it is again once it has been moved."""
     moved_from: str | None = None
     """Where what it left behind is still being erased."""
+
+
+DEFAULT_CHARGE_S = 10.0
+"""What a lease is charged with where nothing is known of the workflow."""
+
+
+class TenantTerms(msgspec.Struct, frozen=True, omit_defaults=True):
+    tenant: TenantId
+    weight: float = 1.0
+    """Twice the weight, twice the part of the fleet while others wait too."""
+    max_leased: int | None = None
+    """So many of its jobs may run at once. None: as many as there are workers."""
+    held_until: float | None = None
+    """None of its jobs is leased before that time; infinity means until it is said otherwise."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.weight < float("inf"), "a weight is a number above zero"
+        assert self.max_leased is None or self.max_leased >= 0
+
+    def is_held(self, now: float) -> bool:
+        return self.held_until is not None and now < self.held_until
+
+
+class Share(msgspec.Struct, frozen=True):
+    """What a tenant has had, and has now. Jobs are counted from when the first tenant of the fleet got terms."""
+
+    tenant: TenantId
+    virtual_time: float = 0.0
+    """Never falls."""
+    credit: float = 0.0
+    """What it was charged too much: deducted from what it is charged next."""
+    waiting: int = 0
+    leased: int = 0
+    is_behind: bool = False
+    """It was kept out, held or at its cap, and may have fallen behind through no wait of its own: with its next lease
+    it starts anew, and until then nobody is measured by it."""
+    terms: TenantTerms | None = None
+
+    @property
+    def weight(self) -> float:
+        return 1.0 if self.terms is None else self.terms.weight
+
+    @property
+    def is_open(self) -> bool:
+        return self.waiting > 0 or self.leased > 0
+
+    @property
+    def is_at_cap(self) -> bool:
+        return (
+            self.terms is not None
+            and self.terms.max_leased is not None
+            and self.leased >= self.terms.max_leased
+        )
+
+    def is_out(self, now: float) -> bool:
+        """Nothing of it may be leased now."""
+        return self.terms is not None and (self.is_at_cap or self.terms.is_held(now))
+
+    def charged(self, by: float) -> Share:
+        """After so much more virtual time, or less: what is too much never makes it fall."""
+        if by < 0:
+            return msgspec.structs.replace(self, credit=self.credit - by)
+        taken = max(0.0, by - self.credit)
+        return msgspec.structs.replace(
+            self, virtual_time=self.virtual_time + taken, credit=max(0.0, self.credit - by)
+        )
+
+    def started(self, at: float) -> Share:
+        return msgspec.structs.replace(self, virtual_time=max(self.virtual_time, at))
+
+
+def start_among(others: Iterable[Share], greatest: float) -> float:
+    """The virtual time at which a tenant begins to take part: no credit is banked while it has nothing to do.
+
+    That of the least served of those that are being served; where nobody is, of those that wait. One that waits for
+    a worker that nobody has does not count while others run: it may wait for ever. Where nobody takes part, the
+    greatest virtual time of all: those who were served before must not pay for having been alone.
+    """
+    ranked = [((each.is_behind, each.leased == 0), each.virtual_time) for each in others if each.is_open]
+    return min(ranked)[1] if ranked else greatest

@@ -1,7 +1,7 @@
 """Who is to be told of a job's facts over HTTP, and how far the telling is: webhooks, their secrets, deliveries.
 
 A webhook comes with a job or stands for all jobs of a tenant. A delivery is one fact for one webhook; whether and when
-it is tried again is `policy/delivering.py`'s.
+it is tried again is `policy/webhook_delivery.py`'s.
 """
 
 from __future__ import annotations

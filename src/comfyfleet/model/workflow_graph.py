@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.canonical import MAX_NESTING, NotCanonicalError, check_canonical
+from comfyfleet.model.canonical_json import MAX_NESTING, NotCanonicalError, check_canonical
 from comfyfleet.model.errors import Refusal, RefusalCode
 
 MAX_NODES = 5_000

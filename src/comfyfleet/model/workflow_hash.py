@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.canonical import canonical_json
+from comfyfleet.model.canonical_json import canonical_json
 from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.workflow_graph import Node, Workflow, parse_workflow
 

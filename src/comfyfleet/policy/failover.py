@@ -18,8 +18,8 @@ from comfyfleet.model.block import Block, BlockReason, tenant_target
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import Requirements
+from comfyfleet.policy.acceptance import concerns_structure, is_refusal
 from comfyfleet.policy.feasibility import normal_model
-from comfyfleet.policy.refusals import concerns_structure, is_refusal
 from comfyfleet.policy.retry import BlockRule, Choice, row_of
 from comfyfleet.policy.rules import Rules
 

@@ -1,12 +1,17 @@
 """Which worker may take which class, and why not: the dimensions that filter.
 
 Verdicts are made here and nowhere else; a store only remembers them. What merely ranks the workers that may
-(`scoring.py`), free slots and blocks are left to others.
+(`assignment.py`), free slots and blocks are left to others.
+
+Whether a fake worker may take a job. It makes pictures that nobody can use, so it never takes what is real work.
+
+A fleet of fakes alone works, to try things. Once a real worker was there, whether it is online or not, the jobs are
+taken to be meant for it. Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Literal
 
@@ -14,7 +19,7 @@ import msgspec
 
 from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.model.requirement import COST_TIERS, CostTier, HardwareNeed, RequirementClass, Requirements
-from comfyfleet.model.worker import Capabilities, Hardware, Service, TenantAccess
+from comfyfleet.model.worker import Capabilities, Hardware, Service, TenantAccess, WorkerRecord
 from comfyfleet.policy.rules import Weights
 
 Dimension = Literal["affinity", "service", "hardware", "models", "tenant", "performance", "location", "cost"]
@@ -249,3 +254,11 @@ def _location_misses(needs: Requirements, capabilities: Capabilities) -> Iterato
 
 def is_within_tier(tier: CostTier, limit: CostTier) -> bool:
     return COST_TIERS.index(tier) <= COST_TIERS.index(limit)
+
+
+def is_held_back(worker: WorkerRecord, fleet: Iterable[WorkerRecord]) -> bool:
+    said = worker.capabilities
+    if not said.is_fake or said.works_beside_real:
+        return False
+    # A server that never answered may be a fake as well.
+    return any(other.capabilities.services and not other.capabilities.is_fake for other in fleet)

@@ -1,7 +1,7 @@
 """How urgent a waiting job is, as one integer, and when that will change by itself.
 
 The store orders by this number (higher first) and a timer is set for its next change; ties are for fairness and the
-ranking in `matching.py` to break.
+ranking in `assignment.py` to break.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import msgspec
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.policy.refusals import is_refusal
+from comfyfleet.policy.acceptance import is_refusal
 from comfyfleet.policy.rules import Rules
 
 

@@ -17,11 +17,11 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.requirement import Isolation, LocationNeed, RequirementClass, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
-from comfyfleet.model.variants import with_nodes
 from comfyfleet.model.workflow import Node, Workflow, check_workflow, files_of
+from comfyfleet.model.workflow_variants import with_nodes
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.timing import wake_at
+from comfyfleet.policy.timers import wake_at
 
 _STRICTNESS: tuple[Isolation, ...] = ("none", "loose", "strict")
 _MEGAPIXEL = 1024 * 1024

@@ -18,19 +18,32 @@
 | `client:state` | `client_id`, `state`, `message` |
 | `client:blocked_workflow` | `client_id`, `workflow_hash`, `blocked_until`, `failures`, `reason`, `message` |
 | `client:unblocked_workflow` | `client_id`, `workflow_hash`, `reason`: why it ended |
+
+From the engine's facts and news to the pool's events. One fact may be two events: a failure and its retry.
+
+Who hears what happens, in the pool's words: handlers one after the other, and whoever watches a single job.
+
+What an event looks like is `events.py`'s, who wants it `events.py`'s.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 import msgspec
 
-from comfyfleet.model.failure import Failure
+from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.local_bus import LocalSubscription
+from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, News, NewsKind
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import JobResult, OutputFile
+from comfyfleet.ports import Clock
 
 EventName = Literal[
     "pool:ready",
@@ -150,3 +163,200 @@ class Listeners:
                     message = f"a handler of {event.name} failed: {error}"
                     told = PoolEvent("pool:error", at, message=message, error_type=type(error).__name__)
                     await self.tell(told, at)
+
+
+class Label(msgspec.Struct, frozen=True, gc=False):
+    """What every event of a job carries."""
+
+    public_id: str
+    workflow_hash: str
+    metadata: dict[str, Any]
+
+
+_NEWS = {
+    NewsKind.ACCEPTED: "job:accepted",
+    NewsKind.STARTED: "job:started",
+    NewsKind.PROGRESS: "job:progress",
+    NewsKind.PREVIEW: "job:preview",
+    NewsKind.OUTPUT: "job:output",
+}
+
+
+def of_news(news: News, label: Label) -> PoolEvent:
+    data = news.data
+    return PoolEvent(
+        _NEWS[news.kind],
+        news.at,
+        label.public_id,
+        label.workflow_hash,
+        label.metadata,
+        client_id=news.worker_id,
+        prompt_id=data.get("prompt_id"),
+        node=data.get("node"),
+        value=data.get("value"),
+        max=data.get("max"),
+        percentage=data.get("percentage"),
+        remaining_s=data.get("remaining_s"),
+        message=data.get("message") or "",
+        image=news.image,
+        image_type=data.get("format"),
+        output=data.get("output"),
+        files=msgspec.convert(data.get("files") or (), tuple[OutputFile, ...]),
+    )
+
+
+def of_fact(
+    fact: Fact, label: Label, result: JobResult | None = None, failure: Failure | None = None
+) -> Iterator[PoolEvent]:
+    """`result` and `failure` are what the store keeps of the end; without a failure the fact's own words are told."""
+    data = fact.data or {}
+    base = PoolEvent("", fact.at, label.public_id, label.workflow_hash, label.metadata)
+
+    def event(name: str, **fields: Any) -> PoolEvent:
+        return msgspec.structs.replace(base, name=name, **fields)
+
+    match fact.kind:
+        case FactKind.QUEUED:
+            yield event("job:queued")
+        case FactKind.COMPLETED:
+            yield event("job:completed", client_id=data.get("worker_id"), result=result)
+        case FactKind.RETRYING | FactKind.FAILED:
+            will_retry = fact.kind is FactKind.RETRYING
+            yield event(
+                "job:failed",
+                client_id=data.get("worker_id"),
+                failure=failure or _failure(data),
+                message=str(data.get("why", "")),
+                will_retry=will_retry,
+                attempt=data.get("attempt"),
+            )
+            if will_retry:
+                retry_at = data.get("not_before") or fact.at
+                message = str(data["message"])
+                yield event("job:retrying", retry_at=retry_at, message=message, attempt=data.get("attempt"))
+        case FactKind.RELEASED:
+            message = str(data.get("reason", ""))
+            yield event("job:retrying", retry_at=fact.at, message=message, attempt=data.get("attempt"))
+        case FactKind.CANCELLED:
+            yield event("job:cancelled", reason=data.get("reason"))
+        case _:
+            # Leases, pauses and priorities are seen in the job's record.
+            return
+
+
+def _failure(data: dict[str, Any]) -> Failure:
+    return Failure(FailureKind(data["kind"]), str(data["message"]), node_id=data.get("node_id"))
+
+
+def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
+    data = fleet.data
+    if fleet.kind == "ready":
+        return PoolEvent("pool:ready", fleet.at, message=data["message"])
+    if fleet.kind == "waiting":
+        return PoolEvent("job:waiting", fleet.at, **data)
+    if fleet.kind == "state":
+        return PoolEvent(
+            "client:state",
+            fleet.at,
+            client_id=fleet.worker_id,
+            state=data["state"],
+            message=data["message"],
+        )
+    if fleet.kind not in ("blocked", "unblocked") or "workflow_hash" not in data:
+        return None
+    return PoolEvent(
+        f"client:{fleet.kind}_workflow",
+        fleet.at,
+        workflow_hash=str(data["workflow_hash"]),
+        client_id=fleet.worker_id,
+        blocked_until=data.get("blocked_until"),
+        failures=data.get("failures"),
+        reason=str(data.get("why", data["reason"])),
+        message=str(data.get("message") or ""),
+    )
+
+
+class Teller:
+    def __init__(self, engine: Engine, clock: Clock) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._listeners = Listeners()
+        self._heard = LocalSubscription(lambda _: None)
+        self._labels: dict[JobId, Label] = {}
+        """Of the jobs that handlers heard of and that have not ended."""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._engine.bus.listen(self.hear)
+        self._task = asyncio.get_running_loop().create_task(self._tell(), name="pool events")
+
+    async def close(self) -> None:
+        """Returns when everything that was heard is told."""
+        self._heard.close()
+        if self._task is not None:
+            await self._task
+
+    def on(self, name: str, handler: Handler, where: Mapping[str, Any] | None) -> Callable[[], None]:
+        return self._listeners.add(name, handler, where)
+
+    def hear(self, event: Event) -> None:
+        if self._listeners:
+            self._heard.offer(event)
+
+    async def watch(self, job_id: JobId) -> AsyncGenerator[PoolEvent, None]:
+        """Everything that is kept of the job's past, and what happens to it until it ends."""
+        label = await self._read_label(job_id)
+        async with contextlib.aclosing(self._engine.watch(job_id)) as watched:
+            async for event in watched:
+                for told in await self._of_job(event, label):
+                    yield told
+
+    async def _tell(self) -> None:
+        async for event in self._heard:
+            now = self._clock.now()
+            try:
+                events = await self._events_of(event)
+            except Exception as error:
+                # A connector may report what nobody can read; what comes after it is told all the same.
+                _LOG.exception("an event could not be told of: %r", event)
+                message = f"a {event.kind} event could not be told of: {error}"
+                events = (PoolEvent("pool:error", now, message=message, error_type=type(error).__name__),)
+            for told in events:
+                await self._listeners.tell(told, now)
+
+    async def _events_of(self, event: Event) -> Iterable[PoolEvent]:
+        if isinstance(event, FleetEvent):
+            told = of_fleet(event)
+            return () if told is None else (told,)
+        label = self._labels.get(event.job_id) or await self._read_label(event.job_id)
+        if isinstance(event, Fact) and event.kind.is_final:
+            self._labels.pop(event.job_id, None)
+        else:
+            self._labels[event.job_id] = label
+        return await self._of_job(event, label)
+
+    async def _of_job(self, event: Event, label: Label) -> Iterable[PoolEvent]:
+        assert not isinstance(event, FleetEvent)
+        if not isinstance(event, Fact):
+            return (of_news(event, label),)
+        result = failure = None
+        if event.kind is FactKind.COMPLETED:
+            job = await self._engine.store.records.get(event.job_id)
+            result = None if job is None else job.result
+        elif event.kind in (FactKind.FAILED, FactKind.RETRYING):
+            failure = await self._failure(event)
+        return list(of_fact(event, label, result, failure))
+
+    async def _failure(self, fact: Fact) -> Failure | None:
+        """All that is known of it; a fact has no room for tracebacks."""
+        number = (fact.data or {}).get("lease")
+        for attempt in await self._engine.store.attempts(fact.job_id):
+            if attempt.lease_number == number:
+                return attempt.failure
+        return None
+
+    async def _read_label(self, job_id: JobId) -> Label:
+        job = await self._engine.store.records.get(job_id)
+        if job is None:
+            return Label(job_id, "", {})
+        return Label(job.reference or job_id, job.workflow_hash, job.payload.metadata or {})

@@ -1,11 +1,17 @@
-"""What a user of the pool may say: servers, affinities, durations, files to attach."""
+"""What a user of the pool may say: servers, affinities, durations, files to attach.
+
+What a user of the pool may say, as one table: an argument, when it is right, and what it must be in words.
+
+Only the kind of a value is judged here. Whether the engine takes a job with it is `policy/admission.py`'s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -14,9 +20,149 @@ from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import Attachment, Timeouts
 from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.worker import Capabilities
-from comfyfleet.model.workflow_files import read_workflow_file, workflow_in
-from comfyfleet.pool.checks import AFFINITY, check
+from comfyfleet.model.workflow import read_workflow_file, workflow_in
+from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Connector
+from comfyfleet.worker.connectors.comfyui import ComfyUISettings
+from comfyfleet.worker.settings import AgentSettings
+
+_FAILOVER = ("should_skip", "record_failure", "record_success", "is_blocked")
+# The usual ones come first: asking an abstract class takes long.
+_LISTS = (tuple, list, Sequence, Set)
+_TEXTS = (str, bytes)
+
+
+class _Rule(NamedTuple):
+    is_right: Callable[[Any], bool]
+    words: str
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_duration(value: Any) -> bool:
+    number = value.total_seconds() if isinstance(value, timedelta) else value
+    return _is_number(number) and number >= 0
+
+
+def _each(kind: type) -> Callable[[Any], bool]:
+    """A text is a sequence of texts, and is never meant as one."""
+
+    def is_right(value: Any) -> bool:
+        is_list = isinstance(value, _LISTS) and not isinstance(value, _TEXTS)
+        return is_list and all(isinstance(each, kind) for each in value)
+
+    return is_right
+
+
+def _none_or(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+def _kind(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+_FLAG = _Rule(_kind(bool), "True or False")
+_TEXT = _Rule(_none_or(lambda value: isinstance(value, str) and value != ""), "a text that is not empty")
+_WHOLE = _Rule(_is_whole, "a whole number")
+_COUNT = _Rule(lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
+_MOMENT = _Rule(_none_or(_is_number), "a finite number of seconds since the epoch")
+_DURATION = _Rule(_is_duration, "a finite number of seconds or a timedelta, and not negative")
+_LIMIT = _Rule(_none_or(_is_duration), f"{_DURATION.words}, or None")
+_CLIENTS = _Rule(_each(str), "a list of server ids")
+_MODE = _Rule(lambda value: value in ("require", "prefer"), "'require' or 'prefer'")
+
+Rulebook = Mapping[str, _Rule]
+
+JOB: Rulebook = {
+    "workflow": _Rule(_kind(dict, str, Path, Mapping), "an API-format graph, or the path of a file with one"),
+    "priority": _WHOLE,
+    "job_id": _TEXT,
+    "metadata": _Rule(_none_or(_kind(Mapping)), "a mapping"),
+    "max_attempts": _Rule(_none_or(_COUNT.is_right), _COUNT.words),
+    "retry_delay": _LIMIT,
+    "preferred_client_ids": _CLIENTS,
+    "excluded_client_ids": _CLIENTS,
+    "affinity_mode": _MODE,
+    "include_outputs": _Rule(_each(str), "a list of node ids, each a text"),
+    "attachments": _Rule(_each(Attachment), "a list of what attach() makes"),
+    "execution_start_timeout": _LIMIT,
+    "node_execution_timeout": _LIMIT,
+    "timeout": _LIMIT,
+    "not_before": _MOMENT,
+    "deadline": _MOMENT,
+    "on_deadline": _Rule(lambda value: value in ("fail", "flag"), "'fail' or 'flag'"),
+    "urgency": _Rule(_kind(str), "a text"),
+    "requirements": _Rule(_none_or(_kind(Requirements)), "a Requirements"),
+    "preferences": _Rule(_none_or(_kind(Preferences)), "a Preferences"),
+    "require_workable": _FLAG,
+}
+WAIT: Rulebook = {"timeout": _LIMIT}
+PRIORITY: Rulebook = {"priority": _WHOLE}
+POOL: Rulebook = {
+    "servers": _Rule(
+        lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping),
+        'a list of addresses and Servers, such as ["http://gpu-a:8188"]',
+    ),
+    "store": _Rule(
+        lambda value: isinstance(value, str) or callable(getattr(value, "lease", None)),
+        "a URL, such as 'memory:', or a store",
+    ),
+    "cooldown": _DURATION,
+    "max_failures_before_block": _COUNT,
+    "failover": _Rule(
+        _none_or(lambda value: all(callable(getattr(value, name, None)) for name in _FAILOVER)),
+        f"a FailoverStrategy with {', '.join(_FAILOVER)}",
+    ),
+    "workflow_affinities": _Rule(_kind(Iterable), "a list of Affinity"),
+    "max_attempts": _COUNT,
+    "execution_start_timeout": _LIMIT,
+    "node_execution_timeout": _LIMIT,
+    "affinity_wait": _DURATION,
+    "health_check_interval": _DURATION,
+    "reconnection_grace": _DURATION,
+    "slots": _COUNT,
+    "rules": _Rule(_none_or(_kind(Rules)), "a Rules"),
+    "agent": _Rule(_none_or(_kind(AgentSettings)), "an AgentSettings"),
+    "comfyui": _Rule(_none_or(_kind(ComfyUISettings)), "a ComfyUISettings"),
+}
+SERVER: Rulebook = {
+    "url": _TEXT,
+    "id": _TEXT,
+    "slots": _COUNT,
+    "capabilities": _Rule(_none_or(_kind(Capabilities)), "a Capabilities"),
+    "headers": _Rule(_kind(Mapping), "a mapping"),
+}
+AFFINITY: Rulebook = {
+    "workflow_hash": _Rule(_kind(str), "a text: hash_workflow(graph)"),
+    "preferred_client_ids": _CLIENTS,
+    "excluded_client_ids": _CLIENTS,
+    "mode": _MODE,
+}
+
+
+def check(rules: Rulebook, given: Mapping[str, Any]) -> None:
+    """Refuses the first argument that is not what it must be. What there is no rule for is not looked at."""
+    for name, rule in rules.items():
+        if not rule.is_right(given[name]):
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"{name} must be {rule.words}; {given[name]!r} is not")
+
+
+def check_outputs(names: Iterable[str], graph: Mapping[str, Any]) -> None:
+    unknown = [name for name in names if name not in graph]
+    if unknown:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"include_outputs names nodes that the workflow does not have: {', '.join(unknown)}; "
+            f"it has {', '.join(graph)}",
+        )
+
 
 Seconds = float | timedelta
 """A duration: a number of seconds, or a timedelta."""

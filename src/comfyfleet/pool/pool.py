@@ -16,9 +16,9 @@ from typing import Any, Literal
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.shell import SystemClock
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Explanation
-from comfyfleet.model.conversion import is_editor_workflow
+from comfyfleet.model.editor_conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId
@@ -27,36 +27,41 @@ from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.workflow import hash_workflow
 from comfyfleet.policy.failover import FailoverStrategy
 from comfyfleet.policy.rules import Rules, problem_of
-from comfyfleet.pool.checks import JOB, POOL, PRIORITY, WAIT, check, check_outputs
-from comfyfleet.pool.events import EventName, Handler, PoolEvent
+from comfyfleet.pool.events import EventName, Handler, PoolEvent, Teller
 from comfyfleet.pool.notices import Notices
 from comfyfleet.pool.options import (
+    JOB,
+    POOL,
+    PRIORITY,
+    WAIT,
     Affinity,
     AffinityMode,
     Seconds,
     Server,
+    check,
+    check_outputs,
     checked,
     read_workflow,
     routed,
     seconds,
     timeouts,
 )
+from comfyfleet.pool.output_files import write_new
 from comfyfleet.pool.records import (
     BlockedWorkflow,
     JobCancelled,
     JobFailed,
     JobRecord,
     PoolStats,
+    Waiting,
     block_of,
     record_of,
+    within,
 )
-from comfyfleet.pool.saving import write_new
 from comfyfleet.pool.servers import Servers
-from comfyfleet.pool.telling import Teller
-from comfyfleet.pool.waiting import Waiting, within
 from comfyfleet.ports import Store
+from comfyfleet.stores.factory import open_store, refuse_if_sealed
 from comfyfleet.stores.failure_texts import without_a_hub
-from comfyfleet.stores.opening import open_store, refuse_if_sealed
 from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 from comfyfleet.worker.settings import AgentSettings, AgentState
 

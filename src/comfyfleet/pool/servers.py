@@ -1,29 +1,153 @@
-"""The servers of a pool by their names: added and removed while everything runs, asked for files and for figures.
+"""Agents for servers, whatever door they take their jobs from: an engine in this process, or a hub far away.
 
-The agents behind them are `agents.py`'s.
+Owns the composition: which connectors a worker gets, and one agent for them. What a pool knows of its servers beside
+that is `servers.py`'s.
+
+The servers of a pool by their names: added and removed while everything runs, asked for files and for figures.
+
+The agents behind them are `servers.py`'s.
+
+Servers that work off a store which several processes share: an engine and one agent for each server, no callers.
+
+It is a pool without its front: what waits on the store is taken from there, and whoever submitted it hears of its end
+there. Where the store belongs to one process there is nobody else to submit anything, so that is refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Protocol, runtime_checkable
+from urllib.parse import urlsplit
 
 import msgspec
 
 from comfyfleet.engine.engine import Engine
+from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import OutputFile
 from comfyfleet.model.worker import Capabilities
-from comfyfleet.pool.agents import Agents, Member
-from comfyfleet.pool.checks import SERVER, check
-from comfyfleet.pool.options import Server
+from comfyfleet.policy.rules import Rules
+from comfyfleet.pool.options import SERVER, Server, check
 from comfyfleet.pool.records import ServerStats
-from comfyfleet.ports import Clock
+from comfyfleet.ports import Clock, Connector, Store, WorkerApi
+from comfyfleet.stores.factory import open_store, refuse_if_sealed
+from comfyfleet.stores.failure_texts import without_a_hub
+from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings, server_id
+from comfyfleet.worker.connectors.simulated import SimulatedConnector
+from comfyfleet.worker.journal import Journal
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
+
+
+class Member:
+    """A server with what was made for it."""
+
+    __slots__ = ("agent", "connector", "server")
+
+    def __init__(self, server: Server, connector: Connector, agent: Agent) -> None:
+        self.server = server
+        self.connector = connector
+        """Its first service; most workers have no other."""
+        self.agent = agent
+
+
+class Agents:
+    """Added one by one, while others run; ended together. `journals` is the folder for what must outlive a crash."""
+
+    def __init__(
+        self,
+        on_state: Callable[[str, AgentState], None],
+        agent: AgentSettings | None = None,
+        comfyui: ComfyUISettings | None = None,
+        journals: Path | None = None,
+    ) -> None:
+        self._journals = journals
+        self._on_state = on_state
+        self._agent_settings = agent or AgentSettings()
+        self._comfyui_settings = comfyui or ComfyUISettings()
+        self._members: dict[str, Member] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __getitem__(self, name: str) -> Member:
+        return self._members[name]
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._members)
+
+    def members(self) -> Iterable[Member]:
+        return self._members.values()
+
+    def journal_of(self, server: Server) -> Journal | None:
+        """None for what ends with this process: there is nothing to go on with."""
+        connectors = [*((server.connector,) if server.connector is not None else ()), *server.more]
+        is_pretended = all(isinstance(connector, SimulatedConnector) for connector in connectors)
+        if self._journals is None or not server.keeps_journal or (server.url is None and is_pretended):
+            return None
+        return Journal(self._journals, WorkerId(str(server.id)))
+
+    async def add(self, api: WorkerApi, server: Server, journal: Journal | None = None) -> None:
+        """Returns at once; a server, or a hub, that is down is waited for in the background."""
+        name = server.id
+        assert name is not None, "whoever adds a server has named it"
+        if name in self._members:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"there is a server {name!r} already; give this one an id"
+            )
+        connector = server.connector or self._comfyui(server)
+        agent = Agent(
+            api,
+            WorkerId(name),
+            [connector, *server.more],
+            msgspec.structs.replace(self._agent_settings, slots=server.slots),
+            declared=server.capabilities,
+            on_state=lambda state: self._on_state(name, state),
+            journal=journal or self.journal_of(server),
+        )
+        self._members[name] = Member(server, connector, agent)
+        await agent.start()
+
+    def _comfyui(self, server: Server) -> Connector:
+        if server.url is None:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"server {server.id!r} has neither a url nor a connector"
+            )
+        headers = {**self._comfyui_settings.headers, **server.headers}
+        settings = msgspec.structs.replace(
+            self._comfyui_settings,
+            headers=headers,
+            folder=server.folder,
+            clears_history=server.clears_history,
+        )
+        return ComfyUI(server.url, settings)
+
+    async def remove(self, name: str, *, drain: bool) -> None:
+        member = self._members[name]
+        if drain:
+            await member.agent.drain()
+        await member.agent.stop()
+        del self._members[name]
+
+    async def first_verdicts(self) -> None:
+        await asyncio.gather(*(member.agent.first_verdict() for member in self._members.values()))
+
+    async def drain(self) -> None:
+        await asyncio.gather(*(member.agent.drain() for member in self._members.values()))
+
+    async def drained(self) -> None:
+        """Until each of them was told to drain and has done so."""
+        await asyncio.gather(*(member.agent.drained() for member in self._members.values()))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(member.agent.stop() for member in self._members.values()))
 
 
 @runtime_checkable
@@ -180,3 +304,74 @@ class Servers:
             raise Refusal(
                 RefusalCode.NOT_FOUND, f"the pool has no server {name!r}; it has: {known}"
             ) from None
+
+
+class DirectWorkers:
+    """An async context manager: it returns once every server was asked what it has, and closing stops at once."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        *,
+        store: str,
+        on_state: Callable[[str, AgentState], None],
+        rules: Rules | None = None,
+        agent: AgentSettings | None = None,
+        comfyui: ComfyUISettings | None = None,
+        journals: Path | None = None,
+        sealing: Callable[[Store, Clock], Store] | None = None,
+    ) -> None:
+        """`sealing` is put around the store where its jobs are sealed; without, such a store is refused."""
+        clock = SystemClock()
+        opened = open_store(store, clock)
+        # Sealed, what a server said may lie in the store itself.
+        opened = without_a_hub(opened) if sealing is None else sealing(opened, clock)
+        self._has_keys = sealing is not None
+        if not opened.is_shared:
+            scheme = urlsplit(store).scheme
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"a {scheme}: store belongs to the one process that opens it, so a worker beside it cannot use it: "
+                "share a redis://… or postgresql://… store, or give the servers to that one process",
+            )
+        self._engine = Engine(opened, rules=rules, clock=clock)
+        self._servers = Servers(
+            self._engine,
+            agent or AgentSettings(),
+            comfyui or ComfyUISettings(),
+            1,
+            self._engine.clock,
+            on_state,
+            journals,
+        )
+        self._first_servers = tuple(servers)
+
+    async def __aenter__(self) -> DirectWorkers:
+        await self._engine.__aenter__()
+        try:
+            if not self._has_keys:
+                await refuse_if_sealed(self._engine.store.cabinet)
+            for server in self._first_servers:
+                await self._servers.add(server)
+            await self._servers.first_verdicts()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def drain(self) -> None:
+        """Nothing new is taken; returns when what runs has ended or, after the grace, was given back."""
+        await self._servers.drain()
+
+    async def drained(self) -> None:
+        """Returns when every server has been told to drain, by whomever, and has done so."""
+        await self._servers.drained()
+
+    async def close(self) -> None:
+        await self._servers.close()
+        await self._engine.close()

@@ -2,7 +2,7 @@
 central store has in their place where they are found. Which kind of failure it was, and what policy goes by, stays.
 
 A worker without a way to that database leaves them in a drawer of the central store, from which the next hub takes them
-there (`tenancy/left_texts.py`).
+there (`tenancy/failure_texts.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.ports import Store
-from comfyfleet.stores.packing import pack
+from comfyfleet.stores.documents import pack
 
 DRAWER = "failure_texts"
 """Of the central store's cabinet: what waits for a hub, by the id of the attempt."""

@@ -1,6 +1,8 @@
 """What every store that keeps its dispatches in Python compares and makes: guards, a lease, a longer lease.
 
 Pure functions of values. Where a dispatch is kept, and what is locked meanwhile, is each store's own.
+
+How long the end of a dispatch whose record lies apart is kept, whatever the retention says.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 import msgspec
 
 from comfyfleet.model.dispatch import (
+    TOMBSTONE_S,
     AtRevision,
     Attempt,
     Dispatch,
@@ -71,3 +74,14 @@ def extended(dispatch: Dispatch, now: float, ttl_s: float) -> Dispatch:
         dispatch.lease, expires_at=max(dispatch.lease.expires_at, now + ttl_s), is_acknowledged=True
     )
     return msgspec.structs.replace(dispatch, lease=lease, revision=dispatch.revision + 1)
+
+
+def last_to_go(before: float, now: float) -> float:
+    """What is apart may go if it was settled before this, which is when it was last written."""
+    return min(before, now - TOMBSTONE_S)
+
+
+def may_go(dispatch: Dispatch, ended_at: float, before: float, now: float) -> bool:
+    if dispatch.is_apart:
+        return dispatch.settled_at is not None and ended_at < last_to_go(before, now)
+    return ended_at < before

@@ -1,6 +1,7 @@
 """The reference store: everything in this process, gone at its end. Dispatches and records in one home.
 
-What a call does to the jobs that are open is `kept.py`'s; here are the records, the facts and what has ended.
+What a call does to the jobs that are open is `stores/inprocess/queue_state.py`'s; here are the records, the
+facts and what has ended.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
-from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
+from comfyfleet.model.workflow_stats import Lesson, LessonDelta
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
-from comfyfleet.stores.adopting import MemoryMoving
-from comfyfleet.stores.cabinet import MemoryCabinet
-from comfyfleet.stores.entries import MemoryEntry, MemoryRecords
-from comfyfleet.stores.kept import Ending, Kept
-from comfyfleet.stores.shares import MemoryShares
-from comfyfleet.stores.tombstones import may_go
+from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.guards import may_go
+from comfyfleet.stores.inprocess.fair_share import MemoryShares
+from comfyfleet.stores.inprocess.job_import import MemoryMoving
+from comfyfleet.stores.inprocess.memory_records import MemoryEntry, MemoryRecords
+from comfyfleet.stores.inprocess.queue_state import Ending, Kept
 
 
 class MemoryStore:

@@ -1,7 +1,7 @@
 """Finds what crashes, failovers and old backups left between the central store and tenants' databases, and mends it.
 
 It compares every open round with what the store has under its id, and every apart dispatch with its round. What follows
-where they differ is policy's to say (`policy/reconciling.py`). What is on its way just now differs too: a finding
+where they differ is policy's to say (`policy/reconciliation.py`). What is on its way just now differs too: a finding
 counts only if a second look, a moment later, says the same.
 """
 
@@ -17,13 +17,12 @@ from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.model.tenant import Tenant, TenantState
-from comfyfleet.policy.accounting import problems
-from comfyfleet.policy.reconciling import Finding, FindingKind, judge_dispatch, judge_open
-from comfyfleet.policy.settling import hold_of
+from comfyfleet.policy.accounting import hold_of, problems
+from comfyfleet.policy.reconciliation import Finding, FindingKind, judge_dispatch, judge_open
 from comfyfleet.ports import Clock
-from comfyfleet.tenancy.apart import ApartStore
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
-from comfyfleet.tenancy.database import TenantDatabase
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.ledger_store import ApartStore
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)

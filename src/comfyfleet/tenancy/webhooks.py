@@ -1,7 +1,7 @@
 """Standing webhooks and the secrets that sign deliveries, in the store's cabinet: every hub on a store has the same.
 
-Both belong to a tenant, or to the hub itself (no owner). Which URLs may be called is `outbound/guard.py`'s, what is
-delivered the book's in `deliveries.py`.
+Both belong to a tenant, or to the hub itself (no owner). Which URLs may be called is `net/url_guard.py`'s, what is
+delivered the book's in `webhook_outbox.py`.
 """
 
 from __future__ import annotations

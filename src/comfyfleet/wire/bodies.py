@@ -27,7 +27,7 @@ from comfyfleet.model.requirement import (
 )
 from comfyfleet.model.webhook import ENDINGS, Webhook
 from comfyfleet.model.workflow import decoded_graph
-from comfyfleet.wire.spelling import KNOWN_STATUSES, OLD_SERVICE_NAMES, OLD_TENANT_NAMES
+from comfyfleet.wire.status_names import KNOWN_STATUSES, OLD_SERVICE_NAMES, OLD_TENANT_NAMES
 
 MAX_BATCH = 1_000
 IDEMPOTENCY_PREFIX = "idempotency-key:"

@@ -17,7 +17,7 @@ from comfyfleet.model.fact import Fact, FactKind, FleetEvent, News
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult
 from comfyfleet.wire.bodies import Name
-from comfyfleet.wire.spelling import spell
+from comfyfleet.wire.status_names import spell
 
 _LONGEST_S = 1e9
 EventNumber = Annotated[int, Meta(ge=0, le=2**53)]

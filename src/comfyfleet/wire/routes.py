@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from comfyfleet.model.calls import Explanation
 from comfyfleet.model.errors import RefusalCode
-from comfyfleet.wire import answers, bodies, keys, payloads, progress, worker
-from comfyfleet.wire.file_routes import FILES
-from comfyfleet.wire.hub_routes import HUB
-from comfyfleet.wire.key_routes import KEYS
-from comfyfleet.wire.reconciling import RECONCILING
+from comfyfleet.wire import answers, bodies, keys, progress, worker
+from comfyfleet.wire.admin_routes import CREDITS, FILES, HUB, KEYS, TENANTS, WEBHOOKS
 from comfyfleet.wire.route import (
     ANYBODY,
     CALLERS,
@@ -30,8 +27,7 @@ from comfyfleet.wire.route import (
     of_noun,
     post_route,
 )
-from comfyfleet.wire.tenant_routes import CREDITS, TENANTS
-from comfyfleet.wire.webhook_routes import WEBHOOKS
+from comfyfleet.wire.tenants import RECONCILING
 
 _PHASE = (RefusalCode.WRONG_PHASE,)
 _LEASE = (RefusalCode.LEASE_LOST,)
@@ -108,7 +104,7 @@ JOBS = of_noun(
         "/api/jobs/{job_id}/payload",
         "What was asked for with a job: workflow, requirements and the rest, as it can be submitted again",
         CALLERS,
-        payloads.PayloadBody,
+        answers.PayloadBody,
     ),
     Route(
         "get_result",

@@ -21,13 +21,12 @@ from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Attachment, JobResult, Timeouts
-from comfyfleet.model.node_definitions import Widget
-from comfyfleet.model.node_signatures import NodeSignature
+from comfyfleet.model.node_classes import NodeSignature, Widget
 from comfyfleet.model.requirement import Environment
 from comfyfleet.model.worker import Capabilities, LiveState
+from comfyfleet.wire.answers import asked_for
 from comfyfleet.wire.bodies import Name, Seconds
-from comfyfleet.wire.payloads import asked_for
-from comfyfleet.wire.spelling import modern_capabilities, spell
+from comfyfleet.wire.status_names import modern_capabilities, spell
 
 MAX_SLOTS = 1_000
 MAX_REPORTS = 10_000

@@ -1,8 +1,8 @@
 """The program that polls, runs, reports and drains, for one worker with its services and slots.
 
-It knows `WorkerApi` and `Connector`s alone, so it is the same in a pool, behind a hub and directly on a store. One
-lease is `attempt.py`'s, polling `slots.py`'s, heartbeats `heart.py`'s, news `news.py`'s, health `presence.py`'s,
-and what is offered `registration.py`'s.
+It knows `WorkerApi` and `Connector`s alone, so it is the same in a pool, behind a hub and directly on a
+store. One lease is `attempt.py`'s, polling `slots.py`'s, heartbeats `heartbeat.py`'s, news
+`progress_sender.py`'s, health `servers.py`'s, and what is offered `registration.py`'s.
 """
 
 from __future__ import annotations
@@ -24,15 +24,13 @@ from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.tracing import about
 from comfyfleet.worker.attempt import AttemptRun, StopReason
-from comfyfleet.worker.commands import CommandListener
-from comfyfleet.worker.heart import Heart
+from comfyfleet.worker.heartbeat import CommandListener, Heart
 from comfyfleet.worker.journal import Begun, Journal, stop_orphan
-from comfyfleet.worker.news import NewsSender
-from comfyfleet.worker.outage import Outage
-from comfyfleet.worker.presence import HasClientId, Server, TellsConnection, check_all
+from comfyfleet.worker.progress_sender import NewsSender
 from comfyfleet.worker.registration import Registration
+from comfyfleet.worker.servers import HasClientId, Server, TellsConnection, check_all
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff
-from comfyfleet.worker.slots import Slots
+from comfyfleet.worker.slots import Outage, Slots
 
 __all__ = ["Agent", "AgentSettings", "AgentState", "AgentStatus"]
 

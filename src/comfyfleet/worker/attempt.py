@@ -1,7 +1,7 @@
 """One lease from its receipt to its report: run the job on its service, tell how it ended, stop it when told to.
 
 The connector knows how a job runs, the hub what follows from an end; what lies between is here. Heartbeats are
-`heart.py`'s and the sending of news `news.py`'s.
+`heartbeat.py`'s and the sending of news `progress_sender.py`'s.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from comfyfleet.model.failure import (
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.ports import Connector, InputSource, OutputKeeper, OutputSource, WorkerApi
-from comfyfleet.worker.fetching import Patience, no_source, side_by_side, with_inputs
-from comfyfleet.worker.news import NewsSender, Outbox
+from comfyfleet.worker.job_files import Patience, no_source, side_by_side, tidy_up, with_inputs
+from comfyfleet.worker.progress_sender import NewsSender, Outbox
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
-from comfyfleet.worker.tidying import tidy_up
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The numbers an agent lives by, the states it tells of, and the pause between two tries.
 
-Settings only: what they lead to is in `agent.py`, `attempt.py`, `heart.py`, `news.py` and `presence.py`.
+Settings only: what they lead to is in `agent.py`, `attempt.py`, `heartbeat.py`, `progress_sender.py` and `servers.py`.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from comfyfleet.model.dispatch import Attempt, Dispatch, Phase
 from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
-from comfyfleet.model.lesson import Lesson
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.workflow_stats import Lesson
 
 _ENCODER = msgspec.json.Encoder()
 _NO_PAYLOAD = Submission({})

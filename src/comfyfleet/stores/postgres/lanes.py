@@ -14,7 +14,7 @@ import msgspec
 
 from comfyfleet.model.dispatch import Candidate, LaneKey
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId, WorkerId, WorkflowHash
-from comfyfleet.stores.postgres.pool import Step
+from comfyfleet.stores.postgres.connections import Step
 
 # A bound this far behind makes every look step over what was leased since.
 MAX_LAG = 256
@@ -56,7 +56,7 @@ MAY_HAVE = """
 (t.max_leased IS NULL OR t.leased < t.max_leased) AND (t.held_until IS NULL OR t.held_until <= gate.now)
 """
 
-# Of the tenant of a lane, in the order in which `shares.py` reads them. Not every tenant has a row.
+# Of the tenant of a lane, in the order in which `fair_share.py` reads them. Not every tenant has a row.
 SHARE = """
 l.tenant, coalesce(t.virtual_time, 0) AS virtual_time, coalesce(t.credit, 0) AS credit,
 coalesce(t.leased, 0) AS leased, coalesce(t.is_behind, false) AS is_behind, coalesce(t.has_terms, false) AS has_terms,

@@ -6,7 +6,7 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.stores.postgres import codec
-from comfyfleet.stores.postgres.pool import Pool, Step
+from comfyfleet.stores.postgres.connections import Pool, Step
 
 _GET = """
 SELECT j.job_id, j.tenant, j.reference, j.record, j.payload, j.result, coalesce(d.job_phase, e.job_phase)

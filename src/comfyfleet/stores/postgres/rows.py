@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from comfyfleet.model.calls import WholeJob
 from comfyfleet.model.dispatch import (
     AttemptEnd,
     AttemptOutcome,
@@ -22,11 +23,9 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId
 from comfyfleet.model.job import Job
-from comfyfleet.model.whole import WholeJob
-from comfyfleet.stores.guards import granted
+from comfyfleet.stores.guards import granted, last_to_go
 from comfyfleet.stores.postgres import codec, lanes
-from comfyfleet.stores.postgres.pool import Step, Values
-from comfyfleet.stores.tombstones import last_to_go
+from comfyfleet.stores.postgres.connections import Step, Values
 
 _LOCK_OPEN = """
 SELECT envelope, fact_count, job_phase, lane_id, charge, (SELECT is_fair FROM comfyfleet.state)

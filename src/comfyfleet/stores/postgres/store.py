@@ -28,20 +28,18 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
-from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
+from comfyfleet.model.workflow_stats import Lesson, LessonDelta
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
 from comfyfleet.stores.guards import extended, holds, is_held
-from comfyfleet.stores.postgres import codec, lanes, leasing, rows, shares, shelf, table
-from comfyfleet.stores.postgres.cabinet import PostgresCabinet
-from comfyfleet.stores.postgres.grouping import Groups
-from comfyfleet.stores.postgres.hints import TABLE, Hints
-from comfyfleet.stores.postgres.migrate import known_migrations, migrate
-from comfyfleet.stores.postgres.moving import PostgresMoving
-from comfyfleet.stores.postgres.pool import Later, Pool, Row, Step, Values
+from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lanes, leases, rows
+from comfyfleet.stores.postgres.connections import Groups, Later, Pool, Row, Step, Values
+from comfyfleet.stores.postgres.documents import PostgresCabinet
+from comfyfleet.stores.postgres.job_import import PostgresMoving
+from comfyfleet.stores.postgres.notifications import TABLE, Hints
 from comfyfleet.stores.postgres.records import PostgresRecords
-from comfyfleet.stores.postgres.server import check_server
+from comfyfleet.stores.postgres.schema import check_server, known_migrations, migrate
 
 _Answer = TypeVar("_Answer")
 
@@ -123,7 +121,7 @@ class PostgresStore:
         self.records = PostgresRecords(self._pool)
         self.cabinet = PostgresCabinet(self._pool)
         self.moving = PostgresMoving(self._pool, lambda: self._test_now, self._hints.tell)
-        self.shares = shares.PostgresShares(self._pool, lambda: self._test_now, self._hints)
+        self.shares = fair_share.PostgresShares(self._pool, lambda: self._test_now, self._hints)
 
     @property
     def epoch(self) -> int:
@@ -190,7 +188,7 @@ class PostgresStore:
         while True:
             try:
                 return await self._transact(work, *values, self._is_fair)
-            except shares.NowFair:
+            except fair_share.NowFair:
                 self._is_fair = True
 
     async def _read(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
@@ -212,33 +210,33 @@ class PostgresStore:
     # the table profile × class
 
     async def table(self) -> Table:
-        return await self._read(table.read)
+        return await self._read(eligibility.read)
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
-        is_put = await self._transact(table.put_class, cls, fits, version)
+        is_put = await self._transact(eligibility.put_class, cls, fits, version)
         if is_put:
             self._hints.tell(TABLE)
         return is_put
 
     async def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
-        return await self._transact(table.put_profile, profile, fits, version)
+        return await self._transact(eligibility.put_profile, profile, fits, version)
 
     async def drop_profiles(self, unused: Collection[ProfileKey]) -> None:
-        await self._transact(table.drop_profiles, unused)
+        await self._transact(eligibility.drop_profiles, unused)
 
     # workers
 
     async def put_worker(self, worker: WorkerRecord) -> None:
-        await self._transact(shelf.put_worker, worker)
+        await self._transact(blocks.put_worker, worker)
 
     async def add_worker(self, worker: WorkerRecord) -> bool:
-        return await self._transact(shelf.add_worker, worker)
+        return await self._transact(blocks.add_worker, worker)
 
     async def replace_worker(self, worker: WorkerRecord) -> bool:
-        return await self._transact(shelf.replace_worker, worker)
+        return await self._transact(blocks.replace_worker, worker)
 
     async def note_worker(self, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
-        return await self._transact(shelf.note_worker, worker_id, delta)
+        return await self._transact(blocks.note_worker, worker_id, delta)
 
     async def get_worker(self, worker_id: WorkerId) -> WorkerRecord | None:
         found = await self._fetch("SELECT body FROM comfyfleet.workers WHERE worker_id = %s", (worker_id,))
@@ -271,7 +269,7 @@ class PostgresStore:
             (rows.HOLD_CLASSES, (classes,)),
             (_KNOWN_JOB, names),
             rows.moment(self._test_now),
-            (shares.IS_FAIR, ()),
+            (fair_share.IS_FAIR, ()),
         )
         has_classes = len(held) == len(classes)
         record, payload = codec.encode_record(job), codec.encode(job.payload)
@@ -286,7 +284,7 @@ class PostgresStore:
             inserted = await step.row(_INSERT_JOB, values)
             if inserted is not None:
                 if is_fair and dispatch.stands_in_lane:
-                    await shares.begin_to_wait(step, dispatch.tenant)
+                    await fair_share.begin_to_wait(step, dispatch.tenant)
                 placed = msgspec.structs.replace(dispatch, sequence=inserted[0])
                 return await rows.insert(step, placed, job, facts, now)
             # Somebody else was faster with the same name.
@@ -307,19 +305,19 @@ class PostgresStore:
         return [known.get(job_id) for job_id in job_ids]
 
     async def peek(self, query: Peek) -> list[Candidate]:
-        seen = await self._read(leasing.peek, query, self._test_now)
+        seen = await self._read(leases.peek, query, self._test_now)
         await self._tidy(seen.untidy)
         return seen.candidates
 
     async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
-        return await self._share(leasing.lease, job_id, offer, self._epoch, self._test_now)
+        return await self._share(leases.lease, job_id, offer, self._epoch, self._test_now)
 
     async def lease_next(self, offer: LeaseOffer) -> Written | None:
         """Whoever asks while others of the same profile are being answered is answered together with the next."""
         return await self._leases.ask(offer.profile, offer)
 
     async def _lease_group(self, offers: Sequence[LeaseOffer]) -> list[Written | None]:
-        taken, untidy = await self._share(leasing.lease_next, offers, self._epoch, self._test_now)
+        taken, untidy = await self._share(leases.lease_next, offers, self._epoch, self._test_now)
         await self._tidy(untidy)
         return taken
 
@@ -344,7 +342,7 @@ class PostgresStore:
         if opened is None or not holds(opened.held.dispatch, write):
             return None, None
         if opened.is_fair and not is_fair:
-            raise shares.NowFair
+            raise fair_share.NowFair
         before, freed = opened.held.dispatch, None
         after = write.change.apply(before)
         # The classes of an open job are in the table for as long as it is open.
@@ -353,20 +351,20 @@ class PostgresStore:
             return None, None
         if is_fair and leases:
             # After the job and before any tenant, as whoever leases does.
-            step.add(shares.HOLD)
+            step.add(fair_share.HOLD)
         if before.lease is not None and after.lease is None:
             assert write.attempt_end is not None, "whoever ends a lease says how its attempt ended"
             rows.end_attempt(step, opened, write.attempt_end)
             if is_fair:
-                freed = shares.end(step, opened, write.attempt_end)
+                freed = fair_share.end(step, opened, write.attempt_end)
         elif is_fair and after.stands_in_lane and not before.stands_in_lane:
-            await shares.begin_to_wait(step, after.tenant)
+            await fair_share.begin_to_wait(step, after.tenant)
         job_phase = opened.held.job_phase
         if write.job is not None:
             job_phase = rows.change_record(step, opened, write.job)
         for block in write.blocks:
-            shelf.put_block(step, block)
-        shelf.lift_unseen(step, write.lifted)
+            blocks.put_block(step, block)
+        blocks.lift_unseen(step, write.lifted)
         return await rows.change(step, opened.held, after, write.facts, opened.now, job_phase), freed
 
     async def finish_and_lease_next(
@@ -378,7 +376,7 @@ class PostgresStore:
             finished = await self._write(step, write, is_fair, leases=True)
             if finished[0] is None:
                 return finished, None, ()
-            (taken,), untidy = await leasing.lease_next(step, [offer], self._epoch, self._test_now, is_fair)
+            (taken,), untidy = await leases.lease_next(step, [offer], self._epoch, self._test_now, is_fair)
             return finished, taken, untidy
 
         (finished, freed), taken, untidy = await self._share(both)
@@ -460,37 +458,37 @@ class PostgresStore:
     # blocks and lessons
 
     async def get_block(self, pair: Pair) -> Block | None:
-        return await self._read(shelf.get_block, pair)
+        return await self._read(blocks.get_block, pair)
 
     async def blocks(self, worker_id: WorkerId | None = None) -> list[Block]:
-        return await self._read(shelf.list_blocks, worker_id)
+        return await self._read(blocks.list_blocks, worker_id)
 
     async def put_block(self, block: Block) -> None:
         async def put(step: Step) -> None:
-            shelf.put_block(step, block)
+            blocks.put_block(step, block)
 
         await self._pool.transact(put)
 
     async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
-        lifted = await self._transact(shelf.lift, pairs)
+        lifted = await self._transact(blocks.lift, pairs)
         if lifted:
             self._hints.tell()
         return lifted
 
     async def expired_blocks(self) -> list[Block]:
-        expired = await self._transact(shelf.take_expired, await self.now())
+        expired = await self._transact(blocks.take_expired, await self.now())
         if expired:
             self._hints.tell()
         return expired
 
     async def next_block_end(self) -> float | None:
-        return await self._read(shelf.next_end)
+        return await self._read(blocks.next_end)
 
     async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
-        return await self._read(shelf.get_lesson, workflow_hash)
+        return await self._read(blocks.get_lesson, workflow_hash)
 
     async def put_lesson(self, lesson: Lesson) -> None:
-        await self._transact(shelf.put_lesson, lesson)
+        await self._transact(blocks.put_lesson, lesson)
 
     async def learn(self, delta: LessonDelta) -> Lesson:
-        return await self._transact(shelf.learn, delta)
+        return await self._transact(blocks.learn, delta)

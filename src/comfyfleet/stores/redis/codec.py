@@ -31,6 +31,7 @@ from comfyfleet.model.fact import Fact, FactDraft, FactKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Job, JobResult
+from comfyfleet.stores.inprocess.blocks import MAX_PAIRS_PER_WORKER
 from comfyfleet.stores.redis.client import Argument
 from comfyfleet.stores.redis.dispatches import (
     Kept,
@@ -42,7 +43,6 @@ from comfyfleet.stores.redis.dispatches import (
     sha256_of,
     text_of_digest,
 )
-from comfyfleet.stores.shelf import MAX_PAIRS_PER_WORKER
 
 _pack = msgspec.msgpack.encode
 _json = msgspec.json.encode

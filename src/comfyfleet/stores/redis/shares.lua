@@ -58,7 +58,7 @@ local function is_out(s, share)
   return is_at_cap(share) or share.held ~= nil and now(s) < share.held
 end
 
--- Where a tenant begins to take part: see `start_among` in model/terms.py.
+-- Where a tenant begins to take part: see `start_among` in model/tenant.py.
 local function start(s, tenant)
   local names, keys = call('SMEMBERS', s.p .. 'tenants:open'), {}
   for place, name in ipairs(names) do

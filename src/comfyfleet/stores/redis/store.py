@@ -25,26 +25,25 @@ from comfyfleet.model.dispatch import (
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
-from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
+from comfyfleet.model.workflow_stats import Lesson, LessonDelta
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
-from comfyfleet.stores.index import MAX_IDLE_CLASSES
+from comfyfleet.stores.inprocess.blocks import MAX_LESSONS
+from comfyfleet.stores.inprocess.lane_index import MAX_IDLE_CLASSES
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
-from comfyfleet.stores.redis.cabinet import RedisCabinet
 from comfyfleet.stores.redis.client import Argument, Client, Send
 from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.direct_workers import RedisForeign
 from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
-from comfyfleet.stores.redis.foreign import RedisForeign
-from comfyfleet.stores.redis.learning import Learning
+from comfyfleet.stores.redis.documents import RedisCabinet
+from comfyfleet.stores.redis.fair_share import RedisShares
+from comfyfleet.stores.redis.job_import import RedisMoving
 from comfyfleet.stores.redis.library import ensure_library
-from comfyfleet.stores.redis.listening import Listener
-from comfyfleet.stores.redis.moving import RedisMoving
-from comfyfleet.stores.redis.relay import RedisRelay
+from comfyfleet.stores.redis.pubsub import Listener, RedisRelay
 from comfyfleet.stores.redis.server import Durability, check_server
-from comfyfleet.stores.redis.shares import RedisShares
-from comfyfleet.stores.shelf import MAX_LESSONS
+from comfyfleet.stores.redis.workflow_stats import Learning
 
 _workers = msgspec.json.Decoder(WorkerRecord)
 _classes = msgspec.json.Decoder(RequirementClass)

@@ -6,10 +6,10 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.model.lesson import Lesson, LessonDelta
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.stores.kept import Kept
-from comfyfleet.stores.sqlite import rows
+from comfyfleet.model.workflow_stats import Lesson, LessonDelta
+from comfyfleet.stores.inprocess.queue_state import Kept
+from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.writer import Area, Key, Writer
 
@@ -29,7 +29,7 @@ class SqliteFleet(_Store):
         blob = self._check(worker)
         self._kept.workers[worker.worker_id] = worker
         batch = self._writer.batch()
-        rows.put_worker(batch, worker.worker_id, blob)
+        codec.put_worker(batch, worker.worker_id, blob)
         await self._writer.written(batch)
 
     async def add_worker(self, worker: WorkerRecord) -> bool:
@@ -67,7 +67,7 @@ class SqliteFleet(_Store):
         self._kept.workers.pop(worker_id, None)
         self._kept.blocks.forget_worker(worker_id)
         batch = self._writer.batch()
-        rows.remove_worker(batch, worker_id)
+        codec.remove_worker(batch, worker_id)
         await self._writer.written(batch)
 
     # lessons
@@ -79,7 +79,7 @@ class SqliteFleet(_Store):
     async def put_lesson(self, lesson: Lesson) -> None:
         blob = self._check(lesson)
         batch = self._writer.batch()
-        rows.put_lesson(batch, lesson.workflow_hash, blob, self._kept.lessons.put(lesson))
+        codec.put_lesson(batch, lesson.workflow_hash, blob, self._kept.lessons.put(lesson))
         await self._writer.written(batch)
 
     async def learn(self, delta: LessonDelta) -> Lesson:

@@ -35,20 +35,17 @@ from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, 
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
-from comfyfleet.stores.kept import Kept
-from comfyfleet.stores.packing import pack
-from comfyfleet.stores.sqlite import codec, rows
-from comfyfleet.stores.sqlite.cabinet import SqliteCabinet
+from comfyfleet.stores.documents import pack
+from comfyfleet.stores.inprocess.queue_state import Kept
+from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
-from comfyfleet.stores.sqlite.ended import Ended
+from comfyfleet.stores.sqlite.database import Ownership, connect, migrate
+from comfyfleet.stores.sqlite.documents import SqliteCabinet
+from comfyfleet.stores.sqlite.ended_jobs import Ended
+from comfyfleet.stores.sqlite.fair_share import SqliteShares
 from comfyfleet.stores.sqlite.fleet import SqliteFleet
-from comfyfleet.stores.sqlite.migrating import connect, migrate
-from comfyfleet.stores.sqlite.moving import SqliteMoving
-from comfyfleet.stores.sqlite.owner import Ownership
-from comfyfleet.stores.sqlite.reading import Disk
-from comfyfleet.stores.sqlite.recent import Recent
-from comfyfleet.stores.sqlite.records import SqliteRecords
-from comfyfleet.stores.sqlite.shares import SqliteShares
+from comfyfleet.stores.sqlite.job_import import SqliteMoving
+from comfyfleet.stores.sqlite.reader import Disk, Recent, SqliteRecords
 from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
 
 _LEASED: dict[str, Any] = {"phase": Phase.LEASED}
@@ -145,7 +142,7 @@ class SqliteStore(SqliteFleet):
         known = self._kept.index.profiles()
         batch = self._writer.batch()
         fitting = [each for each in fits if is_new and each in known]
-        rows.put_class(batch, cls, fitting, dropped, self._kept.table_version)
+        codec.put_class(batch, cls, fitting, dropped, self._kept.table_version)
         await self._writer.written(batch)
         return True
 
@@ -155,7 +152,7 @@ class SqliteStore(SqliteFleet):
         if not self._kept.put_profile(profile, fits, version=version):
             return False
         batch = self._writer.batch()
-        rows.put_profile(batch, profile, fits if is_new else (), self._kept.table_version)
+        codec.put_profile(batch, profile, fits if is_new else (), self._kept.table_version)
         await self._writer.written(batch)
         return True
 
@@ -165,7 +162,7 @@ class SqliteStore(SqliteFleet):
             batch = self._writer.batch()
             for profile in unused:
                 self._kept.index.drop_profile(profile)
-                rows.drop_profile(batch, profile)
+                codec.drop_profile(batch, profile)
             await self._writer.written(batch)
 
     # dispatches
@@ -188,7 +185,7 @@ class SqliteStore(SqliteFleet):
         written = self._kept.enqueue(entry, facts)
         assert written is not None, "its classes were looked up in this very step"
         batch = self._writer.batch()
-        rows.insert(batch, entry, record, written.facts)
+        codec.insert(batch, entry, record, written.facts)
         self._recent.keep(dispatch.job_id, record)
         self.shares.note(batch)
         await self._writer.written(batch)
@@ -269,8 +266,8 @@ class SqliteStore(SqliteFleet):
             batch = self._writer.batch()
             for answer in answers:
                 if answer.is_alive:
-                    rows.update(batch, self._kept.entries[answer.ref.job_id])
-            rows.note_ttl(batch, self._kept)
+                    codec.update(batch, self._kept.entries[answer.ref.job_id])
+            codec.note_ttl(batch, self._kept)
             await self._writer.written(batch)
         return answers
 
@@ -302,7 +299,7 @@ class SqliteStore(SqliteFleet):
         self._writer.check()
         self._kept.is_paused = is_paused
         batch = self._writer.batch()
-        rows.pause(batch, is_paused)
+        codec.pause(batch, is_paused)
         await self._writer.written(batch)
 
     async def is_queue_paused(self) -> bool:
@@ -328,7 +325,7 @@ class SqliteStore(SqliteFleet):
         self._ended.bring_back(ref.job_id)
         if self._kept.mark_late(ref):
             batch = self._writer.batch()
-            rows.update(batch, self._kept.entries[ref.job_id])
+            codec.update(batch, self._kept.entries[ref.job_id])
             await self._writer.written(batch)
         else:
             self._ended.let_go(ref.job_id)
@@ -347,7 +344,7 @@ class SqliteStore(SqliteFleet):
         self._check(block)
         forgotten = self._kept.blocks.put(block)
         batch = self._writer.batch()
-        rows.put_blocks(batch, (block,), () if forgotten is None else (forgotten,))
+        codec.put_blocks(batch, (block,), () if forgotten is None else (forgotten,))
         await self._writer.written(batch)
 
     async def lift(self, pairs: Sequence[Pair]) -> list[Block]:
@@ -382,27 +379,27 @@ class SqliteStore(SqliteFleet):
 
     def _changed(self, batch: Batch, write: Write, written: Written) -> None:
         entry = self._kept.entries[write.job_id]
-        rows.change_record(batch, entry, write.job)
-        rows.update(batch, entry, written.facts)
+        codec.change_record(batch, entry, write.job)
+        codec.update(batch, entry, written.facts)
         if entry.ending is None:
             batch.reopened.append((entry.dispatch.sequence,))
         if write.blocks:
-            rows.put_blocks(batch, write.blocks, self._kept.forgotten)
+            codec.put_blocks(batch, write.blocks, self._kept.forgotten)
         if write.lifted:
-            rows.lift(batch, write.lifted)
+            codec.lift(batch, write.lifted)
         self.shares.note(batch, write.job_id)
 
     def _granted(self, batch: Batch, written: Written) -> None:
         entry = self._kept.entries[written.dispatch.job_id]
-        rows.change_record(batch, entry, _LEASED)
-        rows.update(batch, entry, written.facts)
+        codec.change_record(batch, entry, _LEASED)
+        codec.update(batch, entry, written.facts)
         self.shares.note(batch, written.dispatch.job_id)
-        rows.note_ttl(batch, self._kept)
+        codec.note_ttl(batch, self._kept)
 
     async def _lifted(self, blocks: list[Block]) -> list[Block]:
         if blocks:
             batch = self._writer.batch()
-            rows.lift(batch, [block.pair for block in blocks])
+            codec.lift(batch, [block.pair for block in blocks])
             await self._writer.written(batch)
         return blocks
 

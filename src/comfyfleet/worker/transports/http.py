@@ -36,18 +36,17 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import Grant, InputFile
 from comfyfleet.model.ids import ProfileKey, WorkerId
 from comfyfleet.model.job import OutputFile
-from comfyfleet.model.node_signatures import NodeCatalog
+from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.net.reachability import cause_of, not_a_hub
 from comfyfleet.ports import OutputSource
 from comfyfleet.tracing import traceparent
 from comfyfleet.wire import files
 from comfyfleet.wire import worker as wire
-from comfyfleet.wire.parts import Part
+from comfyfleet.wire.files import Part
 from comfyfleet.wire.problems import refusal_in
-from comfyfleet.wire.reaching import cause_of, not_a_hub
-from comfyfleet.worker.fetching import measured
-from comfyfleet.worker.transports.links import Links
-from comfyfleet.worker.transports.parts import put_parts
+from comfyfleet.worker.job_files import measured
+from comfyfleet.worker.transports.file_transfer import Links, put_parts
 
 T = TypeVar("T")
 

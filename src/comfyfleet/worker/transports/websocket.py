@@ -22,16 +22,16 @@ import aiohttp
 import msgspec
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.net.reachability import WrongAddress, not_a_hub
 from comfyfleet.tracing import traceparent
-from comfyfleet.wire import socket
+from comfyfleet.wire import websocket
 from comfyfleet.wire.problems import KINDS, refusal_in
-from comfyfleet.wire.reaching import WrongAddress, not_a_hub
 from comfyfleet.worker.settings import AgentSettings, Backoff
 from comfyfleet.worker.transports.http import ANSWER_S, LEFT_FOR, HttpWorkerApi, no_key, unreached
 
 _log = logging.getLogger(__name__)
 
-_TYPES = {kind.route.removeprefix("worker_"): type_ for type_, kind in socket.AGENT_KINDS.items()}
+_TYPES = {kind.route.removeprefix("worker_"): type_ for type_, kind in websocket.AGENT_KINDS.items()}
 _PARKING = frozenset({"poll", "commands"})
 _LARGEST_ANSWER_BYTES = 256 * 1024 * 1024
 _PING_S = 15.0
@@ -46,7 +46,7 @@ _LOSSES_WITH_POLLS = 5
 """So many connections in a row end without a reason, and what waited on them is sent over HTTP."""
 _LOST = "the connection to the hub was lost"
 _ENCODER = msgspec.json.Encoder()
-_ANSWER = msgspec.json.Decoder(socket.AgentAnswer)
+_ANSWER = msgspec.json.Decoder(websocket.AgentAnswer)
 
 
 class _TooLarge(Fault):
@@ -71,7 +71,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
         self._calls = 0
         self._backoff = Backoff(_TRIES)
         self._again_at = 0.0
-        self._largest = socket.AGENT_MESSAGE_BYTES
+        self._largest = websocket.AGENT_MESSAGE_BYTES
         self._losses_with_large = 0
         self._losses_with_polls = 0
         """Connections lost without a reason, since there was such an answer, while a large message or polls waited."""
@@ -93,7 +93,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
             return await super()._send(name, body, wait_s)
         self._calls += 1
         call_id, content = self._calls, msgspec.Raw(_ENCODER.encode(body))
-        frame = _ENCODER.encode(socket.AgentCall(type_, call_id, content, traceparent()))
+        frame = _ENCODER.encode(websocket.AgentCall(type_, call_id, content, traceparent()))
         if len(frame) > self._largest:
             return await super()._send(name, body, wait_s)
         line = await self._connected()
@@ -111,7 +111,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
             self._losses_with_polls = 0
         self._backoff.reset()
         self._again_at = 0.0
-        if answer.type == socket.ERROR:
+        if answer.type == websocket.ERROR:
             raise refusal_in(answer.status, bytes(answer.body))
         return None if answer.status == 204 else bytes(answer.body)
 
@@ -184,7 +184,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
             async with asyncio.timeout(self._answer_s):
                 connection = await self._opened().ws_connect(
                     f"{url}/hub",
-                    protocols=(socket.AGENT_PROTOCOL,),
+                    protocols=(websocket.AGENT_PROTOCOL,),
                     heartbeat=_PING_S,
                     max_msg_size=_LARGEST_ANSWER_BYTES,
                     timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_S),
@@ -193,7 +193,7 @@ class WebSocketWorkerApi(HttpWorkerApi):
             raise await self._unwelcome(url, error) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise unreached(error, url) from error
-        if connection.protocol != socket.AGENT_PROTOCOL:
+        if connection.protocol != websocket.AGENT_PROTOCOL:
             await connection.close()
             raise Fault(f"what answers at {url}/hub knows no agents: use HTTP, or a newer hub")
         return _Line(connection, self._lost)
@@ -220,7 +220,7 @@ class _Line:
         self._connection = connection
         self._on_lost = on_lost
         self._is_leaving = False
-        self._waiting: dict[int, asyncio.Future[socket.AgentAnswer]] = {}
+        self._waiting: dict[int, asyncio.Future[websocket.AgentAnswer]] = {}
         self._sizes: dict[int, int] = {}
         """Of what was sent by those who wait."""
         self._polls: set[int] = set()
@@ -232,10 +232,10 @@ class _Line:
     def is_open(self) -> bool:
         return not self._is_over and not self._connection.closed
 
-    async def ask(self, name: str, call_id: int, frame: bytes, within_s: float) -> socket.AgentAnswer:
+    async def ask(self, name: str, call_id: int, frame: bytes, within_s: float) -> websocket.AgentAnswer:
         if not self.is_open:
             raise Fault(_LOST)
-        answer: asyncio.Future[socket.AgentAnswer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[websocket.AgentAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[call_id], self._sizes[call_id] = answer, len(frame)
         if name == "poll":
             self._polls.add(call_id)
@@ -264,7 +264,7 @@ class _Line:
 
     def _withdraw(self, request_id: int) -> None:
         """Says that a slot is not idle any more; whoever asked for it has no time to wait until that is said."""
-        call = socket.AgentCall(socket.WITHDRAW, request_id)
+        call = websocket.AgentCall(websocket.WITHDRAW, request_id)
         task = asyncio.create_task(self._connection.send_str(_ENCODER.encode(call).decode()))
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)

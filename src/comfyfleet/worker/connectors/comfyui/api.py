@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from comfyfleet.model.job import OutputFile
-from comfyfleet.wire.reaching import cause_of
+from comfyfleet.net.reachability import cause_of
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, ServerAddress
 
 CHUNK = 1 << 18

@@ -20,24 +20,21 @@ from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.worker import Capabilities, LiveState
 from comfyfleet.model.workflow import InvalidWorkflow, Workflow, parse_workflow, with_filename_prefix
+from comfyfleet.net.reachability import not_comfyui
 from comfyfleet.ports import Inventory
-from comfyfleet.wire.reaching import not_comfyui
 from comfyfleet.worker.connectors.comfyui import failures, inventory
 from comfyfleet.worker.connectors.comfyui.api import Api, TooMuch, Unreachable, pieces_of
-from comfyfleet.worker.connectors.comfyui.attachments import place
-from comfyfleet.worker.connectors.comfyui.durations import Durations
+from comfyfleet.worker.connectors.comfyui.cancellation import Stopped, parse_version, stop
 from comfyfleet.worker.connectors.comfyui.failures import fail
 from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, Machine
 from comfyfleet.worker.connectors.comfyui.listener import Listener
-from comfyfleet.worker.connectors.comfyui.outputs import read_entry
+from comfyfleet.worker.connectors.comfyui.outputs import SentPictures, read_entry
+from comfyfleet.worker.connectors.comfyui.progress_estimate import Durations
+from comfyfleet.worker.connectors.comfyui.prompt_state import State, look_up
 from comfyfleet.worker.connectors.comfyui.run import Run
-from comfyfleet.worker.connectors.comfyui.sent_pictures import SentPictures
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, parse_address
-from comfyfleet.worker.connectors.comfyui.stopping import Stopped, parse_version, stop
-from comfyfleet.worker.connectors.comfyui.submission import Accepted, Submission, Unwanted
-from comfyfleet.worker.connectors.comfyui.tidying import remove_own
-from comfyfleet.worker.connectors.comfyui.truth import State, look_up
-from comfyfleet.worker.connectors.comfyui.vitality import Vitality
+from comfyfleet.worker.connectors.comfyui.submission import Accepted, Submission, Unwanted, place, remove_own
+from comfyfleet.worker.connectors.comfyui.thread_health import Vitality
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from urllib.parse import quote
 
 import msgspec
 
-from comfyfleet.model.node_signatures import NodeCatalog, read_catalog
+from comfyfleet.model.node_classes import NodeCatalog, read_catalog
 from comfyfleet.model.worker import Gpu, Hardware, Memory, Service
 from comfyfleet.worker.connectors.comfyui.api import Answer, Api, TooMuch, Unreachable
+from comfyfleet.worker.connectors.comfyui.cancellation import parse_version
 from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
-from comfyfleet.worker.connectors.comfyui.stopping import parse_version
 
 GIGABYTE = 1024**3
 FAKE = "(main, fake)"

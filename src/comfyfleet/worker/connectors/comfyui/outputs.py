@@ -2,18 +2,30 @@
 
 Pure. Every kind of output is kept as the node reported it; those that name files become `OutputFile`s as well, under
 whatever key they came.
+
+Pictures that a node sends over the websocket and saves nowhere: those of `SaveImageWebsocket`.
+
+On the wire they look like previews; they are outputs. They are held until the run has ended and then placed in the
+server's output folder, beside what other nodes saved: from there they are fetched, kept and removed like any output.
+Sent once, they cannot be asked for again: what was sent on a connection that was lost is missing.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any
 from urllib.parse import urlencode
 
-from comfyfleet.model.failure import Failure, FailureKind
+import msgspec
+
+from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.job import JobResult, NodeTiming, OutputFile
 from comfyfleet.worker.connectors.comfyui import failures
+from comfyfleet.worker.connectors.comfyui.api import Api, Upload
+from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
+from comfyfleet.worker.connectors.comfyui.submission import upload_patiently
 
 MAX_FILES = 20_000
 """Of one run: each takes a little time and memory here, and a server may name millions."""
@@ -117,3 +129,107 @@ def _display_nodes(meta: Mapping[str, Any]) -> dict[str, str]:
         for node_id, content in meta.items()
         if isinstance(content, Mapping) and isinstance(content.get("display_node"), str)
     }
+
+
+SENDING_CLASS = "SaveImageWebsocket"
+_ENDINGS = {"image/jpeg": "jpg", "image/webp": "webp"}
+_UNSAFE = re.compile(r"[^A-Za-z0-9.-]")
+
+
+class SentPictures:
+    """Those of one run, in the order in which they came. Pure: a connection is known by its number."""
+
+    def __init__(self, graph: Mapping[str, Any], included: Collection[str], max_bytes: int) -> None:
+        """`max_bytes`: what all of them may have together."""
+        self._senders = frozenset(
+            node
+            for node, content in graph.items()
+            if isinstance(content, Mapping) and content.get("class_type") == SENDING_CLASS
+        )
+        self._wanted = frozenset(node for node in self._senders if is_included(node, None, included))
+        self._max_bytes = max_bytes
+        self._room = max_bytes
+        self._count = 0
+        self._begun: dict[str, int] = {}
+        self._submitted_on: int | None = None
+        self._ended_on: int | None = None
+        self._pictures: dict[str, list[tuple[str, bytes]]] = {}
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether the run is to leave any."""
+        return bool(self._wanted)
+
+    @property
+    def by_node(self) -> Mapping[str, list[tuple[str, bytes]]]:
+        """Kind and content of each."""
+        return self._pictures
+
+    def submitted(self, connection: int | None) -> None:
+        self._submitted_on = connection
+
+    def begins(self, node: str, connection: int) -> None:
+        self._begun.setdefault(node, connection)
+
+    def ended(self, connection: int) -> None:
+        self._ended_on = connection
+
+    def hear(self, node: str | None, kind: str, image: bytes | None) -> bool:
+        """Whether it is a picture of a node that sends its output, and no preview."""
+        if node is None or node not in self._senders:
+            return False
+        if node in self._wanted and image is not None:
+            self._room -= len(image)
+            self._count += 1
+            if self._room >= 0 and self._count <= MAX_FILES:
+                self._pictures.setdefault(node, []).append((kind, image))
+        return True
+
+    def may_be_whole(self, connection: int) -> bool:
+        """Whether all that is wanted was sent on this connection, or will be."""
+        return all(self._begun.get(node, self._submitted_on) == connection for node in self._wanted)
+
+    def failure(self) -> Failure | None:
+        """Why they are not what the run has sent, if they are not."""
+        if self._room < 0:
+            return Failure(
+                FailureKind.NODE_ERROR,
+                f"{SENDING_CLASS} sent more than {self._max_bytes} bytes of pictures, and no more are taken. "
+                "Let the workflow save them (SaveImage), or raise max_message_bytes.",
+            )
+        if self._count > MAX_FILES:
+            return Failure(
+                FailureKind.NODE_ERROR,
+                f"{SENDING_CLASS} sent more than {MAX_FILES} pictures, and no more are taken.",
+            )
+        for node in sorted(self._wanted):
+            if self._ended_on is None or self._begun.get(node, self._submitted_on) != self._ended_on:
+                return Failure(
+                    FailureKind.TRANSIENT,
+                    f"The pictures of node {node} ({SENDING_CLASS}) were sent while the websocket to the server was "
+                    "lost, and are nowhere else. The job must run again; SaveImage does not lose them.",
+                    node_id=node,
+                )
+        return None
+
+
+async def with_pictures(
+    result: JobResult, sent: SentPictures, api: Api, settings: ComfyUISettings, folder: str
+) -> JobResult:
+    """The result with what was sent placed among the server's outputs, in this folder. Raises `ServiceFailed`."""
+    if (failure := sent.failure()) is not None:
+        raise ServiceFailed(failure)
+    numbers: dict[str, int] = {}
+    outputs, files = dict(result.outputs), list(result.files)
+    for node, pictures in sent.by_node.items():
+        stem = f"websocket_{_UNSAFE.sub('_', node)}"
+        records = []
+        for kind, image in pictures:
+            numbers[stem] = number = numbers.get(stem, 0) + 1
+            name = f"{stem}_{number:05}_.{_ENDINGS.get(kind, 'png')}"
+            await upload_patiently(api, settings, Upload(name, image, folder, place="output"))
+            records.append({"filename": name, "subfolder": folder, "type": "output"})
+        output = {"images": records}
+        outputs[node] = {**outputs.get(node, {}), **output}
+        files += files_of(node, output, api.address.base)
+    return msgspec.structs.replace(result, outputs=outputs, files=tuple(files))

@@ -18,15 +18,13 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
 from comfyfleet.model.job import JobResult
 from comfyfleet.worker.connectors.comfyui.api import Api, Refusals, TooMuch, Unreachable
-from comfyfleet.worker.connectors.comfyui.durations import Weights
-from comfyfleet.worker.connectors.comfyui.listener import Listener
-from comfyfleet.worker.connectors.comfyui.messages import Message
-from comfyfleet.worker.connectors.comfyui.outputs import read_entry
-from comfyfleet.worker.connectors.comfyui.sent_pictures import with_pictures
+from comfyfleet.worker.connectors.comfyui.listener import Listener, Message
+from comfyfleet.worker.connectors.comfyui.outputs import read_entry, with_pictures
+from comfyfleet.worker.connectors.comfyui.progress_estimate import Weights
+from comfyfleet.worker.connectors.comfyui.prompt_state import Standing, State, look_up
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
+from comfyfleet.worker.connectors.comfyui.thread_health import Ahead
 from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
-from comfyfleet.worker.connectors.comfyui.truth import Standing, State, look_up
-from comfyfleet.worker.connectors.comfyui.vitality import Ahead
 
 
 class Run:

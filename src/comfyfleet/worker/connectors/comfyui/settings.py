@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from comfyfleet.model.bounds import ServerBounds
+from comfyfleet.model.worker import ServerBounds
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 

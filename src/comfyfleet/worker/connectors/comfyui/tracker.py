@@ -17,11 +17,15 @@ from comfyfleet.model.fact import NewsKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, NodeTiming
 from comfyfleet.worker.connectors.comfyui import failures
-from comfyfleet.worker.connectors.comfyui.durations import Weights
-from comfyfleet.worker.connectors.comfyui.forecast import Forecast
-from comfyfleet.worker.connectors.comfyui.messages import Message, text_or_none
-from comfyfleet.worker.connectors.comfyui.outputs import MAX_FILES, build_result, files_of, is_included
-from comfyfleet.worker.connectors.comfyui.sent_pictures import SentPictures
+from comfyfleet.worker.connectors.comfyui.listener import Message, text_or_none
+from comfyfleet.worker.connectors.comfyui.outputs import (
+    MAX_FILES,
+    SentPictures,
+    build_result,
+    files_of,
+    is_included,
+)
+from comfyfleet.worker.connectors.comfyui.progress_estimate import Forecast, Weights
 
 MAX_NODES_HEARD = 20_000
 MAX_TEXT = 4_000

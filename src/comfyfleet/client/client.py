@@ -1,0 +1,400 @@
+"""`FleetClient`: a hub's jobs, queue, workers and keys as methods. It asks and waits; everything is decided at the hub.
+
+How a request travels, and when it is tried again, is `connection.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack
+
+import msgspec
+
+from comfyfleet.client.calls import FileCalls, KeyCalls, TenantCalls, WebhookCalls
+from comfyfleet.client.connection import EventParser, Link, filled
+from comfyfleet.client.discovery import find_hub
+from comfyfleet.client.file_transfer import FileLike
+from comfyfleet.client.options import (
+    FINAL,
+    JobUpdate,
+    SubmitOptions,
+    WorkflowLike,
+    attached_to,
+    read_workflow,
+    submission,
+    update_of,
+)
+from comfyfleet.model.calls import Explanation
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.wire import answers, bodies
+from comfyfleet.wire.answers import PayloadBody
+from comfyfleet.wire.problems import refusal_in
+
+_AT_A_TIME = 200
+"""Jobs in one request of a batch."""
+_LOOK_S = 0.5
+"""Between two looks at a job where a hub has no stream of it."""
+
+_NOTHING_LEFT = 204
+
+T = TypeVar("T")
+
+
+class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
+    """An async context manager; closing twice is harmless.
+
+    A hub that is away or says "not now" is tried again for `patience_s`, where that cannot do anything twice: every
+    submission carries a key by which the hub knows it again. A refusal is raised as `Refusal`, with its code.
+
+    Without an address the hub of this machine is meant, and its key, as with the commands. Of several addresses, of
+    hubs on one store, the next is asked where one does not answer.
+    """
+
+    def __init__(
+        self,
+        url: str | Sequence[str] | None = None,
+        key: str | None = None,
+        *,
+        answer_s: float = 30.0,
+        patience_s: float = 30.0,
+        trust: ssl.SSLContext | None = None,
+    ) -> None:
+        if url is None:
+            found = find_hub()
+            url, key, trust = found.urls, key or found.key, trust or found.trust
+        self._link = Link(url, key, answer_s=answer_s, patience_s=patience_s, trust=trust)
+
+    @property
+    def url(self) -> str:
+        return self._link.url
+
+    @property
+    def patience_s(self) -> float:
+        return self._link.patience_s
+
+    @patience_s.setter
+    def patience_s(self, seconds: float) -> None:
+        self._link.patience_s = seconds
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._link.close()
+
+    # submit
+
+    async def submit(
+        self,
+        workflow: WorkflowLike,
+        *,
+        idempotency_key: str | None = None,
+        attach: Mapping[str, FileLike] | None = None,
+        traceparent: str | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> answers.SubmittedBody:
+        """Durable when it returns. The same `idempotency_key`, or `reference`, with the same content is one job.
+
+        `attach={"10.image": "photo.png"}` uploads the file and gives it to the input `image` of node 10.
+        `traceparent`, the caller's own (W3C Trace Context), goes with the job to its attempts.
+        """
+        await self._attach(attach, options)
+        body = submission(workflow, options)
+        headers = _traced(traceparent)
+        if body.reference is None or idempotency_key is not None:
+            headers["idempotency-key"] = idempotency_key or uuid.uuid4().hex
+        return await self._link.ask("submit", answers.SubmittedBody, body=body, headers=headers)
+
+    async def submit_many(
+        self,
+        workflows: Iterable[WorkflowLike],
+        *,
+        on_progress: Callable[[int, int], object] | None = None,
+        attach: Mapping[str, FileLike] | None = None,
+        traceparent: str | None = None,
+        idempotency_key: str | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> list[answers.SubmittedBody | Refusal]:
+        """Each workflow with the same options and files, in batches. In their order: the job, or why it was refused.
+
+        `on_progress` hears how many of how many are done. A hub that goes away in the middle raises nothing: what was
+        taken is answered, and the others are refused as `unavailable`. The same call again with the same
+        `idempotency_key` makes no job twice.
+        """
+        if options.get("reference") is not None:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, "several jobs cannot share one reference: leave it out"
+            )
+        await self._attach(attach, options)
+        every = [submission(workflow, options) for workflow in workflows]
+        found: list[answers.SubmittedBody | Refusal] = []
+        key = idempotency_key or uuid.uuid4().hex
+        for start in range(0, len(every), _AT_A_TIME):
+            part = tuple(msgspec.Raw(msgspec.json.encode(body)) for body in every[start : start + _AT_A_TIME])
+            try:
+                answer = await self._link.ask(
+                    "submit_batch",
+                    answers.BatchAnswer,
+                    body=bodies.BatchBody(part),
+                    headers={"idempotency-key": f"{key}/{start}", **_traced(traceparent)},
+                )
+            except (Refusal, Fault) as error:
+                if not found:
+                    raise
+                # What was taken before must not be lost with it.
+                return found + [_not_answered(error)] * (len(every) - len(found))
+            found += [_job_or_refusal(item) for item in answer.items]
+            if on_progress is not None:
+                on_progress(len(found), len(every))
+        return found
+
+    async def convert(self, workflow: WorkflowLike) -> dict[str, Any]:
+        """The API-format graph of a workflow of the ComfyUI editor, where a live worker has its nodes."""
+        body = bodies.ConvertBody(read_workflow(workflow))
+        return (await self._link.ask("convert", bodies.ConvertBody, body=body)).workflow
+
+    async def _attach(self, attach: Mapping[str, FileLike] | None, options: SubmitOptions) -> None:
+        if not attach:
+            return
+        # Asked first: a wrong name must not leave files behind.
+        targets = {target: attached_to(target, "") for target in attach}
+        tenant = options.get("tenant")
+        files = {target: (await self.upload(source, tenant=tenant)).id for target, source in attach.items()}
+        brought = [msgspec.structs.replace(each, file=files[target]) for target, each in targets.items()]
+        options["inputs"] = (*options.get("inputs", ()), *brought)
+
+    # look
+
+    async def get(self, job_id: str) -> answers.JobDetails:
+        return await self._link.ask("get_job", answers.JobDetails, job_id=job_id)
+
+    async def payload(self, job_id: str) -> PayloadBody:
+        """What was asked for with it: workflow, requirements and the rest."""
+        return await self._link.ask("get_payload", PayloadBody, job_id=job_id)
+
+    async def result(self, job_id: str) -> answers.ResultBody:
+        """What came of it so far; nothing while it is open."""
+        return await self._link.ask("get_result", answers.ResultBody, job_id=job_id)
+
+    async def explain(self, job_id: str) -> Explanation:
+        return await self._link.ask("explain_job", Explanation, job_id=job_id)
+
+    async def jobs(
+        self,
+        *,
+        status: str | None = None,
+        tenant: str | None = None,
+        workflow_hash: str | None = None,
+        metadata: dict[str, str] | None = None,
+        submitted_after: float | None = None,
+        submitted_before: float | None = None,
+        unrunnable: bool = False,
+        order: Literal["newest", "oldest"] = "newest",
+        cursor: str | None = None,
+        limit: int = 100,
+    ) -> answers.JobList:
+        """One page, by submission. Ask again with its cursor for what follows."""
+        query: dict[str, Any] = {
+            "status": status,
+            "tenant": tenant,
+            "workflow_hash": workflow_hash,
+            "submitted_after": submitted_after,
+            "submitted_before": submitted_before,
+            "unrunnable": "true" if unrunnable else None,
+            "order": order,
+            "cursor": cursor,
+            "limit": limit,
+        }
+        query |= {f"metadata[{name}]": value for name, value in (metadata or {}).items()}
+        return await self._link.ask("list_jobs", answers.JobList, query=query)
+
+    async def every_job(self, **wanted: Any) -> AsyncIterator[answers.JobBody]:
+        """All that `jobs` would list, page after page."""
+        cursor: str | None = None
+        while True:
+            page = await self.jobs(**wanted, cursor=cursor)
+            for job in page.jobs:
+                yield job
+            cursor = page.cursor
+            if cursor is None:
+                return
+
+    async def wait(self, job_id: str, timeout: float | None = None) -> answers.ResultBody:
+        """Until it has ended: completed with a result, failed with an error, or cancelled."""
+        async with asyncio.timeout(timeout), contextlib.aclosing(self.watch(job_id)) as watched:
+            async for _ in watched:
+                pass
+        return await self.result(job_id)
+
+    async def watch(self, job_id: str, after: int | None = None) -> AsyncGenerator[JobUpdate, None]:
+        """What happens to a job, to its end; with `after`, what follows that number. Survives a lost connection."""
+        path = filled("/api/jobs/{job_id}/progress", {"job_id": job_id})
+        last, is_over = after, False
+        tries = self._link.tries()
+        while True:
+            url, parser = self._link.url, EventParser()
+            headers = {"accept": "text/event-stream", "cache-control": "no-cache"}
+            if last is not None:
+                headers["last-event-id"] = str(last)
+            try:
+                async with self._link.stream(path, headers) as response:
+                    async for content in response.content.iter_any():
+                        for event in parser.feed(content):
+                            update = update_of(event.event, event.data)
+                            if update.number is not None:
+                                last, is_over = update.number, update.is_end
+                            tries = self._link.tries()
+                            yield update
+                    # A hub that has nothing left to say, now or from the beginning, ends the stream.
+                    if is_over or response.status == _NOTHING_LEFT:
+                        return
+                raise Fault(f"the stream of job {job_id} ended before the job did")
+            except Refusal as error:
+                if error.code is RefusalCode.NOT_FOUND:
+                    break
+                if error.code not in (RefusalCode.UNAVAILABLE, RefusalCode.RATE_LIMITED):
+                    raise
+                if error.code is RefusalCode.UNAVAILABLE:
+                    self._link.leave(url)
+                await tries.after(error)
+            except Fault as error:
+                self._link.leave(url)
+                await tries.after(error)
+        # No such job, or a hub without streams: a look at the job tells which.
+        async for update in self._looks(job_id):
+            yield update
+
+    async def _looks(self, job_id: str) -> AsyncGenerator[JobUpdate, None]:
+        last: tuple[str, int] | None = None
+        while True:
+            job = await self.get(job_id)
+            if (job.status, job.attempts) != last:
+                last = (job.status, job.attempts)
+                ended = await self.result(job_id) if job.status in FINAL else None
+                yield JobUpdate(
+                    job.status,
+                    status=job.status,
+                    worker_id=job.worker_id,
+                    started_at=job.started_at,
+                    result=None if ended is None else ended.result,
+                    error=job.error,
+                )
+                if ended is not None:
+                    return
+            await asyncio.sleep(_LOOK_S)
+
+    # change
+
+    async def cancel(self, job_id: str, reason: str = "") -> answers.CancelBody:
+        body = bodies.CancelRequest(reason) if reason else None
+        return await self._link.ask("cancel_job", answers.CancelBody, body=body, job_id=job_id)
+
+    async def delete(self, job_id: str) -> None:
+        """Forgets a job that has ended; one that has not is refused: cancel it first. Its files stay."""
+        await self._link.ask("delete_job", type(None), job_id=job_id)
+
+    async def retry(self, job_id: str) -> answers.SubmittedBody:
+        return await self._link.ask("retry_job", answers.SubmittedBody, job_id=job_id)
+
+    async def pause(self, job_id: str) -> answers.JobDetails:
+        return await self._link.ask("pause_job", answers.JobDetails, job_id=job_id)
+
+    async def resume(self, job_id: str) -> answers.JobDetails:
+        return await self._link.ask("resume_job", answers.JobDetails, job_id=job_id)
+
+    async def set_priority(self, job_id: str, priority: int) -> answers.JobDetails:
+        body = bodies.ChangeBody(priority)
+        return await self._link.ask("change_job", answers.JobDetails, body=body, job_id=job_id)
+
+    # the queue
+
+    async def stats(self) -> answers.StatsBody:
+        return await self._link.ask("stats", answers.StatsBody)
+
+    async def pause_queue(self) -> answers.QueueBody:
+        return await self._link.ask("pause_queue", answers.QueueBody)
+
+    async def resume_queue(self) -> answers.QueueBody:
+        return await self._link.ask("resume_queue", answers.QueueBody)
+
+    async def dead_letter(self, cursor: str | None = None, limit: int = 100) -> answers.JobList:
+        return await self._link.ask("list_dead", answers.JobList, query={"cursor": cursor, "limit": limit})
+
+    async def retry_dead(self, job_id: str) -> answers.SubmittedBody:
+        return await self._link.ask("retry_dead", answers.SubmittedBody, job_id=job_id)
+
+    async def purge_dead(self, before: float | None = None, limit: int = 1_000) -> int:
+        body = bodies.PurgeBody(before, limit)
+        return (await self._link.ask("purge_dead", answers.PurgeAnswer, body=body)).purged
+
+    # workers
+
+    async def workers(self) -> Sequence[answers.WorkerBody]:
+        return (await self._link.ask("list_workers", answers.WorkerList)).workers
+
+    async def worker(self, worker_id: str) -> answers.WorkerDetails:
+        return await self._link.ask("get_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def drain_worker(self, worker_id: str) -> answers.WorkerDetails:
+        return await self._link.ask("drain_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def pause_worker(self, worker_id: str) -> answers.WorkerDetails:
+        return await self._link.ask("pause_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def resume_worker(self, worker_id: str) -> answers.WorkerDetails:
+        return await self._link.ask("resume_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def refresh_worker(self, worker_id: str) -> answers.WorkerDetails:
+        """It looks at once what its servers have; the answer is what is known of it before."""
+        return await self._link.ask("refresh_worker", answers.WorkerDetails, worker_id=worker_id)
+
+    async def drain_workers(self) -> Sequence[answers.WorkerBody]:
+        """Every worker that is there finishes and leaves."""
+        return (await self._link.ask("drain_workers", answers.WorkerList)).workers
+
+    async def pause_workers(self) -> Sequence[answers.WorkerBody]:
+        return (await self._link.ask("pause_workers", answers.WorkerList)).workers
+
+    async def resume_workers(self) -> Sequence[answers.WorkerBody]:
+        return (await self._link.ask("resume_workers", answers.WorkerList)).workers
+
+    async def remove_worker(self, worker_id: str) -> None:
+        await self._link.ask("remove_worker", type(None), worker_id=worker_id)
+
+    async def blocks(self) -> Sequence[answers.BlockBody]:
+        return (await self._link.ask("list_blocks", answers.BlockList)).blocks
+
+    async def lift_block(self, worker_id: str, target: str) -> None:
+        await self._link.ask("lift_block", type(None), worker_id=worker_id, target=target)
+
+    # the hub
+
+    async def health(self) -> answers.HealthBody:
+        return await self._link.ask("health", answers.HealthBody)
+
+
+def _traced(traceparent: str | None) -> dict[str, str]:
+    return {} if traceparent is None else {"traceparent": traceparent}
+
+
+def _not_answered(error: Refusal | Fault) -> Refusal:
+    if isinstance(error, Refusal):
+        return error
+    return Refusal(RefusalCode.UNAVAILABLE, f"whether this job was taken is not known: {error}")
+
+
+def _job_or_refusal(item: answers.BatchItem) -> answers.SubmittedBody | Refusal:
+    if item.job is not None:
+        return item.job
+    found = refusal_in(item.status, msgspec.json.encode(item.problem))
+    return found if isinstance(found, Refusal) else Refusal(RefusalCode.UNAVAILABLE, str(found))

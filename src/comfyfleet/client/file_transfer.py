@@ -1,0 +1,257 @@
+"""Fetching a file of a result, from the hub that keeps it or from where it lies, piece by piece.
+
+Our key does not travel there: the link is the proof. A file that broke off in the middle goes on where it was, as long
+as each try brings more of it. How other requests travel is `connection.py`'s.
+
+Bringing a file to the hub: announced with its size and SHA-256, put to its link, or in parts to theirs, confirmed.
+
+What is repeated can do no harm: an announcement that nobody follows up is forgotten by the hub, and a file that was
+received is never written over. How other requests travel is `connection.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import mimetypes
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import urljoin, urlsplit
+
+import aiohttp
+from yarl import URL
+
+from comfyfleet.client.connection import NOT_NOW, Link, Tries
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.file import Grant
+from comfyfleet.model.job import OutputFile
+from comfyfleet.wire.files import (
+    FileBody,
+    FileView,
+    Part,
+    PartBody,
+    PartGrants,
+    PartsBody,
+    parts_of,
+    pieces_of,
+    place,
+    refusal_by_link,
+    resolved,
+    sha256_of,
+    told,
+)
+
+_PIECE = 1 << 20
+_DOWNLOAD_IDLE_S = 60.0
+_MAX_REFUSAL = 1 << 16
+
+
+async def fetch(link: Link, file: OutputFile) -> bytes:
+    async with _asked(link, file, file.url, {}) as response:
+        return await response.read()
+
+
+async def save(link: Link, file: OutputFile, target: BinaryIO) -> int:
+    """To a file that is open and empty; the number of bytes."""
+    url, mark, size, is_renewed = file.url, "", 0, False
+    while True:
+        before = size
+        # Of another version nothing may be added to what came before.
+        headers = {"range": f"bytes={size}-", "if-range": mark} if size and mark else {}
+        try:
+            async with _asked(link, file, url, headers) as response:
+                if response.status != 206 and size:
+                    before = size = target.seek(0)
+                    target.truncate()
+                mark = response.headers.get("etag", "")
+                async for piece in response.content.iter_chunked(_PIECE):
+                    await asyncio.to_thread(target.write, piece)
+                    size += len(piece)
+            return size
+        except Refusal as refusal:
+            if refusal.code is not RefusalCode.UNAUTHENTICATED or file.file_id is None or is_renewed:
+                raise
+            # The link has expired meanwhile; whoever may have the file gets a new one.
+            view = await link.ask("get_file", FileView, file_id=file.file_id)
+            url, is_renewed = (None if view.link is None else view.link.url), True
+        except Fault:
+            if size == before:
+                raise
+
+
+async def save_as(link: Link, file: OutputFile, path: Path) -> int:
+    """What lies at the path is replaced once all of it has come, and not before."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with await asyncio.to_thread(partial.open, "xb") as target:
+            size = await save(link, file, target)
+        await asyncio.to_thread(partial.replace, path)
+    except OSError as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        await asyncio.to_thread(partial.unlink, missing_ok=True)
+    return size
+
+
+@asynccontextmanager
+async def _asked(
+    link: Link, file: OutputFile, at: str | None, headers: dict[str, str]
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    url = urljoin(f"{link.url}/", at or "about:nowhere")
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise Refusal(RefusalCode.NOT_FOUND, f"nobody has said where {file.filename!r} can be fetched")
+    try:
+        async with link.session.get(
+            # Links that a hub has signed are taken as they are.
+            URL(url, encoded=file.file_id is not None),
+            headers={"accept-encoding": "identity", **headers},
+            # However large it is: it may take as long as it moves.
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=_DOWNLOAD_IDLE_S, sock_read=_DOWNLOAD_IDLE_S
+            ),
+            allow_redirects=False,
+        ) as response:
+            if response.status not in (200, 206):
+                raise refusal_by_link(at or "", response.status, await response.content.read(_MAX_REFUSAL))
+            yield response
+    except (TimeoutError, aiohttp.ClientError, OSError) as error:
+        raise Fault(f"{file.filename!r} cannot be fetched from {place(url)}: {told(error)}") from error
+
+
+FileLike = str | Path | bytes
+"""The path of a file, or what is in one."""
+
+_UPLOAD_IDLE_S = 120.0
+_AT_A_TIME = 4
+_READ_BYTES_PER_S = 10e6
+"""Slower than that no hub reads its storage."""
+
+
+async def upload(
+    link: Link, source: FileLike, name: str | None, content_type: str | None, tenant: str | None = None
+) -> FileView:
+    name = name or ("file" if isinstance(source, bytes) else Path(source).name)[-256:]
+    size, digest = await asyncio.to_thread(_measure, source)
+    kind = content_type or mimetypes.guess_type(name)[0] or "application/octet-stream"
+    body = FileBody(name, kind, size, digest, tenant=tenant)
+    made = await link.ask("create_file", FileView, body=body)
+    if made.parts is not None:
+        await _put_parts(link, made.id, source, parts_of(size, made.parts))
+    elif made.link is not None:
+        await _put(link, made.link, lambda: _opened(source))
+    else:
+        raise Fault(f"the hub at {link.url} announced {name!r} without a link to put it to")
+    return await _completed(link, made.id, size)
+
+
+async def _completed(link: Link, file_id: str, size: int) -> FileView:
+    """A storage that computes no SHA-256 is read once by the hub, which takes its time."""
+    tries = Tries(link.patience_s + size / _READ_BYTES_PER_S)
+    while True:
+        try:
+            return await link.ask("complete_file", FileView, file_id=file_id)
+        except Refusal as refusal:
+            if refusal.code not in NOT_NOW:
+                raise
+            await tries.after(refusal)
+
+
+async def _put_parts(link: Link, file_id: str, source: FileLike, parts: Sequence[Part]) -> None:
+    """A few at a time, each with a link of its own. The first that fails ends the others."""
+    free = asyncio.Semaphore(_AT_A_TIME)
+
+    async def one(part: Part) -> None:
+        async with free:
+            await _put_part(link, file_id, source, part)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for part in parts:
+                group.create_task(one(part))
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+async def _put_part(link: Link, file_id: str, source: FileLike, part: Part) -> None:
+    digest = await asyncio.to_thread(_part_digest, source, part)
+    tries = Tries(link.patience_s)
+    while True:
+        # Asked for anew each time: a link may expire while others are under way.
+        body = PartsBody((PartBody(part.number, digest),))
+        (grant,) = (await link.ask("part_links", PartGrants, body=body, file_id=file_id)).links
+        error = await _sent(link, grant, lambda: _opened(source), part)
+        if error is None:
+            return
+        may_pass = (*NOT_NOW, RefusalCode.UNAUTHENTICATED)
+        if isinstance(error, Refusal) and error.code not in may_pass:
+            raise error
+        await tries.after(error)
+
+
+async def _put(link: Link, grant: Grant, opened: Callable[[], BinaryIO]) -> None:
+    tries = Tries(link.patience_s)
+    while (error := await _sent(link, grant, opened)) is not None:
+        if isinstance(error, Refusal):
+            if error.code is RefusalCode.WRONG_PHASE:
+                # It was received before and the answer was lost; whether it is whole is asked next.
+                return
+            if error.code not in NOT_NOW:
+                raise error
+        await tries.after(error)
+
+
+async def _sent(
+    link: Link, grant: Grant, opened: Callable[[], BinaryIO], part: Part | None = None
+) -> Exception | None:
+    """What was said against it; None: it is there."""
+    url = resolved(link.url, grant.url)
+    with await asyncio.to_thread(opened) as content:
+        try:
+            # The link is the proof: our key does not travel with it.
+            async with link.session.put(
+                URL(url, encoded=True),
+                data=content if part is None else _read(content, part),
+                headers=grant.headers
+                if part
+                else {"content-type": "application/octet-stream", **grant.headers},
+                skip_auto_headers=("content-type",),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_read=_UPLOAD_IDLE_S, sock_connect=_UPLOAD_IDLE_S
+                ),
+                allow_redirects=False,
+            ) as response:
+                if response.status < 300:
+                    return None
+                return refusal_by_link(grant.url, response.status, await response.read())
+        except (TimeoutError, aiohttp.ClientError, OSError) as broken:
+            return Fault(f"{place(url)} did not take a file: {told(broken)}")
+
+
+async def _read(content: BinaryIO, part: Part) -> AsyncIterator[bytes]:
+    pieces = pieces_of(content, part)
+    while piece := await asyncio.to_thread(next, pieces, b""):
+        yield piece
+
+
+def _part_digest(source: FileLike, part: Part) -> str:
+    with _opened(source) as content:
+        return sha256_of(content, part)
+
+
+def _opened(source: FileLike) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb")
+
+
+def _measure(source: FileLike) -> tuple[int, str]:
+    if isinstance(source, bytes):
+        return len(source), hashlib.sha256(source).hexdigest()
+    try:
+        with Path(source).open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+            return content.tell(), digest
+    except OSError as error:
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"{source} cannot be read: {error.strerror}") from error

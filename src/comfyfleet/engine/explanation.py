@@ -1,0 +1,188 @@
+"""Why is my job not running? For each worker one reason, the nearest miss, the place in line, an estimate; of a job
+that does not wait, what became of it."""
+
+from __future__ import annotations
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.model.block import BlockReason, Pair
+from comfyfleet.model.calls import Explanation, MissingFor
+from comfyfleet.model.dispatch import Dispatch, Phase, Standing
+from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.tenant import TenantTerms
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.acceptance import signature_for
+from comfyfleet.policy.feasibility import REFUSES, Miss, misses, nearest_miss
+from comfyfleet.policy.tenants import is_known_to, merged, name_for
+from comfyfleet.policy.workflow_stats import expected_s
+
+
+async def explain(
+    context: Context, catalogs: NodeCatalogs, dispatch: Dispatch, tenant: TenantId | None = None
+) -> Explanation:
+    """`tenant`: it is written for that tenant, which does not know every worker by name."""
+    job_id, phase = dispatch.job_id, dispatch.phase
+    if phase is not Phase.QUEUED:
+        return Explanation(job_id, phase, await _became(context, dispatch))
+    now = await context.store.now()
+    cls = context.fleet.classes[dispatch.class_key]
+    job = await context.store.records.get(job_id) if cls.requirements.refused_by else None
+    lacking: dict[WorkerId, tuple[Miss, ...]] = {}
+    reasons: dict[WorkerId, MissingFor] = {}
+    able: list[WorkerRecord] = []
+    objections: dict[str | None, str | None] = {}
+    """By signature: hundreds of workers may have the same."""
+    for worker in list(context.fleet.workers.values()):
+        lacks = _lacks(cls, worker)
+        why = [miss.reason for miss in lacks] + await _kept_from(context, dispatch, worker, now)
+        signature = None if job is None else signature_for(cls, worker)
+        if job is not None and signature in cls.requirements.refused_by:
+            if signature not in objections:
+                objections[signature] = await catalogs.objection(job.payload, worker)
+            objection = objections[signature]
+            why = [objection if objection and each == REFUSES else each for each in why]
+        if why:
+            lacking[worker.worker_id] = lacks
+            name = name_for(worker.worker_id, worker.capabilities.tenant_access, tenant)
+            reasons[worker.worker_id] = MissingFor(name, why[0], tuple(why))
+        else:
+            able.append(worker)
+    position = await context.store.position(job_id)
+    # One that could run it and is only kept from it is nearer than any that lacks something.
+    kept = next((worker_id for worker_id, lacks in lacking.items() if not lacks), None)
+    closest = kept or nearest_miss(lacking, context.rules.weights)
+    nearest = None if closest is None else reasons[closest]
+    known = [worker.worker_id for worker in able if is_known_to(worker.capabilities.tenant_access, tenant)]
+    return Explanation(
+        job_id,
+        phase,
+        await _summary(context, dispatch, able, nearest, position, now),
+        merged(reasons.values()),
+        tuple(known),
+        len(able) - len(known),
+        None if nearest is None else nearest.worker_id,
+        position,
+        _estimate_s(context, dispatch, able, position),
+    )
+
+
+def _lacks(cls: RequirementClass, worker: WorkerRecord) -> tuple[Miss, ...]:
+    found = misses(cls, worker.worker_id, worker.capabilities)
+    if worker.capabilities.services:
+        return found
+    # Its server never answered, so what it has is unknown.
+    return tuple(miss for miss in found if miss.dimension in ("affinity", "tenant"))
+
+
+async def _became(context: Context, dispatch: Dispatch) -> str:
+    """Of a job that does not wait: what became of it, and what can be done."""
+    if dispatch.phase is Phase.LEASED and dispatch.lease is not None:
+        cancelled = " and was told to stop" if dispatch.stop is not None else ""
+        return f"the job is leased on {dispatch.lease.worker_id}{cancelled}"
+    job = await context.store.records.get(dispatch.job_id)
+    failure = None if job is None else job.failure
+    if dispatch.phase is Phase.FAILED and failure is not None:
+        attempts = len(await context.store.attempts(dispatch.job_id))
+        tried = "it was never begun" if not attempts else f"{attempts} attempt(s)"
+        said = failure.message.rstrip(".")
+        return f"the job failed ({failure.kind.value}; {tried}): {said}. A retry opens a new round"
+    if dispatch.phase is Phase.CANCELLED:
+        return "the job was cancelled; a retry opens a new round"
+    where = "" if job is None or job.worker_id is None else f" on {job.worker_id}"
+    return f"the job has {dispatch.phase.value}{where}"
+
+
+async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord, now: float) -> list[str]:
+    """What keeps a worker from a job it could run."""
+    why: list[str] = []
+    for target in dispatch.block_targets:
+        block = await context.store.get_block(Pair(worker.worker_id, target))
+        if block is not None and block.is_in_force(now):
+            assert block.blocked_until is not None
+            if block.missing:
+                why.append(
+                    f"said that it lacks {', '.join(block.missing)}; it is tried again when that changes"
+                )
+                continue
+            what = "this job" if target == dispatch.job_id else "this workflow"
+            if block.reason is BlockReason.REFUSED:
+                why.append(f"refused {what}: its versions of the nodes do not accept it")
+                continue
+            whose = "" if block.tenant in (None, DEFAULT_TENANT) else f" of tenant {block.tenant}"
+            why.append(
+                f"is blocked for {what}{whose} for another {block.blocked_until - now:.0f} s ({block.reason.value})"
+            )
+    if context.strategy.should_skip(worker.worker_id, dispatch.workflow_hash, now):
+        why.append("is kept from this workflow by the failover strategy")
+    if worker.is_offline:
+        why.append(f"is offline: {worker.offline_reason}" if worker.offline_reason else "is offline")
+    elif worker.is_draining:
+        why.append("is draining")
+    elif worker.is_paused:
+        why.append("is paused")
+    elif worker.quarantined_until is not None and now < worker.quarantined_until:
+        why.append("is quarantined: too many different workflows failed on it")
+    if context.fleet.is_held_back(worker):
+        why.append("is a fake, and the fleet has real workers: it works beside them only if started so")
+    return why
+
+
+async def _summary(
+    context: Context,
+    dispatch: Dispatch,
+    able: list[WorkerRecord],
+    nearest: MissingFor | None,
+    position: int | None,
+    now: float,
+) -> str:
+    if await context.store.is_queue_paused():
+        return "the queue is paused"
+    if dispatch.standing is Standing.PAUSED:
+        return "the job is paused"
+    if dispatch.is_held:
+        return await _waits_for(context, dispatch)
+    if dispatch.standing is Standing.DELAYED:
+        return f"the job waits another {max(0.0, (dispatch.not_before or now) - now):.1f} s before its next attempt"
+    share = await context.store.shares.of(dispatch.tenant)
+    if share.terms is not None and share.terms.is_held(now):
+        return f"the tenant {dispatch.tenant} is held{_until(share.terms, now)}: none of its jobs is given to a worker"
+    if share.is_at_cap:
+        return f"the tenant {dispatch.tenant} has as many jobs running as it may: {share.leased}"
+    if not context.fleet.workers:
+        return "no worker is connected"
+    if not able:
+        assert nearest is not None
+        return f"no worker can take it now; the nearest, {nearest.worker_id}, {nearest.reason}"
+    held = "" if dispatch.relax_at is None else "; a preferred worker is waited for"
+    return f"{len(able)} worker(s) can take it, {position or 0} job(s) stand before it{held}"
+
+
+def _until(terms: TenantTerms, now: float) -> str:
+    assert terms.held_until is not None
+    return "" if terms.held_until == float("inf") else f" for another {terms.held_until - now:.0f} s"
+
+
+async def _waits_for(context: Context, dispatch: Dispatch) -> str:
+    job = await context.store.records.get(dispatch.job_id)
+    after = () if job is None else job.payload.after
+    found = [await context.store.load(job_id) for job_id in after]
+    still = [each.job_id for each in found if each is not None and not each.phase.is_final]
+    names = ", ".join(still[:3]) + (f" and {len(still) - 3} more" if len(still) > 3 else "")
+    return f"the job waits for {len(still)} of {len(after)} others to complete: {names}"
+
+
+def _estimate_s(
+    context: Context, dispatch: Dispatch, able: list[WorkerRecord], position: int | None
+) -> float | None:
+    """Those before it, at what this workflow is known to take, shared by the slots that can run it."""
+    lesson = context.known_lesson(dispatch.workflow_hash)
+    known: dict[WorkerId, float] = {
+        worker.worker_id: seconds
+        for worker in able
+        if (seconds := expected_s(lesson, worker.capabilities.worker_class)) is not None
+    }
+    slots = sum(worker.slots for worker in able)
+    if not known or not slots or position is None:
+        return None
+    return position * (sum(known.values()) / len(known)) / slots

@@ -1,0 +1,491 @@
+"""What the engine does when an attempt ends without completing: asks policy, writes its verdict, tells of blocks.
+
+Reports from workers and the sweeper's findings end here alike, so a failure has one consequence whoever noticed it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.placement import Refusals
+from comfyfleet.model.block import EVERY_WORKER, Block, BlockReason, Pair
+from comfyfleet.model.calls import FailureReport
+from comfyfleet.model.dispatch import (
+    AtRevision,
+    AttemptEnd,
+    AttemptOutcome,
+    Change,
+    Dispatch,
+    Guard,
+    Phase,
+    Stop,
+    Write,
+)
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.failure import Failure, FailureKind, bounded
+from comfyfleet.model.ids import JobId, WorkerId
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.acceptance import is_refusal
+from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two, when_alone
+from comfyfleet.policy.fair_share import used_s
+from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
+from comfyfleet.policy.poison_workflows import deaths_lately, failure_of_deadly, refusal_of
+from comfyfleet.policy.retry import Choice, Verdict, after_failure
+from comfyfleet.policy.timers import returned
+from comfyfleet.policy.workflow_stats import no_lesson, of_out_of_memory, with_memory
+
+_MAX_KEPT_OFF = 256
+"""So many jobs a sweep looks at; what keeps the others off ends with the cooldown at the latest."""
+
+
+async def _nobody(_: Dispatch, __: Block, ___: Failure) -> None:
+    """An engine wires its parts before it serves."""
+
+
+async def _nobody_late(_: FailureReport) -> None:
+    """As above."""
+
+
+class Verdicts:
+    def __init__(self, context: Context, rounds: Rounds, refusals: Refusals) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._refusals = refusals
+        context.give_back = self.give_back
+        self.on_late_death: Callable[[FailureReport], Awaitable[None]] = _nobody_late
+        """Set by the same: told of failures of runs whose job was cancelled, or over, before."""
+        self.on_refusal: Callable[[Dispatch, Block, Failure], Awaitable[None]] = _nobody
+        """Set by whoever sees to refused workflows: this job showed that servers die of its own."""
+
+    async def failed(self, dispatch: Dispatch, guard: Guard, failure: Failure) -> Dispatch | None:
+        """None: the guard did not hold; somebody else has ended this lease."""
+        context = self._context
+        assert dispatch.lease is not None, "an attempt holds a lease"
+        worker_id, now = dispatch.lease.worker_id, await context.store.now()
+        failure = bounded(self._with_card(failure, worker_id))
+        if failure.server_died is not None:
+            known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
+            deaths = max(dispatch.server_deaths, deaths_lately(known, context.rules, now))
+            dispatch = msgspec.structs.replace(dispatch, server_deaths=deaths)
+        block, known_block = await self._recorded(dispatch, worker_id, failure, now)
+        job = await context.store.records.get(dispatch.job_id)
+        if block is not None and block.reason is BlockReason.REFUSED and job and job.payload.variants:
+            # The hash is that of several graphs, and it is only this one that was refused.
+            block = None
+        choice = await self._choice(dispatch, worker_id, block, now)
+        if (held := when_alone(block, known_block, failure, choice)) != block:
+            block, choice = held, await self._choice(dispatch, worker_id, held, now)
+        refusing: frozenset[str] = frozenset()
+        if is_refusal(failure):
+            refusing = await self._refusals.refusing(dispatch, worker_id, failure, now)
+            may_accept = await self._refusals.may_accept(dispatch, worker_id, refusing, now)
+            choice = msgspec.structs.replace(choice, may_accept=may_accept)
+        verdict = after_failure(
+            dispatch,
+            worker_id,
+            failure,
+            choice,
+            rules=context.rules,
+            now=now,
+            fraction=context.chance.fraction(),
+            retry_delay_s=None if job is None else job.payload.retry_delay_s,
+        )
+        blocks = await self._blocks(dispatch, worker_id, failure, verdict, block, refusing, now)
+        refusing_block = refusal_of(dispatch, verdict.server_deaths, now) if verdict.is_deadly else None
+        if verdict.will_retry:
+            placed = await self._placed(dispatch, failure, refusing, now)
+            write = self._retry(placed, guard, failure, verdict, tuple(blocks), now)
+        else:
+            refusals = () if refusing_block is None else (refusing_block,)
+            told = failure if refusing_block is None else failure_of_deadly(failure, dispatch)
+            write = self._give_up(dispatch, guard, told, verdict, (*blocks, *refusals), now)
+        written = await context.store.write(write)
+        if written is None:
+            return None
+        context.publish(written)
+        for each in blocks:
+            context.blocked(each, failure.message)
+        if refusing_block is not None:
+            context.fleet.note_block(refusing_block)
+            with best_effort(f"tell of the refused workflow {refusing_block.target}"):
+                await self.on_refusal(written.dispatch, refusing_block, failure)
+        try:
+            with best_effort(f"count a failure of worker {worker_id}"):
+                await context.fleet.note_failure(worker_id)
+            if blocks:
+                with best_effort(f"look whether worker {worker_id} is to be quarantined"):
+                    await self._quarantine(worker_id, now)
+        finally:
+            # Only now, so that it does not go to the worker it failed on; and now for certain, as nobody else looks.
+            if written.dispatch.stands_in_lane:
+                self._rounds.job_arrived(written.dispatch.class_key)
+        return written.dispatch
+
+    async def released(self, dispatch: Dispatch, guard: Guard, reason: str) -> Dispatch | None:
+        """Back to its place, uncharged; but not for ever, and not if it was to be stopped anyway."""
+        context = self._context
+        if dispatch.stop is not None:
+            return await self.stopped(dispatch, guard)
+        if reason != "declined" and dispatch.releases + 1 > context.rules.max_releases:
+            failure = Failure(
+                FailureKind.UNKNOWN, f"given back {context.rules.max_releases} times without a result"
+            )
+            return await self.ended(dispatch, failure, guard)
+        now = await context.store.now()
+        placed = self._returned(dispatch, now)
+        change = msgspec.structs.replace(placed, releases=dispatch.releases + 1)
+        blocks: tuple[Block, ...] = ()
+        if reason == "declined" and dispatch.lease is not None:
+            # It would only be declined again: another worker, or this one a little later.
+            until = now + context.rules.acknowledge_s
+            blocks = (Block(dispatch.lease.worker_id, dispatch.job_id, BlockReason.JOB, 1, until),)
+            change = placed
+        written = await context.store.write(
+            Write(
+                dispatch.job_id,
+                guard,
+                change,
+                attempt_end=AttemptEnd(AttemptOutcome.RELEASED, used_s=used_s(dispatch.lease, now)),
+                facts=(FactDraft(FactKind.RELEASED, {"reason": reason, "attempt": dispatch.attempts}),),
+                blocks=blocks,
+                job={"phase": Phase.QUEUED},
+            )
+        )
+        if written is None:
+            return None
+        context.publish(written)
+        for block in blocks:
+            context.blocked(block, reason)
+        self._rounds.job_arrived(written.dispatch.class_key)
+        return written.dispatch
+
+    async def give_back(self, dispatch: Dispatch) -> None:
+        """A lease whose holder went away before it was told of it."""
+        store, ref = self._context.store, dispatch.lease_ref()
+        # Written only over what was read: a stop that is asked for in between is not forgotten.
+        while (current := await store.load(ref.job_id)) is not None and current.lease is not None:
+            if current.lease_ref() != ref:
+                return
+            if await self.released(current, AtRevision(current.revision), "the worker went away") is not None:
+                return
+
+    async def stopped(self, dispatch: Dispatch, guard: Guard, reason: str = "") -> Dispatch | None:
+        """The holder confirmed, gave the lease back, or had its time to."""
+        context = self._context
+        now = await context.store.now()
+        job: dict[str, object] = {"phase": Phase.QUEUED}
+        told: dict[str, object] = {"reason": reason} if reason else {}
+        match dispatch.stop:
+            case Stop.CANCEL:
+                if dispatch.cancel_reason:
+                    told = {"reason": dispatch.cancel_reason, **({"note": reason} if reason else {})}
+                change, kind = cancelled(dispatch), FactKind.CANCELLED
+                job = {"phase": Phase.CANCELLED, "completed_at": now}
+            case Stop.PAUSE:
+                change, kind = self._returned(dispatch, now), FactKind.PAUSED
+            case _:
+                change, kind = self._returned(dispatch, now), FactKind.RELEASED
+                told = {"reason": f"retry: {reason}" if reason else "retry", "attempt": dispatch.attempts}
+        written = await context.store.write(
+            Write(
+                dispatch.job_id,
+                guard,
+                change,
+                attempt_end=AttemptEnd(AttemptOutcome.CANCELLED, used_s=used_s(dispatch.lease, now)),
+                facts=(FactDraft(kind, told or None),),
+                job=job,
+            )
+        )
+        if written is None:
+            return None
+        context.publish(written)
+        if written.dispatch.stands_in_lane:
+            self._rounds.job_arrived(written.dispatch.class_key)
+        return written.dispatch
+
+    def _returned(self, dispatch: Dispatch, now: float) -> Change:
+        phase = target(dispatch.phase, Move.RELEASE)
+        return returned(dispatch, phase, dispatch.not_before, now, self._context.rules)
+
+    async def end_needless_blocks(self) -> None:
+        """A job is kept off a worker that failed it while another can run it. When no other worker is left, the job may
+        go back there."""
+        context = self._context
+        if not context.fleet.with_blocks:
+            return
+        store, now = context.store, await context.store.now()
+        kept_off: dict[JobId, list[Block]] = {}
+        for block in await store.blocks():
+            if block.reason is BlockReason.JOB and block.is_in_force(now) and len(kept_off) < _MAX_KEPT_OFF:
+                kept_off.setdefault(JobId(block.target), []).append(block)
+        for dispatch in await store.load_many(list(kept_off)) if kept_off else ():
+            if dispatch is None or dispatch.phase is not Phase.QUEUED or await self._has_taker(dispatch, now):
+                continue
+            # A worker that declined the job without having failed it would decline it again.
+            pairs = [each.pair for each in kept_off[dispatch.job_id] if each.worker_id in dispatch.failed_on]
+            for lifted in await store.lift(pairs):
+                await context.unblocked(lifted, "no other worker can run the job")
+                self._rounds.worker_freed(lifted.worker_id)
+
+    async def ended(
+        self, dispatch: Dispatch, failure: Failure, guard: Guard | None = None
+    ) -> Dispatch | None:
+        """The job's own limits are over, whoever holds it."""
+        now = await self._context.store.now()
+        end = None
+        if dispatch.lease is not None:
+            end = AttemptEnd(AttemptOutcome.EXPIRED, failure=failure, used_s=used_s(dispatch.lease, now))
+        written = await self._context.store.write(
+            Write(
+                dispatch.job_id,
+                guard or AtRevision(dispatch.revision),
+                failed(dispatch, Move.END),
+                attempt_end=end,
+                facts=(FactDraft(FactKind.FAILED, _told(failure, failure.message, dispatch)),),
+                job={"phase": Phase.FAILED, "failure": failure, "completed_at": now},
+            )
+        )
+        if written is None:
+            return None
+        self._context.publish(written)
+        return written.dispatch
+
+    # the two writes a verdict can become
+
+    def _retry(
+        self,
+        dispatch: Dispatch,
+        guard: Guard,
+        failure: Failure,
+        verdict: Verdict,
+        blocks: tuple[Block, ...],
+        now: float,
+    ) -> Write:
+        phase = target(dispatch.phase, Move.REQUEUE)
+        change = msgspec.structs.replace(
+            returned(dispatch, phase, verdict.not_before, now, self._context.rules),
+            charged=verdict.charged,
+            worker_faults=verdict.worker_faults,
+            failed_on=verdict.failed_on,
+            expired_on=verdict.expired_on,
+            server_deaths=verdict.server_deaths,
+        )
+        told = {**_told(failure, failure.message, dispatch), "not_before": verdict.not_before}
+        ends = [block.blocked_until for block in blocks if block.blocked_until and block.is_in_force(now)]
+        if ends:
+            # Of the worker it failed on: whoever watches knows what it waits for.
+            told |= {"blocked_until": max(ends), "blocked_s": max(ends) - now}
+        return Write(
+            dispatch.job_id,
+            guard,
+            change,
+            attempt_end=_end(dispatch, failure, verdict, now),
+            facts=(FactDraft(FactKind.RETRYING, told),),
+            blocks=blocks,
+            job={"phase": Phase.QUEUED, "failure": failure, "worker_id": _holder(dispatch)},
+        )
+
+    def _give_up(
+        self,
+        dispatch: Dispatch,
+        guard: Guard,
+        failure: Failure,
+        verdict: Verdict,
+        blocks: tuple[Block, ...],
+        now: float,
+    ) -> Write:
+        change = failed(dispatch, Move.GIVE_UP)
+        change = msgspec.structs.replace(
+            change,
+            charged=verdict.charged,
+            worker_faults=verdict.worker_faults,
+            failed_on=verdict.failed_on,
+            expired_on=verdict.expired_on,
+            server_deaths=verdict.server_deaths,
+        )
+        return Write(
+            dispatch.job_id,
+            guard,
+            change,
+            attempt_end=_end(dispatch, failure, verdict, now),
+            facts=(FactDraft(FactKind.FAILED, _told(failure, verdict.why, dispatch)),),
+            blocks=blocks,
+            job={
+                "phase": Phase.FAILED,
+                "failure": failure,
+                "worker_id": _holder(dispatch),
+                "completed_at": now,
+            },
+        )
+
+    async def _blocks(
+        self,
+        dispatch: Dispatch,
+        worker_id: WorkerId,
+        failure: Failure,
+        verdict: Verdict,
+        block: Block | None,
+        refusing: frozenset[str],
+        now: float,
+    ) -> list[Block]:
+        """Of the pair, and of this job with this worker where that says more."""
+        rules, is_refused = self._context.rules, is_refusal(failure)
+        if is_refused and not verdict.will_retry:
+            # Nobody else is there to take such workflows: the next one is to hear at once that it is refused.
+            return []
+        if block is not None and block.is_in_force(now):
+            for_all = met_by_two(block, await self._context.store.blocks(worker_id), now)
+            return [block] if for_all is None else [block, for_all]
+        blocks = [block] if block is not None else []
+        # Where its signature is known to refuse the job, the job's next class keeps it off, and all its equals.
+        if verdict.keep_off_worker and not refusing:
+            reason = BlockReason.REFUSED if is_refused else BlockReason.JOB
+            until = now + (rules.inventory_block_s if is_refused else rules.cooldown_s)
+            blocks.append(Block(worker_id, dispatch.job_id, reason, 1, until))
+        return blocks
+
+    # what policy needs to know
+
+    async def _recorded(
+        self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
+    ) -> tuple[Block | None, Block | None]:
+        """The failure, counted for whom it concerns, and what was known before. A strategy knows workers and hashes
+        alone."""
+        context, workflow_hash = self._context, dispatch.workflow_hash
+        cls = context.fleet.classes.get(dispatch.class_key)
+        block_target = blocked_target(
+            workflow_hash, dispatch.tenant, failure, None if cls is None else cls.requirements
+        )
+        known = await context.store.get_block(Pair(worker_id, block_target))
+        previous = known and msgspec.structs.replace(known, target=workflow_hash)
+        block = context.strategy.record_failure(worker_id, workflow_hash, failure, previous, now)
+        return block and msgspec.structs.replace(block, target=block_target), known
+
+    async def _choice(
+        self, dispatch: Dispatch, worker_id: WorkerId, block: Block | None, now: float
+    ) -> Choice:
+        fleet = self._context.fleet
+        profiles = frozenset(fleet.profiles_for(dispatch.relaxed_class or dispatch.class_key))
+        others, is_blocked_everywhere, is_alone = 0, True, True
+        for worker in list(fleet.workers.values()):
+            if worker.profile not in profiles:
+                continue
+            if worker.worker_id == worker_id:
+                is_blocked = block is not None and self._context.strategy.is_blocked(block, now)
+            else:
+                for_all, for_tenant, for_job = dispatch.block_targets
+                is_blocked = await self._is_blocked(worker.worker_id, now, for_tenant, for_all)
+                takes_work = self._takes(dispatch, worker, now)
+                is_alone &= not takes_work
+                # One that is kept off this job because it failed there too is no way out.
+                if not is_blocked and takes_work:
+                    others += not await self._is_blocked(worker.worker_id, now, for_job)
+            # A worker that is offline just now is still one that may run it.
+            is_blocked_everywhere &= is_blocked
+        return Choice(others, is_blocked_everywhere, is_alone)
+
+    def _takes(self, dispatch: Dispatch, worker: WorkerRecord, now: float) -> bool:
+        """Whether it takes work now, and such work, as far as no block is concerned."""
+        context = self._context
+        return context.fleet.takes_work(worker, now) and not context.strategy.should_skip(
+            worker.worker_id, dispatch.workflow_hash, now
+        )
+
+    async def _has_taker(self, dispatch: Dispatch, now: float) -> bool:
+        fleet = self._context.fleet
+        profiles = frozenset(fleet.profiles_for(dispatch.relaxed_class or dispatch.class_key))
+        for worker in list(fleet.workers.values()):
+            if worker.profile not in profiles or not self._takes(dispatch, worker, now):
+                continue
+            if not await self._is_blocked(worker.worker_id, now, *dispatch.block_targets):
+                return True
+        return False
+
+    async def _is_blocked(self, worker_id: WorkerId, now: float, *targets: str) -> bool:
+        if worker_id not in self._context.fleet.with_blocks:
+            return False
+        for each in targets:
+            block = await self._context.store.get_block(Pair(worker_id, each))
+            if block is not None and self._context.strategy.is_blocked(block, now):
+                return True
+        return False
+
+    def _with_card(self, failure: Failure, worker_id: WorkerId) -> Failure:
+        """Out of memory is remembered with the size of the card it happened on."""
+        worker = self._context.fleet.workers.get(worker_id)
+        if failure.kind is not FailureKind.OUT_OF_MEMORY or failure.vram_gb is not None or worker is None:
+            return failure
+        return msgspec.structs.replace(failure, vram_gb=worker.capabilities.hardware.gpu.memory_gb)
+
+    async def _placed(
+        self, dispatch: Dispatch, failure: Failure, refusing: frozenset[str], now: float
+    ) -> Dispatch:
+        """Where the next attempt stands: with bigger cards, or no longer with those it preferred."""
+        if failure.kind is FailureKind.OUT_OF_MEMORY:
+            return await self._with_more_memory(dispatch, failure, now)
+        if refusing:
+            dispatch = await self._refusals.elsewhere(dispatch, refusing)
+        if self._context.fleet.waits_for_memory(dispatch):
+            return dispatch
+        # The preferred worker had its chance: a retry goes wherever it may.
+        anywhere = dispatch.relaxed_class or dispatch.class_key
+        return msgspec.structs.replace(dispatch, class_key=anywhere, relaxed_class=None, relax_at=None)
+
+    async def _with_more_memory(self, dispatch: Dispatch, failure: Failure, now: float) -> Dispatch:
+        """Learned for the workflow; this job asks for a bigger card, as long as there is one that could take it."""
+        context, workflow_hash = self._context, dispatch.workflow_hash
+        lesson = await context.lesson(workflow_hash) or no_lesson(workflow_hash)
+        if failure.vram_gb:
+            lesson = await context.learn(of_out_of_memory(workflow_hash, dispatch.tenant, failure.vram_gb))
+        base = dispatch.relaxed_class or dispatch.class_key
+        cls = context.fleet.classes[base]
+        needs = with_memory(cls.requirements, lesson, dispatch.tenant, context.fleet.capabilities())
+        bigger = msgspec.structs.replace(cls, requirements=needs)
+        if bigger == cls or not context.fleet.is_workable(bigger):
+            return msgspec.structs.replace(dispatch, class_key=base, relaxed_class=None, relax_at=None)
+        return msgspec.structs.replace(
+            dispatch,
+            class_key=await context.fleet.ensure_class(bigger),
+            relaxed_class=base,
+            relax_at=now + context.rules.bigger_card_wait_s,
+        )
+
+    async def _quarantine(self, worker_id: WorkerId, now: float) -> None:
+        context = self._context
+        worker = context.fleet.workers.get(worker_id)
+        if worker is None or worker.quarantined_until is not None:
+            return
+        if is_quarantined(await context.store.blocks(worker_id), context.rules, now):
+            until = now + context.rules.quarantine_s
+
+            def kept_off(worker: WorkerRecord) -> WorkerRecord:
+                return msgspec.structs.replace(worker, quarantined_until=until)
+
+            if await context.fleet.change(worker_id, kept_off) is None:
+                return
+            context.tell("quarantined", worker_id, until=until)
+            context.wake_by(until)
+
+
+def _end(dispatch: Dispatch, failure: Failure, verdict: Verdict, now: float) -> AttemptEnd:
+    is_expiry = failure.kind is FailureKind.LEASE_EXPIRED
+    outcome = AttemptOutcome.EXPIRED if is_expiry else AttemptOutcome.FAILED
+    return AttemptEnd(outcome, verdict.charge.value, failure, used_s(dispatch.lease, now))
+
+
+def _holder(dispatch: Dispatch) -> WorkerId | None:
+    return None if dispatch.lease is None else dispatch.lease.worker_id
+
+
+def _told(failure: Failure, why: str, dispatch: Dispatch) -> dict[str, object]:
+    told: dict[str, object] = {"kind": failure.kind.value, "message": failure.message, "why": why}
+    told["attempt"] = dispatch.attempts
+    if dispatch.lease is not None:
+        told |= {"worker_id": dispatch.lease.worker_id, "lease": dispatch.lease.number}
+    if failure.node_id is not None:
+        told["node_id"] = failure.node_id
+    return told

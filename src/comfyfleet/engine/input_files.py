@@ -1,0 +1,126 @@
+"""The files of jobs as an engine knows them: found among what earlier jobs left, and noted as in use.
+
+A note stands in the store's cabinet for each file and job, before the job is written, until it has completed. Whoever
+keeps the files asks here before it forgets one; notes of other jobs that have ended go then. Which output is meant is
+policy's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.policy.input_files import output_of
+from comfyfleet.ports import Cabinet
+
+DRAWER = "file_uses"
+_PAGE = 100
+_PAGES = 10
+_YOUNG_S = 3600.0
+"""A note without a job: the job is being written, or its submit died."""
+
+
+class Inputs:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def named(self, submission: Submission) -> Submission:
+        """With the ids of the jobs it names by their references, and waiting for every job it takes an output of."""
+        known: dict[str, JobId] = {}
+        for name in (*submission.after, *(each.job for each in submission.inputs if each.job is not None)):
+            if name not in known:
+                known[name] = await self._id_of(name, submission.tenant)
+        inputs = tuple(
+            each if each.job is None else msgspec.structs.replace(each, job=known[each.job])
+            for each in submission.inputs
+        )
+        return msgspec.structs.replace(submission, after=tuple(dict.fromkeys(known.values())), inputs=inputs)
+
+    async def _id_of(self, name: JobId, tenant: TenantId) -> JobId:
+        """Its id, or its reference. What is neither stays as it is, and is refused as such later."""
+        store = self._context.store
+        dispatch = await store.load(name)
+        if dispatch is None or dispatch.tenant != tenant:
+            job = await store.records.by_reference(tenant, name)
+            return name if job is None else job.job_id
+        return name
+
+    async def found(self, submission: Submission, awaited: JobId) -> dict[int, str] | Failure:
+        """Of a job that has completed: the file for each input that names it, by the input's number."""
+        files: dict[int, str] = {}
+        wanted = [(number, each) for number, each in enumerate(submission.inputs) if each.job == awaited]
+        job = await self._context.store.records.get(awaited) if wanted else None
+        for number, each in wanted:
+            if job is None or job.result is None:
+                return Failure(
+                    FailureKind.MISSING_INPUT,
+                    f"the input {each.target} cannot be had: the job {awaited} is not there any more",
+                    node_id=each.node,
+                    missing=(each.target,),
+                )
+            file_id = output_of(each, job.result)
+            if isinstance(file_id, Failure):
+                return file_id
+            files[number] = file_id
+        return files
+
+    async def filled(self, submission: Submission) -> Submission:
+        """All that it waits for has completed already: what cannot be had is refused at once."""
+        files: dict[int, str] = {}
+        for awaited in submission.after:
+            found = await self.found(submission, awaited)
+            if isinstance(found, Failure):
+                raise Refusal(RefusalCode.INVALID_REQUEST, found.message, field="inputs")
+            files |= found
+        return with_files(submission, files)
+
+    # what is in use
+
+    async def use(self, files: Iterable[str | None], job_id: JobId) -> None:
+        now = b"%.0f" % self._context.clock.now()
+        for file_id in dict.fromkeys(files):
+            if file_id is not None:
+                await self._context.store.cabinet.put(DRAWER, f"{file_id}/{job_id}", now, version=None)
+
+    async def is_used(self, file_id: str) -> bool:
+        """By a job that is open. Notes of others are put away; where there are very many, the next look goes on."""
+        store, beginning = self._context.store, f"{file_id}/"
+        after = beginning
+        for _ in range(_PAGES):
+            page = await store.cabinet.listing(DRAWER, after, _PAGE)
+            for document in page:
+                after = document.name
+                if not after.startswith(beginning):
+                    return False
+                dispatch = await store.load(JobId(after.removeprefix(beginning)))
+                if dispatch is None and self._context.clock.now() - float(document.body) < _YOUNG_S:
+                    return True
+                if dispatch is not None and not dispatch.phase.is_final:
+                    return True
+                await store.cabinet.remove(DRAWER, document.name)
+            if len(page) < _PAGE:
+                return False
+        return True
+
+
+async def forget(cabinet: Cabinet, job: Job) -> None:
+    """It has completed. One that failed may be tried again: its notes stay for as long as its files do."""
+    for file_id in dict.fromkeys(each.file for each in job.payload.inputs):
+        if file_id is not None:
+            await cabinet.remove(DRAWER, f"{file_id}/{job.job_id}")
+
+
+def with_files(submission: Submission, files: Mapping[int, str]) -> Submission:
+    if not files:
+        return submission
+    inputs = tuple(
+        msgspec.structs.replace(each, file=files.get(number, each.file))
+        for number, each in enumerate(submission.inputs)
+    )
+    return msgspec.structs.replace(submission, inputs=inputs)

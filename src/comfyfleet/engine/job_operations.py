@@ -1,0 +1,454 @@
+"""What callers do to a job that is there: look, cancel, retry, pause, priority. Load, ask policy, write, publish.
+
+A job's dispatch and its record, read one after the other and yet of one moment, as far as its end is concerned.
+
+A store writes both in one step and is asked for each by itself. Whoever tells of an end and of what came of it must not
+take the end from before a change and the result from after it, or the other way round.
+
+Forgets what has ended, a little at a time: a store that forgets thousands at once answers nobody else meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+import msgspec
+
+from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.dependencies import Dependencies
+from comfyfleet.engine.input_files import Inputs
+from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.engine.placement import class_of, first_place, where_accepted
+from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
+from comfyfleet.model.dispatch import (
+    TOMBSTONE_S,
+    AtRevision,
+    Change,
+    Dispatch,
+    Phase,
+    Standing,
+    Stop,
+    Write,
+    Written,
+)
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.workflow import read_needs
+from comfyfleet.policy.admission import check_priority
+from comfyfleet.policy.lifecycle import (
+    MOVES,
+    IllegalMove,
+    Move,
+    cancelled,
+    paused,
+    standing_at,
+    target,
+)
+from comfyfleet.policy.poison_workflows import check_refused
+from comfyfleet.policy.priority import effective_priority
+from comfyfleet.policy.terms import under_terms
+from comfyfleet.policy.timers import asked_to_stop, wake_at
+from comfyfleet.ports import Moving, Store
+
+_TRIES = 20
+
+
+async def read_together(
+    store: Store, job_id: JobId, tenant: TenantId | None = None
+) -> tuple[Dispatch, Job] | None:
+    """None: there is no such job (any more), or it is not this tenant's, whose database is not asked then."""
+    for _ in range(_TRIES):
+        dispatch = await store.load(job_id)
+        if dispatch is None or tenant not in (None, dispatch.tenant):
+            return None
+        job = await store.records.get(job_id)
+        if job is None:
+            return None
+        if _is_of_one_moment(dispatch, job):
+            return dispatch, job
+    raise Fault(f"job {job_id} changes faster than it can be read; try again")
+
+
+def _is_of_one_moment(dispatch: Dispatch, job: Job) -> bool:
+    """Both are open, or both tell of the same end."""
+    if not dispatch.phase.is_final and not job.phase.is_final:
+        return True
+    return (dispatch.phase, dispatch.round) == (job.phase, job.round)
+
+
+_MAX_REASON = 500
+
+
+class JobDesk:
+    def __init__(
+        self,
+        context: Context,
+        rounds: Rounds,
+        tell_worker: Callable[[Dispatch, Stop], Awaitable[None]],
+        dependencies: Dependencies,
+        inputs: Inputs,
+        catalogs: NodeCatalogs,
+    ) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._tell_worker = tell_worker
+        self._dependencies = dependencies
+        self._inputs = inputs
+        self._catalogs = catalogs
+
+    # look
+
+    async def get(self, job_id: JobId, tenant: TenantId | None = None) -> JobView:
+        found = await read_together(self._context.store, job_id, tenant)
+        if found is None:
+            raise _no_job(job_id)
+        dispatch, job = found
+        return JobView(job, dispatch, tuple(await self._context.store.attempts(job_id)))
+
+    async def by_reference(self, reference: str, tenant: TenantId) -> JobId | None:
+        job = await self._context.store.records.by_reference(tenant, reference)
+        return None if job is None else job.job_id
+
+    # change
+
+    async def cancel(self, job_id: JobId, reason: str = "") -> CancelAnswer:
+        """A waiting job is cancelled at once. For a running one the request is the truth, and its worker is told."""
+        context, reason = self._context, reason[:_MAX_REASON]
+        told = {"reason": reason} if reason else None
+
+        def decide(dispatch: Dispatch, now: float) -> Write | None:
+            if dispatch.phase.is_final:
+                return None
+            if dispatch.phase is Phase.LEASED:
+                if dispatch.stop is Stop.CANCEL:
+                    return None
+                asked = asked_to_stop(dispatch, Stop.CANCEL, now, context.rules)
+                change = msgspec.structs.replace(asked, cancel_reason=reason)
+                return _write(dispatch, change, FactDraft(FactKind.CANCEL_REQUESTED, told))
+            return _write(
+                dispatch,
+                msgspec.structs.replace(cancelled(dispatch), cancel_reason=reason),
+                FactDraft(FactKind.CANCELLED, told),
+                job={"phase": Phase.CANCELLED, "completed_at": now},
+            )
+
+        dispatch, written = await self._change(job_id, decide)
+        await self._tell_to_stop(written, Stop.CANCEL)
+        return CancelAnswer(dispatch.phase, dispatch.cancel_requested_at is not None)
+
+    async def retry(self, job_id: JobId) -> Submitted:
+        """By hand: a failed or cancelled job gets a new round, with fresh counters and its old place in line. A running
+        one stays in its round: its worker is told to stop it, and it gets a new attempt."""
+        while True:
+            view = await self.get(job_id)
+            try:
+                if view.dispatch.phase is Phase.LEASED:
+                    return await self._retry_running(view)
+                return await self._retry_ended(view)
+            except _Overtaken:
+                # What was prepared is for another round than would begin now, or for none: its terms were not asked,
+                # nor what it waits for.
+                continue
+
+    async def _retry_running(self, view: JobView) -> Submitted:
+        def decide(dispatch: Dispatch, now: float) -> Write | None:
+            _must_be_as_seen(dispatch, view.dispatch)
+            self._must_run(dispatch, "retry")
+            if dispatch.stop is Stop.RETRY:
+                return None
+            change = asked_to_stop(dispatch, Stop.RETRY, now, self._context.rules)
+            return _write(dispatch, change, FactDraft(FactKind.RETRY_REQUESTED))
+
+        dispatch, written = await self._change(view.job.job_id, decide)
+        await self._tell_to_stop(written, Stop.RETRY)
+        return Submitted(dispatch.job_id, dispatch.phase, dispatch.workflow_hash, retry_requested=True)
+
+    async def _retry_ended(self, view: JobView) -> Submitted:
+        rules, fleet, job_id = self._context.rules, self._context.fleet, view.job.job_id
+        submission, workflow_hash = view.job.payload, view.dispatch.workflow_hash
+        if view.job.unreadable is not None:
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"the job cannot be read any more, so it cannot run again: {view.job.unreadable}",
+                phase=view.dispatch.phase.value,
+            )
+        is_legal = (view.dispatch.phase, Move.RETRY) in MOVES
+        if is_legal and view.dispatch.is_apart and not self._context.reaches_tenants:
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED,
+                f"tenant {view.dispatch.tenant!r} has a database of its own, where the next round would be paid for: "
+                "retry the job at a hub that reaches it",
+            )
+        check_refused(workflow_hash, submission.tenant, fleet.refused)
+        tenant = await self._context.gate.terms(submission.tenant) if is_legal else None
+        placed = submission if tenant is None else under_terms(submission, tenant)
+        ceiling = None if tenant is None else tenant.caps.max_priority
+        lesson = await self._context.lesson(workflow_hash)
+        refusing = await self._catalogs.refusing(submission.workflow, submission.variants)
+        needs = await self._catalogs.needs_of(submission.workflow, read_needs(submission.workflow))
+        needed = class_of(placed, needs, lesson)
+        cls = where_accepted(self._context, needed, refusing)
+        place = first_place(self._context, cls, lesson, await self._context.store.now())
+        # One that was let go before has what it waited for, though that may be gone by now.
+        is_held = view.dispatch.is_held and is_legal
+
+        def decide(dispatch: Dispatch, now: float) -> Write:
+            _must_be_as_seen(dispatch, view.dispatch)
+            try:
+                phase = target(dispatch.phase, Move.RETRY)
+            except IllegalMove as illegal:
+                raise Refusal(
+                    RefusalCode.WRONG_PHASE,
+                    f"cannot retry a job that is {dispatch.phase.value}: only one that runs, failed or was cancelled",
+                    phase=dispatch.phase.value,
+                ) from illegal
+            # The limits of the first round are over with it: a deadline that passed would end the new one at once.
+            change = Change(
+                phase=phase,
+                standing=standing_at(None, now, is_held),
+                is_held=is_held,
+                class_key=fleet.key_of(place.cls),
+                relaxed_class=None if place.later is None else fleet.key_of(place.later),
+                relax_at=None if is_held else place.relax_at,
+                round=dispatch.round + 1,
+                charged=0,
+                worker_faults=0,
+                releases=0,
+                failed_on=(),
+                expired_on=(),
+                server_deaths=0,
+                cancel_requested_at=None,
+                pause_requested_at=None,
+                retry_requested_at=None,
+                cancel_reason="",
+                not_before=None,
+                deadline_at=None,
+                expires_at=None,
+                settled_at=None,
+                priority=effective_priority(dispatch.base_priority, 0, "normal", None, now, rules, ceiling),
+                priority_ceiling=ceiling,
+                wake_at=now + rules.held_look_s if is_held else place.relax_at,
+            )
+            return _write(
+                dispatch,
+                change,
+                FactDraft(FactKind.QUEUED, {"round": dispatch.round + 1}),
+                job={
+                    "phase": Phase.QUEUED,
+                    "round": dispatch.round + 1,
+                    "failure": None,
+                    "completed_at": None,
+                    "started_at": None,
+                    "worker_id": None,
+                    "prompt_id": None,
+                    "is_late": False,
+                },
+            )
+
+        entering: AbstractAsyncContextManager[None] = (
+            nullcontext() if tenant is None else self._context.gate.entering(tenant)
+        )
+        async with entering:
+            if is_legal:
+                await self._context.announce(submission, job_id, view.dispatch.round + 1)
+                await self._inputs.use((each.file for each in submission.inputs), job_id)
+            if is_held:
+                await self._dependencies.announce(submission.after, job_id)
+            dispatch, _ = await self._change(job_id, decide, needed=place.classes)
+        if is_held:
+            with best_effort(f"look at what job {job_id} waits for; the sweeper does later"):
+                await self._dependencies.look(job_id)
+        return Submitted(job_id, dispatch.phase, workflow_hash)
+
+    async def pause(self, job_id: JobId) -> None:
+        """A waiting job is paused at once. A running one is when its worker has stopped it."""
+
+        def decide(dispatch: Dispatch, now: float) -> Write | None:
+            if dispatch.phase is Phase.LEASED:
+                self._must_run(dispatch, "pause")
+                if dispatch.stop is Stop.PAUSE:
+                    return None
+                change = asked_to_stop(dispatch, Stop.PAUSE, now, self._context.rules)
+                return _write(dispatch, change, FactDraft(FactKind.PAUSE_REQUESTED))
+            self._must_wait(dispatch, "pause", "one that waits or runs")
+            if dispatch.standing is Standing.PAUSED:
+                return None
+            return _write(dispatch, paused(dispatch), FactDraft(FactKind.PAUSED))
+
+        _, written = await self._change(job_id, decide)
+        await self._tell_to_stop(written, Stop.PAUSE)
+
+    async def resume(self, job_id: JobId) -> None:
+        rules = self._context.rules
+
+        def decide(dispatch: Dispatch, now: float) -> Write | None:
+            if dispatch.stop is Stop.PAUSE and dispatch.phase is Phase.LEASED:
+                # Its worker may have stopped it already: then it begins anew.
+                change = asked_to_stop(dispatch, Stop.RETRY, now, rules)
+                return _write(dispatch, change, FactDraft(FactKind.RETRY_REQUESTED))
+            self._must_wait(dispatch, "resume")
+            if dispatch.standing is not Standing.PAUSED:
+                return None
+            standing = standing_at(dispatch.not_before, now, dispatch.is_held)
+            placed = msgspec.structs.replace(dispatch, standing=standing)
+            change = Change(standing=standing, wake_at=wake_at(placed, now, rules))
+            return _write(dispatch, change, FactDraft(FactKind.RESUMED))
+
+        await self._change(job_id, decide)
+
+    async def set_priority(self, job_id: JobId, priority: int) -> None:
+        rules = self._context.rules
+        check_priority(priority)
+        asked = (await self.get(job_id)).job.payload
+        tenant = await self._context.gate.terms(asked.tenant)
+        tier = asked.tier + (0 if tenant is None else tenant.tier)
+        ceiling = None if tenant is None else tenant.caps.max_priority
+
+        def decide(dispatch: Dispatch, now: float) -> Write:
+            self._must_wait(dispatch, "change the priority of")
+            base = effective_priority(priority, tier, asked.urgency, None, now, rules, ceiling)
+            raised = effective_priority(base, 0, "normal", dispatch.deadline_at, now, rules, ceiling)
+            changed = msgspec.structs.replace(
+                dispatch, base_priority=base, priority_ceiling=ceiling, priority=raised
+            )
+            change = Change(
+                base_priority=base,
+                priority_ceiling=ceiling,
+                priority=raised,
+                wake_at=wake_at(changed, now, rules),
+            )
+            return _write(
+                dispatch,
+                change,
+                FactDraft(FactKind.PRIORITY_CHANGED, {"priority": priority}),
+                job={"priority": priority},
+            )
+
+        await self._change(job_id, decide)
+
+    async def _tell_to_stop(self, written: Written | None, stop: Stop) -> None:
+        if written is not None and written.dispatch.phase is Phase.LEASED:
+            job_id = written.dispatch.job_id
+            with best_effort(f"tell the worker of job {job_id} to stop it; its next heartbeat does"):
+                await self._tell_worker(written.dispatch, stop)
+
+    @staticmethod
+    def _must_run(dispatch: Dispatch, verb: str) -> None:
+        is_running = dispatch.phase is Phase.LEASED
+        if not is_running or dispatch.stop is Stop.CANCEL:
+            state = "being cancelled" if is_running else dispatch.phase.value
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"cannot {verb} a job that is {state}",
+                phase=dispatch.phase.value,
+            )
+
+    @staticmethod
+    def _must_wait(dispatch: Dispatch, verb: str, only: str = "a waiting one") -> None:
+        if dispatch.phase is not Phase.QUEUED:
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"cannot {verb} a job that is {dispatch.phase.value}: only {only}",
+                phase=dispatch.phase.value,
+            )
+
+    async def _load(self, job_id: JobId) -> Dispatch:
+        dispatch = await self._context.store.load(job_id)
+        if dispatch is None:
+            raise _no_job(job_id)
+        return dispatch
+
+    async def _change(
+        self,
+        job_id: JobId,
+        decide: Callable[[Dispatch, float], Write | None],
+        needed: tuple[RequirementClass, ...] = (),
+    ) -> tuple[Dispatch, Written | None]:
+        """Load, decide, write; again when somebody was faster. None from `decide`: nothing is to be done."""
+        while True:
+            for cls in needed:
+                await self._context.fleet.ensure_class(cls)
+            dispatch = await self._load(job_id)
+            write = decide(dispatch, await self._context.store.now())
+            if write is None:
+                return dispatch, None
+            written = await self._context.store.write(write)
+            if written is not None:
+                self._context.publish(written)
+                if written.dispatch.stands_in_lane:
+                    self._rounds.job_arrived(written.dispatch.class_key)
+                return written.dispatch, written
+
+
+class _Overtaken(Exception):
+    """The job has come into another phase, or another round, since it was looked at."""
+
+
+def _must_be_as_seen(dispatch: Dispatch, seen: Dispatch) -> None:
+    if (dispatch.phase, dispatch.round) != (seen.phase, seen.round):
+        raise _Overtaken
+
+
+def _no_job(job_id: JobId) -> Refusal:
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+
+
+def _write(
+    dispatch: Dispatch, change: Change, fact: FactDraft, job: dict[str, object] | None = None
+) -> Write:
+    return Write(dispatch.job_id, AtRevision(dispatch.revision), change, facts=(fact,), job=job)
+
+
+_STEP = 200
+
+
+async def purge(store: Store, phase: Phase, before: float, limit: int) -> int:
+    """How many went. Fewer than the limit: there are no more."""
+    purged = 0
+    while purged < limit:
+        step = min(_STEP, limit - purged)
+        gone = await store.purge(phase, before, step)
+        purged += gone
+        if gone < step:
+            break
+    return purged
+
+
+async def ended_job(store: Store, job_id: JobId) -> Dispatch:
+    """One that may be forgotten now."""
+    dispatch = await store.load(job_id)
+    if dispatch is None:
+        raise Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
+    if not dispatch.phase.is_final:
+        raise Refusal(
+            RefusalCode.WRONG_PHASE,
+            f"cannot delete a job that is {dispatch.phase.value}: cancel it first, and delete it once it has ended",
+            phase=dispatch.phase.value,
+        )
+    if dispatch.is_apart:
+        now = await store.now()
+        left_s = TOMBSTONE_S if dispatch.settled_at is None else dispatch.settled_at + TOMBSTONE_S - now
+        if left_s > 0:
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"job {job_id!r} has only just ended and is being settled: delete it in {left_s:.0f} s",
+                retry_after_s=left_s,
+            )
+    return dispatch
+
+
+async def forget(store: Store, job_id: JobId) -> Dispatch:
+    """A job that has ended, as it was."""
+    moving: Moving | None = getattr(store, "moving", None)
+    if moving is None:
+        raise Refusal(RefusalCode.NOT_ALLOWED, "this store forgets jobs by their age alone: wait for it")
+    for _ in range(_TRIES):
+        dispatch = await ended_job(store, job_id)
+        if (await moving.discard([dispatch]))[0]:
+            return dispatch
+    raise Fault(f"job {job_id!r} is being changed by others all the time; try again")

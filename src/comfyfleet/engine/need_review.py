@@ -1,0 +1,105 @@
+"""Jobs that came before any server told what its nodes are: they need less than they were taken to need.
+
+Which nodes of a graph a server would run is known once it has said which of its nodes are outputs. Until then every
+model that a graph names is a need. When that becomes known, waiting jobs that no worker here may take are looked at
+once more. Engines may do so at the same time: each write is guarded by the job's revision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.engine.placement import narrowed
+from comfyfleet.engine.waiting_jobs import Unrunnable
+from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Write
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.job import Job
+from comfyfleet.model.workflow import read_needs
+from comfyfleet.tracing import in_background, log_failure
+
+_LOG = logging.getLogger(__name__)
+_TRIES = 3
+
+
+class Narrowing:
+    def __init__(
+        self, context: Context, rounds: Rounds, catalogs: NodeCatalogs, unrunnable: Unrunnable
+    ) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._catalogs = catalogs
+        self._unrunnable = unrunnable
+        self._known: frozenset[str] = frozenset()
+        """What was known of the nodes at the last look."""
+        self._running: asyncio.Task[None] | None = None
+        self._is_called_again = False
+        self._is_closed = False
+
+    def wake(self) -> None:
+        """A worker has come, or has told of its nodes."""
+        if self._running is not None:
+            self._is_called_again = True
+        elif not self._is_closed:
+            self._running = in_background(self._run(), name="needs of waiting jobs")
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._is_called_again = False
+                await self._look()
+                if not self._is_called_again:
+                    break
+        except Exception:
+            log_failure(_LOG, "the needs of waiting jobs could not be looked at; the next worker tries again")
+        finally:
+            self._running = None
+
+    async def _look(self) -> None:
+        known = await self._catalogs.not_outputs()
+        if known != self._known:
+            async for job_id in self._unrunnable.oldest():
+                with best_effort(f"look at the needs of job {job_id}"):
+                    await self._narrow(job_id)
+            self._known = known
+
+    async def _narrow(self, job_id: JobId) -> None:
+        store = self._context.store
+        for _ in range(_TRIES):
+            dispatch = await store.load(job_id)
+            if dispatch is None or not self._unrunnable.is_unrunnable(dispatch):
+                return
+            job = await store.records.get(job_id)
+            # The graph of a job whose tenant has a database of its own is not there for everybody.
+            if job is None or job.unreadable is not None or not job.payload.workflow or job.payload.variants:
+                return
+            classes = await self._classes(dispatch, job)
+            if not classes:
+                return
+            write = Write(job_id, AtRevision(dispatch.revision), Change(**classes))
+            if (written := await store.write(write)) is not None:
+                self._context.publish(written)
+                if written.dispatch.stands_in_lane:
+                    self._rounds.job_arrived(written.dispatch.class_key)
+                return
+
+    async def _classes(self, dispatch: Dispatch, job: Job) -> dict[str, Any]:
+        """Those of its classes that change."""
+        fleet, graph = self._context.fleet, job.payload.workflow
+        needs = await self._catalogs.needs_of(graph, read_needs(graph))
+        found: dict[str, Any] = {}
+        for name in ("class_key", "relaxed_class"):
+            cls = fleet.classes.get(getattr(dispatch, name))
+            if cls is not None and (less := narrowed(cls, job.payload, needs)) != cls:
+                found[name] = await fleet.ensure_class(less)
+        return found

@@ -1,0 +1,418 @@
+"""The node catalogs of the fleet, kept in the store's cabinet: one for all workers that have equal nodes.
+
+A catalog is named by the hash of its content. So a worker whose nodes are known already need not send them, and any
+engine on the store uses what another one was told. Workers that declare no signature (older agents) have one each.
+What follows from catalogs that differ is policy's business (`policy/acceptance.py`).
+
+Workflows of the editor made into graphs, with what the workers told of their nodes (`node_catalogs.py`).
+
+Any engine on a store converts with what another one was told. How a workflow is converted is
+`model/editor_conversion.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.model.editor_conversion import EXPORT, cannot_convert, convert_workflow, node_classes_of
+from comfyfleet.model.encrypted import in_payload
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId, WorkerId
+from comfyfleet.model.job import Submission
+from comfyfleet.model.node_classes import NodeCatalog, NodeDefinitions, NodeSignature, Widget
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.workflow import GraphNeeds, read_needs
+from comfyfleet.model.workflow_variants import (
+    MAX_GRAPHS,
+    WorkflowGraph,
+    WorkflowVariant,
+    graph_for,
+    variant_of,
+    with_nodes,
+)
+from comfyfleet.policy.acceptance import Differences, Graph, first_objection, objections
+from comfyfleet.policy.feasibility import admits
+from comfyfleet.ports import Cabinet
+
+DRAWER = "nodes"
+SHARED_DRAWER = "catalogs"
+MAX_PARTS = 32
+_PART_BYTES = 60 * 1024
+_MAX_BYTES = 16 * 1024 * 1024
+"""Unpacked: ten times what a server with thousands of nodes has to tell."""
+_MAX_AT_HAND = 64
+"""Those of live workers are kept at hand however many there are."""
+_MANY_NODES = 100
+_MANY_INPUTS = 1_000
+_LOOK_AGAIN_S = 5.0
+"""A catalog that was not there is looked for again after so long: its worker may be about to send it."""
+
+_OWN = msgspec.json.Decoder(dict[str, tuple[Widget, ...]])
+_SHARED = msgspec.json.Decoder(NodeCatalog)
+_CLASS = msgspec.msgpack.Encoder(order="sorted")
+
+_Class = tuple[tuple[Widget, ...] | None, NodeSignature | None]
+_Parts = list[tuple[str, bytes, _Class]]
+
+
+class NodeCatalogs:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._at_hand: dict[str, NodeCatalog] = {}
+        self._missed_at: dict[str, float] = {}
+        self._equal: dict[bytes, _Class] = {}
+        """Most classes are equal in all catalogs, and are held once."""
+        self._own: tuple[bytes, NodeDefinitions] = (b"", {})
+        """What was read last of a worker without signature, packed and unpacked: of a batch every workflow needs it."""
+        self._differences: tuple[frozenset[str], Differences] = (frozenset(), Differences({}))
+        self._not_outputs: tuple[frozenset[str], frozenset[str]] = (frozenset(), frozenset())
+        """For the catalogs of these signatures: the classes that none of them calls an output node."""
+
+    # what workers tell
+
+    async def knows(self, worker: WorkerRecord) -> bool | None:
+        """Whether nodes like this worker's have been told of. None: it has no signature."""
+        signature = signature_of(worker)
+        if signature is None:
+            return None
+        return await self._is_kept(signature) and await self.get(signature) is not None
+
+    async def _is_kept(self, signature: str) -> bool:
+        """What is at hand here may have been forgotten at another engine, with the last worker that had it there."""
+        store = self._context.store
+        return not store.is_shared or await store.cabinet.get(SHARED_DRAWER, f"{signature}/0") is not None
+
+    async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
+        """Takes the place of what this worker told before. What others with the same signature told stays."""
+        worker = self._context.fleet.workers.get(worker_id)
+        signature = None if worker is None else signature_of(worker)
+        if signature is None or not nodes.signatures:
+            packed = await asyncio.to_thread(_pack, worker_id, nodes.definitions)
+            await self._keep(DRAWER, worker_id, packed)
+            return
+        if signature in self._at_hand and await self._is_kept(signature):
+            return
+        packed, found, parts = await asyncio.to_thread(_pack_shared, worker_id, nodes)
+        if found != signature:
+            # Others rely on it: one worker does not say what another's nodes are.
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"what {worker_id!r} tells of its nodes has the signature {found}, and it declared {signature}",
+            )
+        await self._keep(SHARED_DRAWER, signature, packed)
+        self._remember(signature, parts)
+
+    async def forget(self, worker_id: WorkerId) -> None:
+        """The worker is removed; a catalog that no other one needs goes with it."""
+        await _remove(self._context.store.cabinet, DRAWER, worker_id)
+        worker = self._context.fleet.workers.get(worker_id)
+        if worker is not None:
+            await self._drop(signature_of(worker), worker_id)
+
+    async def tidy_after(self, before: WorkerRecord | None, now: WorkerRecord) -> None:
+        """The worker has registered anew. The catalog of what it no longer has goes unless another one has it."""
+        if before is not None and (old := signature_of(before)) != signature_of(now):
+            await self._drop(old, now.worker_id)
+
+    async def _drop(self, signature: str | None, worker_id: WorkerId) -> None:
+        workers = self._context.fleet.workers.values()
+        others = {signature_of(worker) for worker in workers if worker.worker_id != worker_id}
+        if signature is not None and signature not in others:
+            self._at_hand.pop(signature, None)
+            await _remove(self._context.store.cabinet, SHARED_DRAWER, signature)
+
+    # what is known
+
+    async def get(self, signature: str) -> NodeCatalog | None:
+        known = self._at_hand.get(signature)
+        if known is None:
+            now = self._context.clock.now()
+            if now < self._missed_at.get(signature, float("-inf")) + _LOOK_AGAIN_S:
+                return None
+            packed = await self._read(SHARED_DRAWER, signature)
+            parts = None if packed is None else await asyncio.to_thread(_unpack_shared, packed)
+            if parts is None:
+                self._missed_at = {**self._missed_at, signature: now} if len(self._missed_at) < 1000 else {}
+                return None
+            known = self._remember(signature, parts)
+        return known
+
+    async def definitions(self, worker: WorkerRecord) -> NodeDefinitions | None:
+        """The widgets of this worker's nodes."""
+        signature = signature_of(worker)
+        if signature is not None and (catalog := await self.get(signature)) is not None:
+            return catalog.definitions
+        packed = await self._read(DRAWER, worker.worker_id)
+        if packed is None:
+            return None
+        if packed != self._own[0]:
+            plain = _unpack(packed)
+            try:
+                self._own = packed, _OWN.decode(plain or b"")
+            except msgspec.MsgspecError:
+                # Read while it was being replaced.
+                return None
+        return self._own[1]
+
+    async def objection(self, payload: Submission, worker: WorkerRecord) -> str | None:
+        """What the worker's nodes do not accept of a job, in words that read on after its name."""
+        signature = signature_of(worker)
+        catalog = None if signature is None else await self.get(signature)
+        if catalog is None or in_payload(payload) is not None:
+            return None
+        graph = graph_for(payload.workflow, payload.variants, signature)
+        found = await asyncio.to_thread(first_objection, graph, catalog.signatures)
+        if found is None:
+            return None
+        return f"does not accept this workflow: its {found.class_type} (node {found.node_id}) {found.reason}"
+
+    async def refusing(
+        self, graph: dict[str, Any], variants: Sequence[WorkflowVariant] = ()
+    ) -> frozenset[str]:
+        """The signatures among those of live workers that do not accept the graph, or the variant that is for them."""
+        found = await self._refusing(graph)
+        for variant in variants:
+            refused = await self._refusing(with_nodes(graph, variant))
+            found = found.difference(variant.signatures) | refused.intersection(variant.signatures)
+        return found
+
+    async def needs_of(self, graph: Mapping[str, Any], needs: GraphNeeds) -> GraphNeeds:
+        """What is left of the needs of a graph, where it is known which of its nodes a server would run."""
+        not_outputs = await self.not_outputs()
+        if needs.last_classes.isdisjoint(not_outputs):
+            # Every node leads to an output node, or to one of which that is not known.
+            return needs
+        if len(graph) > _MANY_NODES:
+            return await asyncio.to_thread(read_needs, graph, not_outputs)
+        return read_needs(graph, not_outputs)
+
+    async def not_outputs(self) -> frozenset[str]:
+        """The node classes that no server calls an output."""
+        known = await self._live_catalogs(self._not_outputs[0])
+        # With nobody there, what was known last is still the best that is known.
+        if known:
+            kinds = [
+                (name, each.is_output)
+                for catalog in known.values()
+                for name, each in catalog.signatures.items()
+            ]
+            outputs = {name for name, is_output in kinds if is_output}
+            self._not_outputs = frozenset(known), frozenset(name for name, _ in kinds) - outputs
+        return self._not_outputs[1]
+
+    async def _live_catalogs(self, before: frozenset[str]) -> dict[str, NodeCatalog] | None:
+        """The catalogs of live workers by their signatures. None: they are the same as `before`."""
+        live = self._context.fleet.signatures()
+        if before == live and all(each in self._at_hand for each in live):
+            return None
+        found = {each: catalog for each in sorted(live) if (catalog := await self.get(each)) is not None}
+        return None if before == found.keys() else found
+
+    async def _refusing(self, graph: Graph) -> frozenset[str]:
+        live = self._context.fleet.signatures()
+        if len(live) < 2:
+            return frozenset()
+        catalogs = await self._live_catalogs(self._differences[0])
+        if catalogs is not None:
+            known = {each: catalog.signatures for each, catalog in catalogs.items()}
+            self._differences = frozenset(catalogs), Differences(known)
+        differences = self._differences[1]
+        inputs = sum(len(node.get("inputs") or ()) for node in graph.values())
+        if len(graph) > _MANY_NODES or inputs > _MANY_INPUTS:
+            # Beside the loop: thousands of them may be compared with the catalogs of many releases.
+            return await asyncio.to_thread(differences.refusing, graph)
+        return differences.refusing(graph)
+
+    def _remember(self, signature: str, parts: _Parts) -> NodeCatalog:
+        """With those of its classes that another one has too."""
+        if len(self._at_hand) >= _MAX_AT_HAND:
+            live = self._context.fleet.signatures()
+            self._at_hand = {each: found for each, found in self._at_hand.items() if each in live}
+            # Those that stay keep what they share; what comes later shares anew.
+            self._equal.clear()
+        definitions: dict[str, tuple[Widget, ...]] = {}
+        signatures: dict[str, NodeSignature] = {}
+        for name, text, given in parts:
+            widgets, accepted = self._equal.setdefault(text, given)
+            if widgets is not None:
+                definitions[name] = widgets
+            if accepted is not None:
+                signatures[name] = accepted
+        catalog = self._at_hand[signature] = NodeCatalog(definitions, signatures)
+        self._missed_at.pop(signature, None)
+        return catalog
+
+    # in the cabinet
+
+    async def _keep(self, drawer: str, name: str, packed: bytes) -> None:
+        cabinet = self._context.store.cabinet
+        parts = [packed[start : start + _PART_BYTES] for start in range(0, len(packed), _PART_BYTES)]
+        # The first part last: whoever finds it finds the others.
+        for number, part in reversed(list(enumerate(parts))):
+            body = bytes([len(parts)]) + part
+            known = await cabinet.get(drawer, f"{name}/{number}")
+            if known is None or known.body != body:
+                await cabinet.put(drawer, f"{name}/{number}", body, version=None)
+
+    async def _read(self, drawer: str, name: str) -> bytes | None:
+        cabinet = self._context.store.cabinet
+        first = await cabinet.get(drawer, f"{name}/0")
+        if first is None:
+            return None
+        parts = [first.body[1:]]
+        for number in range(1, first.body[0]):
+            part = await cabinet.get(drawer, f"{name}/{number}")
+            parts.append(b"" if part is None else part.body[1:])
+        return b"".join(parts)
+
+
+def signature_of(worker: WorkerRecord) -> str | None:
+    return next((each.signature for each in worker.capabilities.services if each.signature is not None), None)
+
+
+async def _remove(cabinet: Cabinet, drawer: str, name: str) -> None:
+    number = 0
+    while await cabinet.remove(drawer, f"{name}/{number}"):
+        number += 1
+
+
+def _pack(worker_id: WorkerId, content: Mapping[str, object] | NodeCatalog) -> bytes:
+    plain = msgspec.json.encode(content, order="deterministic")
+    packed = zlib.compress(plain) if len(plain) <= _MAX_BYTES else plain
+    if len(packed) > MAX_PARTS * _PART_BYTES:
+        raise Refusal(
+            RefusalCode.TOO_LARGE,
+            f"what {worker_id!r} tells of its nodes takes {len(plain)} bytes; {_MAX_BYTES} are kept, and "
+            f"{MAX_PARTS * _PART_BYTES} when packed",
+        )
+    return packed
+
+
+def _pack_shared(worker_id: WorkerId, nodes: NodeCatalog) -> tuple[bytes, str, _Parts]:
+    return _pack(worker_id, nodes), nodes.signature(), _parts(nodes)
+
+
+def _parts(nodes: NodeCatalog) -> _Parts:
+    """Each class by itself, with a text that is the same for equal ones."""
+    found: _Parts = []
+    for name in sorted(nodes.definitions.keys() | nodes.signatures.keys()):
+        given = nodes.definitions.get(name), nodes.signatures.get(name)
+        found.append((name, _CLASS.encode((name, given)), given))
+    return found
+
+
+def _unpack(packed: bytes) -> bytes | None:
+    try:
+        return zlib.decompressobj().decompress(packed, _MAX_BYTES)
+    except zlib.error:
+        # Read while it was being replaced.
+        return None
+
+
+def _unpack_shared(packed: bytes) -> _Parts | None:
+    try:
+        return _parts(_SHARED.decode(_unpack(packed) or b""))
+    except msgspec.MsgspecError:
+        return None
+
+
+class NodeDesk:
+    def __init__(self, context: Context, catalogs: NodeCatalogs) -> None:
+        self._context = context
+        self._catalogs = catalogs
+
+    async def convert(self, workflow: Mapping[str, Any], tenant: TenantId) -> WorkflowGraph:
+        """With the definitions of live workers that have every node of it, and work for this tenant: the graph that
+        most of them run."""
+        return (await self.convert_for_all(workflow, tenant))[0]
+
+    async def convert_for_all(
+        self, workflow: Mapping[str, Any], tenant: TenantId
+    ) -> tuple[WorkflowGraph, tuple[WorkflowVariant, ...]]:
+        """The graph, and what differs for servers whose nodes have other inputs."""
+        able = await self._able(workflow, tenant)
+        converted = await self._converted(workflow, able)
+        if not converted:
+            raise Refusal(
+                RefusalCode.UNWORKABLE,
+                "this workflow is as the ComfyUI editor saves it, and no worker that has its nodes has told their "
+                f"inputs (older agents do not): {EXPORT}",
+            )
+        (graph, _), *others = converted
+        variants = [
+            await asyncio.to_thread(variant_of, graph, other, signatures) for other, signatures in others
+        ]
+        return graph, tuple(variant for variant in variants if variant.nodes)
+
+    async def _able(self, workflow: Mapping[str, Any], tenant: TenantId) -> list[WorkerRecord]:
+        """Those that have every node of it, by name. Raises `unworkable`, with what is missing."""
+        # A small file may unfold to a thousand times its size.
+        needed = await asyncio.to_thread(node_classes_of, workflow)
+        fleet, context = self._context.fleet, self._context
+        if context.store.is_shared:
+            await fleet.sync()
+        missing = {
+            worker.worker_id: sorted(needed - _classes(worker))
+            for worker in fleet.workers.values()
+            if not worker.is_offline
+            and _classes(worker)
+            and admits(worker.capabilities.tenant_access, tenant, is_strict=False)
+        }
+        if not missing:
+            raise Refusal(
+                RefusalCode.UNWORKABLE,
+                "this workflow is as the ComfyUI editor saves it, and no worker is there that could tell how to "
+                f"convert it: start one, or {EXPORT}",
+            )
+        nearest = min(missing.values(), key=len)
+        if nearest:
+            raise cannot_convert(nearest)
+        return [fleet.workers[worker_id] for worker_id, lacks in sorted(missing.items()) if not lacks]
+
+    async def _converted(
+        self, workflow: Mapping[str, Any], able: list[WorkerRecord]
+    ) -> list[tuple[WorkflowGraph, list[str]]]:
+        """Each different graph with the signatures it is for. First one that is accepted where it is for, then by the
+        number of workers: the order in which workers came, and their names, make no difference."""
+        workers = Counter(signature for worker in able if (signature := signature_of(worker)) is not None)
+        needed = sorted(await asyncio.to_thread(node_classes_of, workflow))
+        groups: list[tuple[NodeCatalog, list[str]]] = []
+        for signature in sorted(workers, key=lambda each: (-workers[each], each)):
+            catalog = await self._catalogs.get(signature)
+            if catalog is None:
+                continue
+            same = next((group for known, group in groups if _are_equal(known, catalog, needed)), None)
+            if same is not None:
+                same.append(signature)
+            elif len(groups) < MAX_GRAPHS:
+                groups.append((catalog, [signature]))
+        found = []
+        for catalog, signatures in groups:
+            graph = await asyncio.to_thread(convert_workflow, workflow, catalog.definitions)
+            objected = await asyncio.to_thread(objections, graph, catalog.signatures)
+            found.append((bool(objected), graph, signatures))
+        if found:
+            found.sort(key=lambda each: each[0])
+            return [(graph, signatures) for _, graph, signatures in found]
+        for worker in able:
+            # Of agents that declare no signature, any will do.
+            definitions = await self._catalogs.definitions(worker)
+            if definitions is not None:
+                return [(await asyncio.to_thread(convert_workflow, workflow, definitions), [])]
+        return []
+
+
+def _are_equal(one: NodeCatalog, other: NodeCatalog, classes: Iterable[str]) -> bool:
+    """Whether both convert a workflow with these classes to the same graph."""
+    return all(one.definitions.get(name) == other.definitions.get(name) for name in classes)
+
+
+def _classes(worker: WorkerRecord) -> frozenset[str]:
+    return frozenset().union(*(service.node_classes or () for service in worker.capabilities.services))

@@ -1,0 +1,98 @@
+"""What an operator commands: a worker, all of them, the queue. The word stands in the store before anybody is told."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Literal
+
+from comfyfleet.engine.commands import CommandDesk
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.worker_operations import WorkerDesk
+from comfyfleet.model.block import EVERY_WORKER, Pair
+from comfyfleet.model.calls import Command
+from comfyfleet.model.errors import Refusal
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.worker import WorkerRecord
+
+Action = Literal["drain", "pause", "resume"]
+
+_EVENTS: dict[Action, str] = {
+    "drain": "workers_draining",
+    "pause": "workers_paused",
+    "resume": "workers_resumed",
+}
+"""How the fleet is told of a command to all workers."""
+
+
+class OperatorDesk:
+    def __init__(self, context: Context, rounds: Rounds, workers: WorkerDesk, commands: CommandDesk) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._workers = workers
+        self._commands = commands
+
+    async def command(self, worker_id: WorkerId, action: Action) -> WorkerRecord:
+        worker = await self._flag(worker_id, action)
+        await self._commands.tell(Command(action), worker_id)
+        return worker
+
+    async def resume(self, worker_id: WorkerId) -> WorkerRecord:
+        """Also one that was removed while it was there: it registers by itself."""
+        let_back = await self._workers.let_back(worker_id)
+        if let_back is None or await self._context.fleet.newest(worker_id) is not None:
+            return await self.command(worker_id, "resume")
+        return let_back
+
+    async def command_all(self, action: Action) -> list[WorkerRecord]:
+        """Those that it concerned, as they are now. Who is offline hears nothing of a pause or a drain."""
+        if self._context.store.is_shared:
+            await self._context.fleet.sync()
+        changed = []
+        for worker in list(self._context.fleet.workers.values()):
+            is_held = worker.is_paused or worker.is_draining
+            if is_held if action == "resume" else not worker.is_offline:
+                # One that left meanwhile needs no command.
+                with contextlib.suppress(Refusal):
+                    changed.append(await self._flag(worker.worker_id, action))
+        await self._commands.tell(Command(action), EVERY_WORKER)
+        self._context.tell(_EVENTS[action], EVERY_WORKER)
+        return changed
+
+    async def pause(self, worker_id: WorkerId, is_paused: bool) -> None:
+        """The end of a pause is no end of a drain."""
+        if is_paused:
+            await self.command(worker_id, "pause")
+            return
+        await self._workers.set_flags(worker_id, is_paused=False)
+        await self._commands.tell(Command("resume"), worker_id)
+
+    async def unblock(self, worker_id: WorkerId, target: str) -> bool:
+        pairs = [
+            block.pair
+            for block in await self._context.store.blocks(worker_id)
+            if block.workflow_hash == target
+        ]
+        lifted = await self._context.store.lift(pairs or [Pair(worker_id, target)])
+        for block in lifted:
+            await self._context.unblocked(block, "by hand")
+        if worker_id == EVERY_WORKER:
+            self._rounds.everything_changed()
+        else:
+            self._rounds.worker_freed(worker_id)
+        return bool(lifted)
+
+    async def pause_queue(self, is_paused: bool) -> None:
+        await self._context.store.pause_queue(is_paused)
+        if not is_paused:
+            self._rounds.everything_changed()
+        self._context.tell("queue_paused" if is_paused else "queue_resumed", EVERY_WORKER)
+
+    async def _flag(self, worker_id: WorkerId, action: Action) -> WorkerRecord:
+        match action:
+            case "drain":
+                return await self._workers.set_flags(worker_id, is_draining=True)
+            case "pause":
+                return await self._workers.set_flags(worker_id, is_paused=True)
+            case "resume":
+                return await self._workers.set_flags(worker_id, is_paused=False, is_draining=False)

@@ -1,0 +1,475 @@
+"""What engines on one store tell each other of jobs that are watched: facts sooner than a look finds them, and news.
+
+An engine says which jobs are followed at it, again every few seconds; whoever moves one of them passes on what it
+publishes about it. Where nobody watches nothing is said. All of it may be lost: facts are then found by `peers.py`
+within a second, progress with the next that comes. The newest progress is also kept at the store for a while.
+
+Workers without an engine are told in the same way that somebody watches, and the store then tells of what they do.
+
+News of jobs that other engines move: on a shared store, whoever watches a job here hears of its facts all the same.
+
+The bus of a process tells what its own engine did. For the jobs somebody follows, the store is asked once a second for
+facts the bus has not told of, and they are published here. A fact is told once, by whoever is first.
+
+All of this is news, which may be lost. So whoever follows a job also looks at it every few seconds (`sweeper.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.latest_progress import Newest
+from comfyfleet.engine.sweeper import Rechecks
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, News, NewsKind, RunNote
+from comfyfleet.model.ids import JobId, WorkerId
+from comfyfleet.ports import Relay, Timer
+from comfyfleet.tracing import in_background, log_failure
+
+_LOG = logging.getLogger(__name__)
+
+_AT_A_TIME = 256
+"""Jobs that are looked at together: a store that takes many questions in one turn answers them in one."""
+
+
+class Follower:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._followers: Counter[JobId] = Counter()
+        self._told: dict[JobId, int] = {}
+        self._timer: Timer | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self._rechecks = Rechecks(context.clock, context.rules.recheck_s)
+        self.is_passing_on = False
+        """What the bus is being told was done by another engine."""
+        self.followed: Callable[[JobId], None] = lambda _: None
+        """Set by whoever tells other engines that a job is followed here."""
+        self.look_also: Callable[[], Awaitable[None]] | None = None
+        """Set by whoever has more to look for once a second."""
+        context.bus.listen(self._hear)
+
+    @property
+    def jobs(self) -> Collection[JobId]:
+        return self._followers.keys()
+
+    def pass_on(self, event: Fact | News) -> bool:
+        """Heard from another engine: to the bus here, if somebody follows the job. A fact only in its turn."""
+        told = self._told.get(event.job_id)
+        if told is None:
+            return False
+        if isinstance(event, News) or event.number == told + 1:
+            self._publish(event)
+        elif event.number > told and self._running is None:
+            # One before it was not heard of: all are looked for at once.
+            if self._timer is not None:
+                self._timer.cancel()
+            self._fire()
+        return True
+
+    def _publish(self, event: Fact | News) -> None:
+        self.is_passing_on = True
+        try:
+            self._context.bus.publish(event)
+        finally:
+            self.is_passing_on = False
+
+    @contextmanager
+    def follow(
+        self, job_id: JobId, after: int = 0, look: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """What happens to the job from that fact on is published here, wherever it happens. `look` is called every few
+        seconds, heard or not: it reads the job from the store."""
+        with self._rechecks.calling(look), self._hearing_of(job_id, after):
+            yield
+
+    @contextmanager
+    def _hearing_of(self, job_id: JobId, after: int) -> Iterator[None]:
+        if not self._context.store.is_shared:
+            yield
+            return
+        self._followers[job_id] += 1
+        self._told.setdefault(job_id, after)
+        if self._followers[job_id] == 1:
+            self.followed(job_id)
+        self._arm()
+        try:
+            yield
+        finally:
+            self._followers[job_id] -= 1
+            if not self._followers[job_id]:
+                del self._followers[job_id], self._told[job_id]
+
+    def _hear(self, event: Event) -> None:
+        if isinstance(event, Fact) and event.job_id in self._told:
+            self._told[event.job_id] = max(self._told[event.job_id], event.number)
+
+    def _arm(self) -> None:
+        if self._timer is None and self._running is None and not self._is_closed:
+            clock = self._context.clock
+            self._timer = clock.call_at(clock.now() + self._context.rules.round_s, self._fire)
+
+    def _fire(self) -> None:
+        self._timer = None
+        if self._followers and not self._is_closed:
+            self._running = in_background(self._look(), name="follow")
+
+    async def _look(self) -> None:
+        try:
+            jobs = list(self._followers)
+            for start in range(0, len(jobs), _AT_A_TIME):
+                await asyncio.gather(*map(self._look_at, jobs[start : start + _AT_A_TIME]))
+            if self.look_also is not None:
+                await self.look_also()
+        except Exception:
+            log_failure(_LOG, "the jobs that are followed could not be looked at; the next look tries again")
+        finally:
+            self._running = None
+            if self._followers:
+                self._arm()
+
+    async def _look_at(self, job_id: JobId) -> None:
+        try:
+            facts = await self._context.store.facts(job_id, self._told.get(job_id, 0))
+        except Fault as fault:
+            # One whose facts cannot be read, as without its tenant's key, hides no other's.
+            _LOG.info("the facts of job %s could not be read; the next look tries again: %s", job_id, fault)
+            return
+        for fact in facts:
+            if fact.number > self._told.get(job_id, fact.number):
+                self._publish(fact)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._rechecks.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+
+
+_SAY_AGAIN_S = 5.0
+_WANTED_S = 15.0
+_KEEP_EVERY_S = 1.0
+_MAX_WANTED = 100_000
+_MAX_PENDING = 10_000
+_JOBS_A_MESSAGE = 1_000
+_MAX_IMAGE_BYTES = 1024 * 1024
+_REPLACEABLE = frozenset({NewsKind.PROGRESS, NewsKind.PREVIEW})
+
+_STATUSES = {
+    FactKind.COMPLETED: "completed",
+    FactKind.FAILED: "failed",
+    FactKind.CANCELLED: "cancelled",
+    FactKind.RETRYING: "pending",
+    FactKind.RELEASED: "pending",
+    FactKind.PAUSED: "pending",
+}
+"""How the end of a run is noted."""
+_JUDGED = frozenset({FactKind.FAILED, FactKind.RETRYING})
+"""Also of a run that another told of: of one whose worker has the store alone."""
+
+
+_WORDS = "message"
+"""What a server said of a failure may quote its job: every worker reads the announcements."""
+
+
+class _Wants(msgspec.Struct, frozen=True, tag="wants"):
+    jobs: list[JobId]
+    everything: bool = False
+
+
+class _Told(msgspec.Struct, frozen=True, tag="told", omit_defaults=True):
+    facts: list[Fact] = []
+    news: list[News] = []
+    fleet: list[FleetEvent] = []
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[_Wants | _Told] = msgspec.msgpack.Decoder(_Wants | _Told)
+_kept_decoder = msgspec.json.Decoder(dict[str, Any])
+
+
+async def _in_order(relay: Relay, job_id: JobId, notes: list[RunNote]) -> None:
+    for note in notes:
+        await relay.keep_progress(job_id, note)
+
+
+class Relaying:
+    def __init__(self, context: Context, follower: Follower, newest: Newest) -> None:
+        self._context = context
+        self._follower = follower
+        self._newest = newest
+        self._relay: Relay | None = context.store.relay
+        self._listeners: dict[Callable[[Event], None], None] = {}
+        self._wanted: dict[JobId, float] = {}
+        self._everything_until = float("-inf")
+        self._pending: dict[object, Event] = {}
+        self._count = 0
+        self._asked: dict[JobId, None] = {}
+        self._is_asking_all = False
+        self._kept_at: dict[JobId, float] = {}
+        self._workers: dict[JobId, WorkerId | None] = {}
+        """Of the runs that were noted from here."""
+        self._to_keep: dict[JobId, list[RunNote]] = {}
+        self._announced: list[FleetEvent] = []
+        self._seen: dict[JobId, bytes] = {}
+        self._sending: asyncio.Task[None] | None = None
+        self._timer: Timer | None = None
+        self._is_closed = False
+        if self._relay is not None:
+            context.bus.listen(self._hear)
+            follower.followed = self._ask
+            follower.look_also = self._look
+
+    def start(self) -> None:
+        if self._relay is not None:
+            self._relay.listen(self._heard, self._pass_on)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
+
+    def elsewhere(self, listener: Callable[[Event], None]) -> Callable[[], None]:
+        """Hears what the bus here does not tell of: events of other engines that nobody follows by name."""
+        self._listeners[listener] = None
+        self._is_asking_all = True
+        self._send()
+        self._arm()
+        return lambda: self._listeners.pop(listener, None)
+
+    async def newest(self, dispatch: Dispatch) -> News | None:
+        """The last progress of the lease the job is under, as known here or kept at the store."""
+        lease = dispatch.lease
+        if lease is None:
+            return None
+        news = self._newest.of(dispatch.job_id)
+        if news is None and self._relay is not None:
+            (kept,) = await self._relay.kept_progress([dispatch.job_id])
+            news = None if kept is None else self._read(dispatch.job_id, kept)
+        return news if news is not None and news.lease_number in (0, lease.number) else None
+
+    # out
+
+    def _hear(self, event: Event) -> None:
+        if self._follower.is_passing_on:
+            return
+        now = self._context.clock.monotonic()
+        if isinstance(event, FleetEvent):
+            self._announced.append(event)
+            del self._announced[:-_MAX_PENDING]
+            self._send()
+            if now < self._everything_until:
+                self._put(event)
+            return
+        if isinstance(event, Fact):
+            self._note_end(event)
+        elif event.kind is NewsKind.STARTED:
+            self._note(event.job_id, RunNote("started", event.at, event.worker_id))
+        elif event.kind is NewsKind.PROGRESS:
+            self._keep(event, now)
+        if now < self._everything_until or now < self._wanted.get(event.job_id, now):
+            self._put(event)
+
+    def _put(self, event: Event) -> None:
+        key: object
+        if isinstance(event, News) and event.kind in _REPLACEABLE:
+            if event.image is not None and len(event.image) > _MAX_IMAGE_BYTES:
+                return
+            key = (event.job_id, event.kind)
+            self._pending.pop(key, None)
+        else:
+            self._count += 1
+            key = self._count
+        self._pending[key] = event
+        if len(self._pending) > _MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+        self._send()
+
+    def _keep(self, news: News, now: float) -> None:
+        if now - self._kept_at.get(news.job_id, 0.0) >= _KEEP_EVERY_S:
+            self._kept_at.pop(news.job_id, None)
+            self._kept_at[news.job_id] = now
+            if len(self._kept_at) > _MAX_PENDING:
+                del self._kept_at[next(iter(self._kept_at))]
+            known = {"at": news.at, "worker_id": news.worker_id, "lease": news.lease_number}
+            progress = msgspec.json.encode({**news.data, **known})
+            percentage, message = news.data.get("percentage"), news.data.get("message")
+            note = RunNote(
+                "assigned",
+                news.at,
+                news.worker_id,
+                progress,
+                percentage if isinstance(percentage, int | float) else None,
+                message if isinstance(message, str) else None,
+            )
+            self._note(news.job_id, note)
+
+    def _note(self, job_id: JobId, note: RunNote) -> None:
+        self._workers.pop(job_id, None)
+        self._workers[job_id] = note.worker_id
+        if len(self._workers) > _MAX_PENDING:
+            del self._workers[next(iter(self._workers))]
+        self._to_keep.setdefault(job_id, []).append(note)
+        self._send()
+
+    def _note_end(self, fact: Fact) -> None:
+        status = _STATUSES.get(fact.kind)
+        if status is None or not (fact.job_id in self._workers or fact.kind in _JUDGED):
+            return
+        worker_id = (fact.data or {}).get("worker_id") or self._workers.get(fact.job_id)
+        self._note(fact.job_id, RunNote(status, fact.at, worker_id))
+        del self._workers[fact.job_id]
+
+    def _ask(self, job_id: JobId) -> None:
+        self._asked[job_id] = None
+        self._send()
+        self._arm()
+
+    def _send(self) -> None:
+        if self._relay is not None and self._sending is None and not self._is_closed:
+            self._sending = in_background(self._run(self._relay), name="relay")
+
+    async def _run(self, relay: Relay) -> None:
+        """While one message is on its way the next is gathered."""
+        try:
+            while self._pending or self._asked or self._is_asking_all or self._to_keep or self._announced:
+                await asyncio.gather(*self._messages(relay))
+        except Fault as fault:
+            _LOG.info("other processes may hear of what happens here only later: %s", fault)
+        except Exception:
+            log_failure(_LOG, "other processes could not be told of what happens here")
+        finally:
+            self._sending = None
+
+    def _messages(self, relay: Relay) -> Iterable[Any]:
+        asked, self._asked = list(self._asked), {}
+        is_all, self._is_asking_all = self._is_asking_all and bool(self._listeners), False
+        pending, self._pending = self._pending.values(), {}
+        keep, self._to_keep = self._to_keep, {}
+        if asked or is_all:
+            yield relay.watch()
+        for start in range(0, max(len(asked), is_all), _JOBS_A_MESSAGE):
+            yield relay.say(_encoder.encode(_Wants(asked[start : start + _JOBS_A_MESSAGE], is_all)))
+        if pending:
+            yield relay.say(
+                _encoder.encode(
+                    _Told(
+                        [event for event in pending if isinstance(event, Fact)],
+                        [event for event in pending if isinstance(event, News)],
+                        [event for event in pending if isinstance(event, FleetEvent)],
+                    )
+                )
+            )
+        announced, self._announced = self._announced, []
+        for event in announced:
+            told = {
+                "event": event.kind,
+                "worker_id": event.worker_id,
+                "timestamp": event.at,
+                "data": {name: value for name, value in event.data.items() if name != _WORDS},
+            }
+            yield relay.announce(msgspec.json.encode(told))
+        for job_id, notes in keep.items():
+            yield _in_order(relay, job_id, notes)
+
+    def _arm(self) -> None:
+        if self._timer is None and self._relay is not None and not self._is_closed:
+            clock = self._context.clock
+            self._timer = clock.call_at(clock.now() + _SAY_AGAIN_S, self._say_again)
+
+    def _say_again(self) -> None:
+        self._timer = None
+        self._asked |= dict.fromkeys(self._follower.jobs)
+        self._is_asking_all = bool(self._listeners)
+        if self._asked or self._is_asking_all:
+            self._send()
+            self._arm()
+
+    # in
+
+    def _heard(self, message: bytes) -> None:
+        try:
+            heard = _decoder.decode(message)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            # Of a newer version: whatever it says of jobs is found by looking.
+            return
+        if isinstance(heard, _Wants):
+            self._note_wanted(heard)
+            return
+        for fact in heard.facts:
+            self._pass_on(fact)
+        for news in heard.news:
+            self._pass_on(news)
+        for event in heard.fleet:
+            self._tell(event)
+
+    def _pass_on(self, event: Fact | News) -> None:
+        if not self._follower.pass_on(event):
+            self._tell(event)
+
+    def _note_wanted(self, heard: _Wants) -> None:
+        now = self._context.clock.monotonic()
+        if heard.everything:
+            self._everything_until = now + _WANTED_S
+        for job_id in heard.jobs:
+            is_new = now >= self._wanted.get(job_id, now)
+            self._wanted.pop(job_id, None)
+            self._wanted[job_id] = now + _WANTED_S
+            if is_new and (news := self._newest.of(job_id)) is not None:
+                self._put(news)
+        while self._wanted and (
+            len(self._wanted) > _MAX_WANTED or self._wanted[next(iter(self._wanted))] <= now
+        ):
+            del self._wanted[next(iter(self._wanted))]
+
+    def _tell(self, event: Event) -> None:
+        for listener in tuple(self._listeners):
+            listener(event)
+
+    # what workers without an engine have left, and what was said while nobody listened
+
+    async def _look(self) -> None:
+        """Once a second, with the look for facts."""
+        assert self._relay is not None
+        jobs = list(self._follower.jobs)
+        for gone in self._seen.keys() - set(jobs):
+            del self._seen[gone]
+        for start in range(0, len(jobs), _JOBS_A_MESSAGE):
+            some = jobs[start : start + _JOBS_A_MESSAGE]
+            for job_id, kept in zip(some, await self._relay.kept_progress(some), strict=True):
+                if kept is None or self._seen.get(job_id) == kept:
+                    continue
+                self._seen[job_id] = kept
+                news, known = self._read(job_id, kept), self._newest.of(job_id)
+                if news is not None and (known is None or known.at < news.at):
+                    self._follower.pass_on(news)
+
+    def _read(self, job_id: JobId, kept: bytes) -> News | None:
+        try:
+            data = _kept_decoder.decode(kept)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None
+        at, lease, worker_id = data.pop("at", None), data.pop("lease", 0), data.pop("worker_id", None)
+        return News(
+            job_id,
+            NewsKind.PROGRESS,
+            float(at) if isinstance(at, int | float) else self._context.clock.now(),
+            WorkerId(worker_id) if isinstance(worker_id, str) else None,
+            lease if isinstance(lease, int) else 0,
+            data,
+        )

@@ -1,0 +1,191 @@
+"""Which class a job stands in, a new one or one that is tried again: what it needs, and where it waits first.
+
+What a lesson teaches is policy's (`policy/workflow_stats.py`); this asks the fleet whether anybody could take
+the job there.
+
+After a server refused a workflow: for which others its word counts, who may still accept it, where it stands next.
+
+What a refusal is, and how far it reaches, is policy's (`policy/acceptance.py`); the failure itself is handled in
+`failure_handler.py` like any other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from comfyfleet.engine.context import Context
+from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.model.block import BlockReason, Pair
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.ids import ClassKey, WorkerId
+from comfyfleet.model.job import Submission
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.model.workflow import GraphNeeds
+from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.policy.acceptance import signature_for, speaks_for_equals, without_signatures
+from comfyfleet.policy.failover import lifted_by_inventory
+from comfyfleet.policy.feasibility import is_feasible
+from comfyfleet.policy.workflow_stats import with_memory, without_slow
+
+
+class Place(NamedTuple):
+    """The class a job stands in, and the one it moves to when it has waited long enough."""
+
+    cls: RequirementClass
+    later: RequirementClass | None
+    relax_at: float | None
+
+    @property
+    def classes(self) -> tuple[RequirementClass, ...]:
+        return (self.cls,) if self.later is None else (self.cls, self.later)
+
+
+def class_of(submission: Submission, graph: GraphNeeds, lesson: Lesson | None) -> RequirementClass:
+    """What the caller declares, plus what the graph shows, plus which workers are known to be too slow."""
+    declared = submission.requirements
+    models, node_classes = _named(submission, graph)
+    needs = msgspec.structs.replace(
+        declared,
+        models=tuple(sorted(models)),
+        node_classes=tuple(sorted(node_classes)),
+        needs_files=declared.needs_files or bool(submission.inputs),
+    )
+    return RequirementClass(without_slow(needs, lesson), submission.preferences, submission.tenant)
+
+
+def narrowed(cls: RequirementClass, submission: Submission, graph: GraphNeeds) -> RequirementClass:
+    """The class of a job that waits, without what its graph is known not to need. Nothing is added to it: whoever
+    placed the job may have known more."""
+    models, node_classes = _named(submission, graph)
+    needs = msgspec.structs.replace(
+        cls.requirements,
+        models=tuple(each for each in cls.requirements.models if each in models),
+        node_classes=tuple(each for each in cls.requirements.node_classes if each in node_classes),
+    )
+    return msgspec.structs.replace(cls, requirements=needs)
+
+
+def _named(submission: Submission, graph: GraphNeeds) -> tuple[frozenset[str], frozenset[str]]:
+    """Models and node classes, of the graph and as declared."""
+    declared = submission.requirements
+    return graph.models.union(declared.models), graph.node_classes.union(declared.node_classes)
+
+
+def where_accepted(context: Context, cls: RequirementClass, refusing: frozenset[str]) -> RequirementClass:
+    """The class past servers that are known to refuse the graph. If nobody else is there, they say so themselves."""
+    if not refusing:
+        return cls
+    fleet, others = context.fleet, without_signatures(cls, refusing)
+    key = fleet.key_of(others)
+    is_workable = fleet.selectivity(key) > 0 if key in fleet.classes else fleet.is_workable(others)
+    return others if is_workable else cls
+
+
+def first_place(context: Context, cls: RequirementClass, lesson: Lesson | None, start: float) -> Place:
+    """Where a job stands first: with the bigger cards it is known to need, with those it prefers, or anywhere."""
+    fleet, rules = context.fleet, context.rules
+    needs = with_memory(cls.requirements, lesson, cls.tenant, fleet.capabilities())
+    if needs is not cls.requirements:
+        bigger = msgspec.structs.replace(cls, requirements=needs)
+        if fleet.is_workable(bigger):
+            return Place(bigger, cls, start + rules.bigger_card_wait_s)
+    wanted, allowed = cls.preferences.workers, cls.requirements.workers
+    if wanted and rules.affinity_wait_s > 0:
+        only = tuple(worker for worker in wanted if allowed is None or worker in allowed)
+        needs = msgspec.structs.replace(cls.requirements, workers=only)
+        held = msgspec.structs.replace(cls, requirements=needs)
+        if fleet.is_workable(held):
+            return Place(held, cls, start + rules.affinity_wait_s)
+    return Place(cls, None, None)
+
+
+class Refusals:
+    def __init__(self, context: Context, catalogs: NodeCatalogs) -> None:
+        self._context = context
+        self._catalogs = catalogs
+
+    async def refusing(
+        self, dispatch: Dispatch, worker_id: WorkerId, failure: Failure, now: float
+    ) -> frozenset[str]:
+        """The signature of the worker that refused, where all that have it would refuse too."""
+        cls = await self._class(dispatch.class_key)
+        worker = self._context.fleet.workers.get(worker_id)
+        signature = None if cls is None or worker is None else signature_for(cls, worker)
+        if signature is None:
+            return frozenset()
+        catalog = await self._catalogs.get(signature)
+        if not speaks_for_equals(failure, None if catalog is None else catalog.signatures):
+            assert cls is not None, "it has a signature"
+            # It may be about its own disk. When several equal servers say so, it is the workflow.
+            said = 1 + await self._equals_that_refused(dispatch, cls, worker_id, signature, now)
+            if said < self._context.rules.give_up_workers:
+                return frozenset()
+        return frozenset({signature})
+
+    async def may_accept(
+        self, dispatch: Dispatch, worker_id: WorkerId, refusing: frozenset[str], now: float
+    ) -> int:
+        """Live workers that could run it, other than those that have refused it or are equal to one that has. One that
+        drains, or is paused, may be let back."""
+        found = await self._class(dispatch.relaxed_class or dispatch.class_key)
+        if found is None:
+            return 0
+        cls, count = without_signatures(found, refusing), 0
+        for worker in list(self._context.fleet.workers.values()):
+            if worker.worker_id == worker_id or worker.is_offline:
+                continue
+            if self._context.fleet.is_held_back(worker):
+                continue
+            if is_feasible(cls, worker.worker_id, worker.capabilities):
+                count += not await self._cannot(dispatch, worker.worker_id, now)
+        return count
+
+    async def elsewhere(self, dispatch: Dispatch, refusing: frozenset[str]) -> Dispatch:
+        """In a class without the servers that refuse it."""
+        later = dispatch.relaxed_class
+        return msgspec.structs.replace(
+            dispatch,
+            class_key=await self._without(dispatch.class_key, refusing),
+            relaxed_class=None if later is None else await self._without(later, refusing),
+        )
+
+    async def _without(self, key: ClassKey, refusing: frozenset[str]) -> ClassKey:
+        cls = await self._class(key)
+        others = None if cls is None else without_signatures(cls, refusing)
+        return key if others is None or others is cls else await self._context.fleet.ensure_class(others)
+
+    async def _equals_that_refused(
+        self, dispatch: Dispatch, cls: RequirementClass, worker_id: WorkerId, signature: str, now: float
+    ) -> int:
+        fleet, count = self._context.fleet, 0
+        for worker in list(fleet.workers.values()):
+            if worker.worker_id == worker_id or worker.worker_id not in fleet.with_blocks:
+                continue
+            if signature_for(cls, worker) == signature:
+                count += await self._has_refused(dispatch, worker, now)
+        return count
+
+    async def _has_refused(self, dispatch: Dispatch, worker: WorkerRecord, now: float) -> bool:
+        block = await self._context.store.get_block(Pair(worker.worker_id, dispatch.job_id))
+        return block is not None and block.is_in_force(now) and block.reason is BlockReason.REFUSED
+
+    async def _cannot(self, dispatch: Dispatch, worker_id: WorkerId, now: float) -> bool:
+        """Whether the worker is known to lack something, or to refuse it. Other blocks are only a matter of time."""
+        if worker_id not in self._context.fleet.with_blocks:
+            return False
+        for block_target in dispatch.block_targets:
+            block = await self._context.store.get_block(Pair(worker_id, block_target))
+            if block is not None and block.is_in_force(now) and lifted_by_inventory([block]):
+                return True
+        return False
+
+    async def _class(self, key: ClassKey) -> RequirementClass | None:
+        """Submitted at another engine, it may be new to this one."""
+        fleet = self._context.fleet
+        if key not in fleet.classes and self._context.store.is_shared:
+            await fleet.sync()
+        return fleet.classes.get(key)

@@ -1,0 +1,183 @@
+"""What the engine does about workflows that servers die of: refuses them, ends those that wait, pauses the tenant.
+
+The refusal is a block of every worker, written with the end of the job that showed it
+(`policy/poison_workflows.py`), so every store and every direct worker keeps to it at once. Each engine that
+learns of the refusal ends the equal jobs that wait, page by page; one that comes back to the queue later is
+noticed when it is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.failure_handler import Verdicts
+from comfyfleet.model.block import EVERY_WORKER, Block, Pair, whose_target
+from comfyfleet.model.calls import FailureReport
+from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, Phase
+from comfyfleet.model.failure import Failure
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.policy import poison_workflows
+from comfyfleet.tracing import in_background
+
+_LOG = logging.getLogger(__name__)
+_PAGE = 100
+_ENDED_BEFORE = (AttemptOutcome.EXPIRED, AttemptOutcome.CANCELLED)
+
+
+class DeadlyWorkflows:
+    def __init__(self, context: Context, verdicts: Verdicts) -> None:
+        self._context = context
+        self._verdicts = verdicts
+        self._ended: set[str] = set()
+        """Refused targets of which nothing waited when it was looked for."""
+        self._returned: set[JobId] = set()
+        """Jobs of refused workflows that were written as waiting since."""
+        self._over: dict[JobId, Dispatch] = {}
+        """Jobs that a server died of, and that are over before a second one could."""
+        self._ending: asyncio.Task[None] | None = None
+        context.refused_waits = self._note_waiting
+        context.ended_after_death = self._note_over
+        verdicts.on_refusal = self.refused
+        verdicts.on_late_death = self.note_late
+
+    async def note_late(self, call: FailureReport) -> None:
+        """The job ended while it ran, by its own time or by hand, and is not tried again. A server that died of it is
+        remembered for the workflow, or such jobs would kill one server after the other. Each attempt counts once."""
+        store, ref = self._context.store, call.ref
+        if call.failure.server_died is None:
+            return
+        with best_effort(f"count the server that died of job {ref.job_id}"):
+            dispatch = await store.load(ref.job_id)
+            attempts = () if dispatch is None else await store.attempts(ref.job_id)
+            for attempt in attempts:
+                is_its = attempt.attempt_id == ref.attempt_id and attempt.outcome in _ENDED_BEFORE
+                if dispatch is not None and is_its and not attempt.reported_late:
+                    await store.mark_late(ref)
+                    await self._died(dispatch, call.failure)
+
+    async def _died(self, dispatch: Dispatch, failure: Failure) -> None:
+        context, now = self._context, await self._context.store.now()
+        known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
+        if known is not None and poison_workflows.is_refusing(known):
+            return
+        deaths = 1 + max(dispatch.server_deaths, poison_workflows.deaths_lately(known, context.rules, now))
+        if deaths < context.rules.max_server_deaths:
+            await context.store.put_block(poison_workflows.death_of(dispatch, deaths, now))
+            return
+        refusal = poison_workflows.refusal_of(dispatch, deaths, now)
+        await context.store.put_block(refusal)
+        context.fleet.note_block(refusal)
+        await self.refused(dispatch, refusal, failure)
+
+    async def refused(self, dispatch: Dispatch, block: Block, failure: Failure) -> None:
+        """After the write: the alert, and whatever else follows."""
+        context = self._context
+        _LOG.warning(
+            "workflow %s of tenant %s is refused: %d servers died while they ran it, the last of job %s (%s); "
+            "lift it with: comfyfleet blocks lift '*' %s",
+            *(block.workflow_hash, dispatch.tenant, block.failures, dispatch.job_id),
+            *(failure.message, block.target),
+        )
+        context.tell(
+            "workflow_refused",
+            EVERY_WORKER,
+            tenant=dispatch.tenant,
+            workflow_hash=block.workflow_hash,
+            job_id=dispatch.job_id,
+            message=failure.message,
+        )
+        context.wake_by(context.clock.now())
+        with best_effort(f"look whether tenant {dispatch.tenant} is to be paused"):
+            await self._pause(dispatch.tenant)
+
+    async def _pause(self, tenant: TenantId) -> None:
+        context, now = self._context, await self._context.store.now()
+        blocks = await context.store.blocks(EVERY_WORKER)
+        if not poison_workflows.is_to_be_paused(tenant, blocks, context.rules, now):
+            return
+        why = f"servers died of {context.rules.deadly_workflows} or more of its workflows within an hour"
+        if await context.suspend(tenant):
+            _LOG.warning(
+                "tenant %s is suspended: %s; `comfyfleet tenant resume %s` lets it work again",
+                tenant,
+                why,
+                tenant,
+            )
+            context.tell("tenant_suspended", EVERY_WORKER, tenant=tenant, message=why)
+        else:
+            _LOG.warning(
+                "tenant %s would be suspended, but nobody has set it up, or it is already: %s", tenant, why
+            )
+
+    def _note_over(self, dispatch: Dispatch) -> None:
+        if dispatch.server_deaths < self._context.rules.max_server_deaths:
+            self._over[dispatch.job_id] = dispatch
+            self._context.wake_by(self._context.clock.now())
+
+    async def _remember(self, dispatch: Dispatch) -> None:
+        """Whoever cancels a job before its second try, and submits it anew, does not begin to count anew."""
+        context, now = self._context, await self._context.store.now()
+        known = await context.store.get_block(Pair(EVERY_WORKER, dispatch.block_targets[1]))
+        if known is None or not poison_workflows.is_refusing(known):
+            deaths = max(dispatch.server_deaths, poison_workflows.deaths_lately(known, context.rules, now))
+            await context.store.put_block(poison_workflows.death_of(dispatch, deaths, now))
+
+    # equal jobs that wait
+
+    def _note_waiting(self, dispatch: Dispatch) -> None:
+        self._returned.add(dispatch.job_id)
+        self._context.wake_by(self._context.clock.now())
+
+    def look(self) -> None:
+        """A duty of the sweeper, which does not wait for it: a tenant's database may be slow."""
+        refused = self._context.fleet.refused
+        self._ended &= refused
+        if self._ending is None and (self._over or self._returned or refused - self._ended):
+            self._ending = in_background(self._end_waiting(), name="refused jobs")
+
+    async def close(self) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+            await asyncio.gather(self._ending, return_exceptions=True)
+
+    async def _end_waiting(self) -> None:
+        try:
+            for job_id, dispatch in list(self._over.items()):
+                with best_effort(f"count the server that died of job {job_id}; it is tried again"):
+                    await self._remember(dispatch)
+                    self._over.pop(job_id, None)
+            for target in self._context.fleet.refused - self._ended:
+                with best_effort(f"end the waiting jobs of the refused workflow {target}; it is tried again"):
+                    await self._end_all(target)
+                    self._ended.add(target)
+            for job_id in list(self._returned):
+                with best_effort(f"end job {job_id} of a refused workflow; it is tried again"):
+                    await self._end(job_id)
+                    self._returned.discard(job_id)
+        finally:
+            self._ending = None
+
+    async def _end_all(self, target: str) -> None:
+        workflow_hash, tenant = whose_target(target)
+        after: JobId | None = None
+        while page := await self._context.store.records.listing(
+            tenant=tenant, phase=Phase.QUEUED, limit=_PAGE, after=after
+        ):
+            for job in page:
+                if job.workflow_hash == workflow_hash:
+                    await self._end(job.job_id)
+            after = page[-1].job_id
+
+    async def _end(self, job_id: JobId) -> None:
+        """Decided on what was read and written only over that."""
+        while (dispatch := await self._context.store.load(job_id)) is not None:
+            is_refused = dispatch.block_targets[1] in self._context.fleet.refused
+            if dispatch.phase is not Phase.QUEUED or not is_refused:
+                return
+            if (
+                await self._verdicts.ended(dispatch, poison_workflows.failure_of_waiting(dispatch))
+                is not None
+            ):
+                return

@@ -1,0 +1,442 @@
+"""A submission on its way into the queue: known already or new, read, judged, announced, written, told.
+
+What may be asked for is policy's (`policy/admission.py`), what a graph is `graph_reader.py`'s, where a job waits first
+`placement.py`'s. What is noted beside the queue is noted before the job is written: nobody finds a job without it.
+
+How full the queue is, for a job that wants to come in.
+
+A store in this process is asked each time, since that costs nothing. One that is shared is a way to another process and
+back: while it is not half full, what it said within the last second, and what came in here since, will do. What others
+brought meanwhile may go beyond the brim only if they fill the other half in that second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.dependencies import Dependencies, held
+from comfyfleet.engine.graph_reader import Reader, Reading
+from comfyfleet.engine.input_files import Inputs
+from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.node_catalogs import NodeCatalogs, NodeDesk
+from comfyfleet.engine.placement import Place, class_of, first_place, where_accepted
+from comfyfleet.engine.waiting_jobs import MissingDesk
+from comfyfleet.model.calls import Submitted
+from comfyfleet.model.dispatch import Dispatch, Phase, Standing, Written
+from comfyfleet.model.editor_conversion import is_editor_workflow
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.fact import FactDraft, FactKind
+from comfyfleet.model.ids import TenantId, WorkflowHash
+from comfyfleet.model.job import Job, Submission
+from comfyfleet.model.payload_digest import job_sha256
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.tenant import Tenant
+from comfyfleet.model.workflow import check_workflow, hash_workflow, read_needs
+from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_variants import WorkflowVariant, common_to, with_nodes
+from comfyfleet.policy.admission import check_dependencies, check_room, check_submission, digest_of, is_repeat
+from comfyfleet.policy.feasibility import misses, nearest_miss
+from comfyfleet.policy.input_files import check_inputs
+from comfyfleet.policy.lifecycle import standing_at
+from comfyfleet.policy.poison_workflows import check_refused
+from comfyfleet.policy.priority import effective_priority
+from comfyfleet.policy.tenants import asker_of, name_for
+from comfyfleet.policy.terms import keeps_to, under_new_terms, under_terms, with_terms
+from comfyfleet.policy.timers import wake_at
+from comfyfleet.ports import Counts
+
+_GOOD_FOR_S = 1.0
+
+
+class Room:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._waiting = 0
+        self._open_bytes = 0
+        self._good_until = float("-inf")
+
+    def is_known(self) -> bool:
+        """Whether the store need not be asked."""
+        rules = self._context.rules
+        return (
+            self._context.clock.monotonic() < self._good_until
+            and 2 * self._waiting < rules.max_waiting
+            and 2 * self._open_bytes < rules.max_open_bytes
+        )
+
+    def hear(self, counts: Counts) -> None:
+        self._waiting = counts.waiting + counts.delayed + counts.paused
+        self._open_bytes = counts.payload_bytes
+        self._good_until = self._context.clock.monotonic() + _GOOD_FOR_S
+
+    def take(self, size: int) -> None:
+        """For a job of that size, which counts from here on; refuses where there is none."""
+        check_room(self._waiting, self._open_bytes, size, self._context.rules)
+        self._waiting += 1
+        self._open_bytes += size
+
+
+_QUEUED = (FactDraft(FactKind.QUEUED),)
+_TRIES = 20
+_UNTIL_JUDGED_S = 60.0
+
+T = TypeVar("T")
+
+
+class SubmitDesk:
+    def __init__(
+        self,
+        context: Context,
+        rounds: Rounds,
+        dependencies: Dependencies,
+        inputs: Inputs,
+        nodes: NodeDesk,
+        catalogs: NodeCatalogs,
+        missing: MissingDesk,
+    ) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._dependencies = dependencies
+        self._inputs = inputs
+        self._nodes = nodes
+        self._catalogs = catalogs
+        self._missing = missing
+        self._reader = Reader(context.rules.max_nodes)
+        self._room = Room(context)
+
+    async def submit(
+        self, submission: Submission, *, is_own: bool = False, is_large: bool = False
+    ) -> Submitted:
+        """`is_own`: the graph was decoded from JSON, its nodes or not, and nobody else has it. `is_large`: it is worked
+        on in threads, so that the event loop goes on meanwhile."""
+        context, apart = self._context, _in_a_thread if is_large else _at_once
+        # Before it is judged: of a job that was taken once, files and workers may be gone by now.
+        known = await self._known(submission)
+        if known is not None and await apart(is_repeat, known.payload, submission):
+            return _repeat(known)
+        await apart(check_submission, submission, context.rules)
+        sent = await apart(digest_of, submission)
+        try:
+            submission, reading = await self._read(submission, is_own, is_large)
+            submission = msgspec.structs.replace(submission, sent=sent)
+            if submission.inputs or submission.after:
+                submission = await self._named(submission, apart)
+        except Refusal as refusal:
+            if known is None:
+                raise
+            # Whatever it lacks, it is not what was sent before.
+            raise _differs(known, submission) from refusal
+        if known is not None:
+            return await apart(_same, known, submission)
+        check_refused(reading.workflow_hash, submission.tenant, context.fleet.refused)
+        is_held = bool(submission.after) and await self._dependencies.check(
+            submission.after, submission.tenant
+        )
+        if submission.inputs and not is_held:
+            submission = await self._inputs.filled(submission)
+        tenant = await context.gate.terms(submission.tenant)
+        placed = submission if tenant is None else under_terms(submission, tenant)
+        now, lesson = await self._asked(reading.workflow_hash)
+        size = await apart(submission.payload_bytes)
+        self._room.take(size)
+        refusing = await self._catalogs.refusing(reading.graph, submission.variants)
+        needs = await self._catalogs.needs_of(reading.graph, reading.needs)
+        cls = where_accepted(context, class_of(placed, needs, lesson), refusing)
+        unworkable = await self._unworkable(cls, submission)
+        place = first_place(context, cls, lesson, max(now, submission.not_before or now))
+        ceiling = None if tenant is None else tenant.caps.max_priority
+        dispatch = self._dispatch(placed, size, place, reading.workflow_hash, now, is_held, ceiling)
+        job = Job(
+            dispatch.job_id,
+            submission.tenant,
+            reading.workflow_hash,
+            now,
+            submission,
+            reference=submission.reference,
+            seeds={node_id: context.chance.seed() for node_id in reading.drawing} or None,
+        )
+        if all(each.file is not None for each in submission.inputs):
+            # Otherwise it is known when the files of other jobs are.
+            dispatch = msgspec.structs.replace(dispatch, payload_sha256=await apart(job_sha256, job))
+        if tenant is None:
+            written = await self._write(dispatch, job, place)
+        else:
+            async with context.gate.entering(tenant):
+                written = await self._write(dispatch, job, place)
+        if written.dispatch.job_id != dispatch.job_id:
+            # Somebody else submitted under the same reference in between.
+            known = await self._known(submission)
+            assert known is not None, "the store answered with it"
+            return await apart(_same, known, submission)
+        await self._tell(written)
+        if unworkable:
+            self._missing.call(cls)
+        return Submitted(job.job_id, Phase.QUEUED, job.workflow_hash, seeds=job.seeds, unworkable=unworkable)
+
+    async def admit(
+        self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[Written | None]]
+    ) -> Tenant | None:
+        """Brings a round into the queue that was taken before, at another time or by another engine. `write` puts the
+        dispatch there; None from it: its class has gone meanwhile. Answers with the tenant whose terms, as they are
+        now, it does not keep to: then it waits as paused, for its end."""
+        context = self._context
+        lesson = await context.lesson(dispatch.workflow_hash)
+        # It was judged when it was taken. Whether and where it may run is what its tenant's terms say now.
+        tenant = await context.gate.terms(job.tenant)
+        payload = job.payload if tenant is None else with_terms(job.payload, tenant)
+        refusing = await self._catalogs.refusing(payload.workflow, payload.variants)
+        needs = await self._catalogs.needs_of(payload.workflow, read_needs(payload.workflow))
+        cls = where_accepted(context, class_of(payload, needs, lesson), refusing)
+        place = first_place(context, cls, lesson, await context.store.now())
+        placed = msgspec.structs.replace(
+            dispatch,
+            class_key=context.fleet.key_of(place.cls),
+            relaxed_class=None if place.later is None else context.fleet.key_of(place.later),
+            relax_at=None if dispatch.is_held else place.relax_at,
+        )
+        now = await context.store.now()
+        if tenant is not None:
+            placed = under_new_terms(placed, job, tenant, now, context.rules).apply(placed)
+            placed = msgspec.structs.replace(placed, revision=dispatch.revision)
+        is_kept = tenant is None or keeps_to(job.payload, tenant)
+        if not is_kept:
+            # It ends by itself should nobody come to it.
+            placed = msgspec.structs.replace(
+                placed, standing=Standing.PAUSED, expires_at=now + _UNTIL_JUDGED_S
+            )
+        placed = msgspec.structs.replace(placed, wake_at=wake_at(placed, now, context.rules))
+        for _ in range(_TRIES):
+            for each in place.classes:
+                await context.fleet.ensure_class(each)
+            written = await write(placed)
+            if written is not None:
+                await self._tell(written)
+                return None if is_kept else tenant
+        return None
+
+    async def repeat_of(self, submission: Submission) -> Submitted | None:
+        """The job that was made of exactly this before, whatever has become of its files and workers."""
+        known = await self._known(submission)
+        return _repeat(known) if known is not None and is_repeat(known.payload, submission) else None
+
+    async def holder_of(self, submission: Submission) -> Submitted | None:
+        """The job that has its reference, which must be a repeat; None where nobody has it."""
+        known = await self._known(submission)
+        return None if known is None else _same(known, submission)
+
+    async def _known(self, submission: Submission) -> Job | None:
+        if submission.reference is None:
+            return None
+        return await self._context.store.records.by_reference(submission.tenant, submission.reference)
+
+    # what is asked for
+
+    async def _read(self, submission: Submission, is_own: bool, is_large: bool) -> tuple[Submission, Reading]:
+        """The submission as it is kept, and what was read of its graph."""
+        variants: tuple[WorkflowVariant, ...] = ()
+        if is_editor_workflow(submission.workflow):
+            graph, variants = await self._nodes.convert_for_all(submission.workflow, submission.tenant)
+            # What is a page in the editor may unfold to megabytes.
+            reading = await asyncio.to_thread(self._read_variants, graph, variants)
+        elif is_large and is_own:
+            reading = await asyncio.to_thread(self._reader.read_once, submission.workflow)
+        else:
+            reading = self._reader.read(submission.workflow, is_own=is_own)
+        return msgspec.structs.replace(submission, workflow=reading.graph, variants=variants), reading
+
+    def _read_variants(self, graph: dict[str, Any], variants: tuple[WorkflowVariant, ...]) -> Reading:
+        """As one workflow: with the hash of what its graphs have in common, and seeds for each that asks."""
+        reading = self._reader.read(graph)
+        if not variants:
+            return reading
+        others = [self._reader.read(with_nodes(graph, variant)) for variant in variants]
+        drawing = dict.fromkeys(node_id for each in (reading, *others) for node_id in each.drawing)
+        common = hash_workflow(common_to(reading.graph, [each.graph for each in others]))
+        return reading._replace(workflow_hash=common, drawing=tuple(drawing))
+
+    async def _named(self, submission: Submission, apart: _Apart) -> Submission:
+        """With the ids of the jobs that it waits for, or takes an output of."""
+        rules = self._context.rules
+        if submission.inputs:
+            graph = await apart(partial(check_workflow, max_nodes=rules.max_nodes), submission.workflow)
+            check_inputs(submission, graph, rules)
+        submission = await self._inputs.named(submission)
+        check_dependencies(submission, rules)
+        return submission
+
+    # what it is judged by
+
+    async def _asked(self, workflow_hash: WorkflowHash) -> tuple[float, Lesson | None]:
+        """What time it is, and what is known of the workflow; how full the queue is, where that is not known."""
+        context, store = self._context, self._context.store
+        if not store.is_shared:
+            self._room.hear(await store.counts())
+            return await store.now(), await context.lesson(workflow_hash)
+        if self._room.is_known():
+            return context.clock.now(), await context.lesson(workflow_hash)
+        # At once: each is a way to another process and back.
+        counts, now, lesson = await asyncio.gather(store.counts(), store.now(), context.lesson(workflow_hash))
+        self._room.hear(counts)
+        return now, lesson
+
+    async def _unworkable(self, cls: RequirementClass, submission: Submission) -> tuple[str, ...]:
+        """What the worker that misses least still lacks, by name; empty when somebody can run it."""
+        context = self._context
+        lacking = self._lacking(cls, submission.tenant)
+        if lacking and context.store.is_shared:
+            # A worker of another engine may be new to this one.
+            await context.fleet.sync()
+            lacking = self._lacking(cls, submission.tenant)
+        if lacking and submission.require_workable:
+            raise Refusal(
+                RefusalCode.UNWORKABLE,
+                "no live worker can run this; the nearest: " + "; ".join(lacking),
+                missing=lacking,
+            )
+        return lacking
+
+    def _lacking(self, cls: RequirementClass, tenant: TenantId) -> tuple[str, ...]:
+        fleet = self._context.fleet
+        key = fleet.key_of(cls)
+        if key in fleet.classes:
+            if fleet.selectivity(key):
+                return ()
+        elif fleet.is_workable(cls):
+            return ()
+        lacking = {
+            worker.worker_id: misses(cls, worker.worker_id, worker.capabilities)
+            for worker in fleet.workers.values()
+            if not worker.is_offline
+        }
+        nearest = nearest_miss(lacking, self._context.rules.weights)
+        if nearest is None:
+            return self._offline(tenant) or ("no worker is connected",)
+        access = fleet.workers[nearest].capabilities.tenant_access
+        name = name_for(nearest, access, asker_of(tenant))
+        return tuple(f"{name} {miss.reason}" for miss in lacking[nearest])
+
+    def _offline(self, tenant: TenantId) -> tuple[str, ...]:
+        """Why the first few are, where nobody is there."""
+        away = [worker for worker in self._context.fleet.workers.values() if worker.is_offline]
+        return tuple(
+            f"{name_for(worker.worker_id, worker.capabilities.tenant_access, asker_of(tenant))} is offline: "
+            f"{worker.offline_reason or 'it went'}"
+            for worker in away[:3]
+        )
+
+    # into the queue
+
+    def _dispatch(
+        self,
+        submission: Submission,
+        size: int,
+        place: Place,
+        workflow_hash: WorkflowHash,
+        now: float,
+        is_held: bool,
+        ceiling: int | None,
+    ) -> Dispatch:
+        fleet, rules = self._context.fleet, self._context.rules
+        base = effective_priority(
+            submission.priority, submission.tier, submission.urgency, None, now, rules, ceiling
+        )
+        total_s = submission.timeouts.total_s
+        dispatch = Dispatch(
+            job_id=self._context.chance.job_id(now),
+            class_key=fleet.key_of(place.cls),
+            workflow_hash=workflow_hash,
+            priority=effective_priority(base, 0, "normal", submission.deadline, now, rules, ceiling),
+            base_priority=base,
+            priority_ceiling=ceiling,
+            tenant=submission.tenant,
+            standing=standing_at(submission.not_before, now, is_held),
+            queued_at=now,
+            not_before=submission.not_before,
+            max_attempts=submission.max_attempts or rules.max_attempts,
+            deadline_at=submission.deadline,
+            fails_at_deadline=submission.on_deadline == "fail",
+            expires_at=None if total_s is None else now + total_s,
+            relaxed_class=None if place.later is None else fleet.key_of(place.later),
+            relax_at=place.relax_at,
+            payload_bytes=size,
+        )
+        if is_held:
+            dispatch = held(dispatch)
+        when = wake_at(dispatch, now, rules)
+        # Most jobs wait for nothing but a worker.
+        return dispatch if when is None else msgspec.structs.replace(dispatch, wake_at=when)
+
+    async def _write(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
+        await self._announce(job.payload, dispatch)
+        return await self._enqueue(dispatch, job, place)
+
+    async def _announce(self, submission: Submission, dispatch: Dispatch) -> None:
+        await self._context.announce(submission, dispatch.job_id, dispatch.round)
+        if dispatch.is_held:
+            await self._dependencies.announce(submission.after, dispatch.job_id)
+        if submission.inputs:
+            await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
+
+    async def _enqueue(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
+        fleet = self._context.fleet
+        for cls in place.classes:
+            if fleet.key_of(cls) not in fleet.classes:
+                await fleet.ensure_class(cls, unless_known=True)
+        store = self._context.store
+        while True:
+            if not store.is_shared:
+                # Once more: others may have come while this one waited on its way. From here to the write none does.
+                self._room.hear(await store.counts())
+                self._room.take(dispatch.payload_bytes)
+            written = await store.enqueue(dispatch, job, _QUEUED)
+            if written is not None:
+                return written
+            # The store has dropped a class that was idle for long.
+            for cls in place.classes:
+                await fleet.ensure_class(cls)
+
+    async def _tell(self, written: Written) -> None:
+        dispatch = written.dispatch
+        self._context.publish(written)
+        if dispatch.stands_in_lane:
+            self._rounds.job_arrived(dispatch.class_key)
+        if dispatch.is_held:
+            # What it waits for may have ended before it was written, when nobody could be told.
+            with best_effort(f"look at what job {dispatch.job_id} waits for; the sweeper does later"):
+                await self._dependencies.look(dispatch.job_id)
+
+
+class _Apart(Protocol):
+    async def __call__(self, work: Callable[..., T], *arguments: Any) -> T: ...
+
+
+async def _at_once(work: Callable[..., T], *arguments: Any) -> T:
+    return work(*arguments)
+
+
+async def _in_a_thread(work: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.to_thread(work, *arguments)
+
+
+def _same(known: Job, submission: Submission) -> Submitted:
+    if not is_repeat(known.payload, submission):
+        raise _differs(known, submission)
+    return _repeat(known)
+
+
+def _differs(known: Job, submission: Submission) -> Refusal:
+    return Refusal(
+        RefusalCode.DUPLICATE_DIFFERS,
+        f"a different job was submitted as {submission.reference!r} before; choose another id",
+        job_id=known.job_id,
+    )
+
+
+def _repeat(known: Job) -> Submitted:
+    return Submitted(known.job_id, known.phase, known.workflow_hash, seeds=known.seeds, is_repeat=True)

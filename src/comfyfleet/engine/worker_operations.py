@@ -1,0 +1,486 @@
+"""The workers' side of an engine: register, poll, heartbeat, progress, and the three reports that end a lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from comfyfleet.engine import commands, input_files
+from comfyfleet.engine.commands import CommandDesk
+from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.failure_handler import Verdicts
+from comfyfleet.engine.matcher import Rounds, Slot
+from comfyfleet.engine.node_catalogs import NodeCatalogs
+from comfyfleet.model.block import EVERY_WORKER, Block, Pair
+from comfyfleet.model.calls import (
+    Beat,
+    Command,
+    Completion,
+    FailureReport,
+    FinishedRun,
+    LeasedJob,
+    Poll,
+    RegisterWorker,
+    Release,
+    Report,
+    Settled,
+)
+from comfyfleet.model.dispatch import (
+    AtRevision,
+    AttemptEnd,
+    AttemptOutcome,
+    Change,
+    Dispatch,
+    HeldBy,
+    Lease,
+    LeaseRef,
+    Phase,
+    Write,
+)
+from comfyfleet.model.encrypted import in_payload
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of, traceparent_of
+from comfyfleet.model.job import Job
+from comfyfleet.model.payload_digest import lease_sha256, runnable_workflow
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.failover import lifted_by_inventory
+from comfyfleet.policy.lifecycle import completed
+from comfyfleet.policy.workflow_stats import of_run, warmed
+
+_MAX_REASON = 500
+
+
+class WorkerDesk:
+    def __init__(
+        self,
+        context: Context,
+        rounds: Rounds,
+        verdicts: Verdicts,
+        commands: CommandDesk,
+        catalogs: NodeCatalogs,
+    ) -> None:
+        self._context = context
+        self._rounds = rounds
+        self._verdicts = verdicts
+        self._commands = commands
+        self._catalogs = catalogs
+        self._asking: dict[PollId, object] = {}
+
+    # coming and going
+
+    async def register(self, call: RegisterWorker) -> WorkerRecord:
+        context = self._context
+        if call.worker_id == EVERY_WORKER:
+            words = f"{EVERY_WORKER!r} stands for every worker: give this one another name"
+            raise Refusal(RefusalCode.INVALID_REQUEST, words)
+        await commands.check(context.store.cabinet, call.worker_id)
+        now = await context.store.now()
+        record, before = await context.fleet.put(call, now, context.rules.worker_lost_s)
+        if record.is_offline:
+            if before is None or not before.is_offline:
+                self._rounds.dismiss(call.worker_id)
+                context.tell("offline", call.worker_id, reason=call.offline_reason)
+            return record
+        await self._catalogs.tidy_after(before, record)
+        if before is None or before.is_offline:
+            context.tell("online", call.worker_id)
+        if record.connected_at == now:
+            # It begins anew: what it was told before it left, it may have heard at another engine.
+            self._commands.take(call.worker_id)
+        # A worker registers again when its inventory changed, when it came back, or when somebody asked it to look.
+        lifted = lifted_by_inventory(await context.store.blocks(call.worker_id))
+        for block in await context.store.lift([block.pair for block in lifted]):
+            await context.unblocked(block, "the inventory was looked at anew")
+        self._rounds.worker_freed(call.worker_id)
+        return record
+
+    async def unregister(self, worker_id: WorkerId, reason: str, *, is_lost: bool = False) -> None:
+        """It takes nothing until it registers again. What it is running is its own to report."""
+        reason, was_offline = reason[:_MAX_REASON], False
+
+        def gone(worker: WorkerRecord) -> WorkerRecord | None:
+            nonlocal was_offline
+            was_offline = worker.is_offline
+            if worker.is_offline and worker.offline_reason == reason:
+                return None
+            # Gone already, it knows by now what is wrong.
+            disconnects = worker.disconnects + (not worker.is_offline)
+            return msgspec.structs.replace(
+                worker,
+                is_offline=True,
+                offline_reason=reason,
+                was_lost=worker.was_lost if worker.is_offline else is_lost,
+                disconnects=disconnects,
+            )
+
+        if await self._context.fleet.change(worker_id, gone) is None or was_offline:
+            return
+        self._rounds.dismiss(worker_id)
+        self._context.tell("offline", worker_id, reason=reason, **({"is_lost": True} if is_lost else {}))
+
+    async def let_back(self, worker_id: WorkerId) -> WorkerRecord | None:
+        return await commands.let_back(self._context.store.cabinet, worker_id)
+
+    async def remove(self, worker_id: WorkerId, *, is_kept_out: bool = False) -> None:
+        """`is_kept_out`: until an operator lets it back. Else one that comes back is welcome."""
+        if is_kept_out:
+            # First: its agent notices at once, and registers again.
+            newest = await self._context.fleet.newest(worker_id)
+            await commands.keep_out(self._context.store.cabinet, worker_id, newest)
+        self._rounds.dismiss(worker_id)
+        # Before the rest: one that comes back meanwhile tells it again.
+        await self._catalogs.forget(worker_id)
+        for block in await self._context.store.blocks(worker_id):
+            await self._context.store.lift([block.pair])
+        await self._context.fleet.remove(worker_id)
+        # Once more: a poll may have come in while the rest was being put away.
+        self._rounds.dismiss(worker_id)
+        self._commands.dismiss(worker_id)
+
+    async def set_flags(
+        self, worker_id: WorkerId, *, is_paused: bool | None = None, is_draining: bool | None = None
+    ) -> WorkerRecord:
+        known = self._context.fleet.workers.get(worker_id)
+        if known is not None and known.is_offline and (is_paused is not False or is_draining):
+            # Said to an operator: what a worker would do about it is of no use there.
+            raise Refusal(
+                RefusalCode.NOT_FOUND, f"worker {worker_id!r} is offline: start it again where it ran"
+            )
+
+        def flagged(worker: WorkerRecord) -> WorkerRecord:
+            return msgspec.structs.replace(
+                worker,
+                is_paused=worker.is_paused if is_paused is None else is_paused,
+                is_draining=worker.is_draining if is_draining is None else is_draining,
+            )
+
+        worker = await self._context.fleet.change(worker_id, flagged)
+        if worker is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no worker {worker_id!r}")
+        self._rounds.worker_freed(worker_id)
+        return worker
+
+    # work
+
+    async def poll(self, call: Poll) -> LeasedJob | None:
+        # Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
+        poll_id = PollId(f"{call.worker_id}/{call.poll_id}")
+        slot = self._asking[poll_id] = Slot(call.worker_id, poll_id, call.current_load)
+        try:
+            return await self._poll(call, slot)
+        except BaseException:
+            # Asked again meanwhile, the lease is that of whoever asked last.
+            if self._asking.get(poll_id) is slot:
+                await asyncio.shield(self._forsake(slot))
+            raise
+        finally:
+            if self._asking.get(poll_id) is slot:
+                del self._asking[poll_id]
+
+    async def _poll(self, call: Poll, slot: Slot) -> LeasedJob | None:
+        known = await self._context.store.leased_by_poll(slot.poll_id)
+        if known is not None:
+            # The answer to this poll was lost on its way: the same lease is told again.
+            return await self._leased_job(known)
+        if self._known(call.worker_id).is_other(call.instance):
+            raise Refusal(
+                RefusalCode.NOT_FOUND,
+                f"another agent has registered as {call.worker_id!r} meanwhile; register, then poll",
+            )
+        self._commands.serve(call.worker_id)
+        await self._seen(call.worker_id)
+        try:
+            await self._rounds.park(slot)
+            if call.wait_s <= 0:
+                await self._rounds.looked_for(slot)
+            elif not slot.answer.done():
+                # Asked before, as a wait costs a timer and a turn of the loop even where there is nothing to wait for.
+                await asyncio.wait((slot.answer,), timeout=call.wait_s)
+        except BaseException:
+            slot.answer.cancel()
+            raise
+        finally:
+            self._rounds.leave(slot)
+        # It was here all the while it was parked, however long that was.
+        await self._seen(call.worker_id)
+        if slot.answer.cancel():
+            return None
+        grant = slot.answer.result()
+        return None if grant is None else await self._leased_job(grant.dispatch, grant.record)
+
+    async def _forsake(self, slot: Slot) -> None:
+        """Nobody waits for the answer any more: what was leased here for it goes back. Another hub's lease stays."""
+        held = await self._context.store.leased_by_poll(slot.poll_id)
+        lease = None if held is None else held.lease
+        token = None if slot.offer is None else slot.offer.token
+        if held is not None and lease is not None and lease.token == token and not lease.is_acknowledged:
+            await self._context.give_back(held)
+
+    async def _leased_job(self, dispatch: Dispatch, job: Job | None = None) -> LeasedJob | None:
+        """None: it cannot be run by anybody, and has ended so. `job`: its record, where it is at hand."""
+        job = job or await self._context.store.records.get(dispatch.job_id)
+        assert job is not None and dispatch.lease is not None, "a lease stands on a record"
+        assert job.job_id == dispatch.job_id, "a lease carries the record of its own job"
+        payload = job.payload
+        if job.unreadable is not None:
+            failure = Failure(FailureKind.UNREADABLE, f"the job cannot be read any more: {job.unreadable}")
+            await self._verdicts.ended(dispatch, failure)
+            return None
+        if in_payload(payload) is not None:
+            # Another process has the key: the job is no worse for it.
+            await self._context.give_back(dispatch)
+            raise Fault("the jobs of this fleet are sealed and this process has no key: give it [encryption]")
+        signature = self._signature(dispatch.lease.worker_id, payload.requirements.service)
+        workflow = runnable_workflow(job, signature)
+        rules = self._context.rules
+        timeouts = payload.timeouts
+        return LeasedJob(
+            ref=dispatch.lease_ref(),
+            worker_id=dispatch.lease.worker_id,
+            ttl_s=rules.lease_ttl_s,
+            acknowledge_s=rules.acknowledge_s,
+            workflow=workflow,
+            workflow_hash=dispatch.workflow_hash,
+            service=payload.requirements.service,
+            timeouts=msgspec.structs.replace(
+                timeouts,
+                accept_s=rules.accept_timeout_s if timeouts.accept_s is None else timeouts.accept_s,
+                start_s=rules.start_timeout_s if timeouts.start_s is None else timeouts.start_s,
+                stall_s=rules.stall_timeout_s if timeouts.stall_s is None else timeouts.stall_s,
+            ),
+            include_outputs=payload.include_outputs,
+            attachments=payload.attachments,
+            inputs=payload.input_files,
+            attempt=dispatch.attempts,
+            metadata=payload.metadata,
+            traceparent=traceparent_of(dispatch.job_id, payload.traceparent),
+            payload_sha256=lease_sha256(job, workflow, dispatch.payload_sha256).hex(),
+            tenant=job.tenant,
+            priority=payload.priority if job.priority is None else job.priority,
+            requirements=payload.requirements,
+        )
+
+    def _signature(self, worker_id: WorkerId, service: str) -> str | None:
+        worker = self._context.fleet.workers.get(worker_id)
+        services = () if worker is None else worker.capabilities.services
+        return next((each.signature for each in services if each.name == service), None)
+
+    # while it runs
+
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+        context = self._context
+        self._commands.serve(worker_id)
+        await self._seen(worker_id)
+        states = await context.store.heartbeat(refs, context.rules.lease_ttl_s)
+        commands = self._commands.take(worker_id)
+        told = {(command.job_id, command.lease_number) for command in commands}
+        for state in states:
+            ref = state.ref
+            if state.is_alive and state.is_to_stop and (ref.job_id, ref.number) not in told:
+                dispatch = await context.store.load(ref.job_id)
+                reason = "" if dispatch is None else dispatch.cancel_reason
+                commands.append(Command("cancel", ref.job_id, ref.number, reason))
+        worker = context.fleet.workers.get(worker_id)
+        if worker is not None and worker.is_draining:
+            commands.append(Command("drain"))
+        return Beat(
+            context.rules.lease_ttl_s,
+            tuple(state.ref for state in states if state.is_alive),
+            tuple(state.ref for state in states if not state.is_alive),
+            tuple(commands),
+        )
+
+    async def progress(self, reports: Sequence[Report]) -> Beat:
+        """News of leases that are still held goes out; that of others is dropped, and their holder is told."""
+        context = self._context
+        held: dict[LeaseRef, Lease | None] = {}
+        for report in reports:
+            ref = report.ref
+            if ref not in held:
+                dispatch = await self._held(ref)
+                held[ref] = None if dispatch is None else dispatch.lease
+            lease = held[ref]
+            if lease is None:
+                continue
+            if report.kind is NewsKind.ACCEPTED or report.kind is NewsKind.STARTED:
+                await self._note_start(report, lease)
+            context.bus.publish(
+                News(
+                    ref.job_id,
+                    report.kind,
+                    context.clock.now(),
+                    lease.worker_id,
+                    ref.number,
+                    report.data,
+                    report.image,
+                )
+            )
+        return Beat(
+            context.rules.lease_ttl_s,
+            tuple(ref for ref, lease in held.items() if lease is not None),
+            tuple(ref for ref, lease in held.items() if lease is None),
+            tuple(
+                command
+                for worker_id in dict.fromkeys(lease.worker_id for lease in held.values() if lease)
+                for command in self._commands.take(worker_id)
+            ),
+        )
+
+    async def _note_start(self, report: Report, lease: Lease) -> None:
+        job: dict[str, object] = {
+            "worker_id": lease.worker_id,
+            "prompt_id": prompt_id_of(report.ref.attempt_id),
+        }
+        if report.kind is NewsKind.STARTED:
+            # A lease has the time of the store, and the clock here may be behind it.
+            job["started_at"] = max(self._context.clock.now(), lease.leased_at)
+        await self._context.store.write(Write(report.ref.job_id, HeldBy(report.ref), Change(), job=job))
+
+    # how it ends
+
+    async def complete(self, call: Completion) -> Settled:
+        context, ref = self._context, call.ref
+        dispatch = await self._held(ref)
+        if dispatch is None:
+            return await self._too_late(ref, AttemptOutcome.COMPLETED)
+        assert dispatch.lease is not None
+        worker_id, now = dispatch.lease.worker_id, await context.store.now()
+        pairs = _pairs(dispatch, worker_id)
+        # All of the worker's at once: on a shared store each question is a way there and back.
+        known = [block for block in await context.store.blocks(worker_id) if block.pair in pairs]
+        seconds = call.seconds or now - dispatch.lease.leased_at
+        job: dict[str, object] = {
+            "phase": Phase.COMPLETED,
+            "result": call.result,
+            "failure": None,
+            "worker_id": worker_id,
+            "prompt_id": prompt_id_of(ref.attempt_id),
+            "completed_at": now,
+        }
+        record = await context.store.records.get(ref.job_id)
+        if record is not None and (record.started_at or 0) < dispatch.lease.leased_at:
+            # Its worker never said so.
+            job["started_at"] = dispatch.lease.leased_at
+        if record is not None and record.payload.attachments:
+            # A completed job runs no more: what was attached to it need not be kept.
+            job["payload"] = msgspec.structs.replace(record.payload, attachments=())
+        write = Write(
+            ref.job_id,
+            HeldBy(ref),
+            completed(dispatch.phase),
+            attempt_end=AttemptEnd(AttemptOutcome.COMPLETED, used_s=seconds),
+            facts=(FactDraft(FactKind.COMPLETED, {"worker_id": worker_id, "seconds": seconds}),),
+            lifted=tuple(block.pair for block in known),
+            job=job,
+        )
+        written = await context.store.write(write)
+        if written is None:
+            return await self._too_late(ref, AttemptOutcome.COMPLETED)
+        context.publish(written)
+        await self._succeeded(dispatch, worker_id, seconds, known)
+        if record is not None:
+            with best_effort(f"forget which files job {ref.job_id} used"):
+                await input_files.forget(context.store.cabinet, record)
+        return Settled(Phase.COMPLETED)
+
+    async def finished(self, run: FinishedRun) -> None:
+        """A run whose completion stands in the store already: what is learned from it, and what it lifts."""
+        context = self._context
+        dispatch = await context.store.load(run.job_id)
+        if dispatch is None:
+            return
+        if dispatch.is_awaited and dispatch.phase.is_final:
+            context.awaited_ended(dispatch)
+        lifted = await context.store.lift(_pairs(dispatch, run.worker_id))
+        await self._succeeded(dispatch, run.worker_id, run.seconds, lifted)
+
+    async def _succeeded(
+        self, dispatch: Dispatch, worker_id: WorkerId, seconds: float, lifted: Sequence[Block]
+    ) -> None:
+        context, job_id = self._context, dispatch.job_id
+        with best_effort(f"tell the failover strategy that job {job_id} succeeded"):
+            context.strategy.record_success(worker_id, dispatch.workflow_hash, await context.store.now())
+        with best_effort(f"learn from the run of job {job_id}"):
+            await self._remember_run(dispatch, worker_id, seconds)
+        for block in lifted:
+            with best_effort(f"tell that worker {worker_id} is not blocked any more"):
+                await context.unblocked(block, "it succeeded")
+        if lifted:
+            self._rounds.worker_freed(worker_id)
+
+    async def fail(self, call: FailureReport) -> Settled:
+        # Decided on what was read and written only over that: a cancel that came in between is not forgotten.
+        while (dispatch := await self._held(call.ref)) is not None:
+            if dispatch.stop is not None:
+                # What a run died of while it was being stopped is of no interest, unless the server died of it.
+                settled = await self.release(Release(call.ref, "cancelled"))
+                await self._verdicts.on_late_death(call)
+                return settled
+            after = await self._verdicts.failed(dispatch, AtRevision(dispatch.revision), call.failure)
+            if after is not None:
+                return Settled(after.phase, will_retry=after.phase is Phase.QUEUED)
+        await self._verdicts.on_late_death(call)
+        return await self._too_late(call.ref, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED)
+
+    async def release(self, call: Release) -> Settled:
+        ref = call.ref
+        while (dispatch := await self._held(ref)) is not None:
+            after = await self._verdicts.released(dispatch, AtRevision(dispatch.revision), call.reason)
+            if after is not None:
+                return Settled(after.phase, will_retry=after.phase is Phase.QUEUED)
+        return await self._too_late(ref, AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED)
+
+    async def _held(self, ref: LeaseRef) -> Dispatch | None:
+        dispatch = await self._context.store.load(ref.job_id)
+        if dispatch is None or dispatch.lease is None or dispatch.lease_ref() != ref:
+            return None
+        return dispatch
+
+    async def _too_late(self, ref: LeaseRef, *same: AttemptOutcome) -> Settled:
+        """The same report twice gets the same answer; a report with an old lease changes nothing."""
+        dispatch = await self._context.store.load(ref.job_id)
+        attempts = await self._context.store.attempts(ref.job_id)
+        for attempt in attempts:
+            if attempt.attempt_id == ref.attempt_id and attempt.outcome in same and dispatch is not None:
+                if any(later.lease_number > ref.number and later.round == ref.round for later in attempts):
+                    return Settled(Phase.QUEUED, will_retry=True)
+                return Settled(dispatch.phase, will_retry=not dispatch.phase.is_final)
+        await self._context.store.mark_late(ref)
+        raise Refusal(
+            RefusalCode.LEASE_LOST,
+            f"the lease {ref.number} on job {ref.job_id} is over: it expired, was revoked, or another holds it now",
+        )
+
+    # what is known of a worker
+
+    def _known(self, worker_id: WorkerId) -> WorkerRecord:
+        worker = self._context.fleet.workers.get(worker_id)
+        if worker is None or worker.is_offline:
+            raise Refusal(
+                RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not registered; register, then poll"
+            )
+        return worker
+
+    async def _seen(self, worker_id: WorkerId) -> None:
+        await self._context.fleet.note_seen(worker_id, self._context.clock.now())
+
+    async def _remember_run(self, dispatch: Dispatch, worker_id: WorkerId, seconds: float) -> None:
+        context = self._context
+        worker = context.fleet.workers.get(worker_id)
+        if worker is None:
+            return
+        await context.learn(of_run(dispatch.workflow_hash, worker.capabilities.worker_class, seconds))
+        cls = context.fleet.classes.get(dispatch.class_key)
+        models = () if cls is None else cls.requirements.models
+        warm = warmed(worker.live, models, dispatch.workflow_hash)
+        await context.fleet.note_run(worker_id, seconds, warm)
+
+
+def _pairs(dispatch: Dispatch, worker_id: WorkerId) -> tuple[Pair, ...]:
+    """The blocks that a success disproves: the job's, its tenant's, and everybody's. Another tenant's block is about
+    that tenant's inputs, and stays."""
+    return tuple(Pair(worker_id, block_target) for block_target in dispatch.block_targets)

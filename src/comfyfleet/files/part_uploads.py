@@ -1,0 +1,159 @@
+"""A file that goes up in parts: its upload begun once, links to its parts, and the whole put together by the hub.
+
+What was said of each part is noted beside the record, because not every storage tells it again. Bytes of parts travel
+past the hub; what comes of them is looked at by `s3.py` like any other file.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+
+from comfyfleet.files.record_store import RecordKeeper
+from comfyfleet.files.records import check_is_open, in_one_piece
+from comfyfleet.files.s3_storage import Multipart, Part, StorageRefused, part_headers
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.file import FileRecord, Grant, PartPlan
+
+PART_BYTES = 64 * 2**20
+MAX_PARTS = 10_000
+TAKEN = "PreconditionFailed"
+
+
+class PartUploads:
+    def __init__(
+        self, multipart: Multipart, records: RecordKeeper, part_bytes: int, max_put_bytes: int
+    ) -> None:
+        self._multipart = multipart
+        self._records = records
+        self._part_bytes = part_bytes
+        self._max_put_bytes = max_put_bytes
+
+    def plan(self, record: FileRecord) -> PartPlan | None:
+        if record.size is None or record.size <= self._part_bytes:
+            return None
+        # Rounded up, so that no file has more parts than a storage takes.
+        size = max(self._part_bytes, -(-record.size // MAX_PARTS))
+        return PartPlan(size, -(-record.size // size), is_required=record.size > self._max_put_bytes)
+
+    async def grants(
+        self, record: FileRecord, key: str, digests: Mapping[int, str], now: float, expires_s: int
+    ) -> list[Grant]:
+        check_is_open(record)
+        plan = self.plan(record)
+        if plan is None or record.size is None:
+            raise in_one_piece()
+        if wrong := [number for number in digests if not 0 < number <= plan.count]:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, f"this file has {plan.count} parts; there is no part {wrong[0]}"
+            )
+        upload = record.upload or await self._begin(record, key)
+        await self._records.note_parts(record, digests)
+        found = []
+        for number, digest in digests.items():
+            headers = part_headers(plan.length(number, record.size), _encoded(bytes.fromhex(digest)))
+            url = self._multipart.link(key, upload, number, now, expires_s, headers)
+            found.append(Grant("PUT", url, now + expires_s, headers))
+        return found
+
+    async def _begin(self, record: FileRecord, key: str) -> str:
+        """Once: of two who begin it at the same time one gives up its own."""
+        upload = await self._multipart.begin(key, record.content_type, is_checked=True)
+        changed = await self._records.change(
+            record.file_id, check_is_open, keep={"upload"}, fields={"upload": upload}
+        )
+        if changed is not None and changed.upload is not None:
+            if changed.upload != upload:
+                await self._multipart.give_up(key, upload)
+            return changed.upload
+        await self._multipart.give_up(key, upload)
+        raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {record.file_id!r} (any more)")
+
+    async def put_together(self, record: FileRecord, key: str) -> None:
+        """Refused unless every part is there."""
+        plan = self.plan(record)
+        assert plan is not None and record.upload is not None and record.size is not None
+        parts = await self._multipart.parts(key, record.upload)
+        if parts is None:
+            # Put together already, or given up: whether the whole lies there is looked at next.
+            return
+        sizes = {part.number: part.size for part in parts}
+        there = [
+            number
+            for number in range(1, plan.count + 1)
+            if sizes.get(number) == plan.length(number, record.size)
+        ]
+        if len(there) < plan.count:
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"{len(there)} of {plan.count} parts have been received: PUT the others to their links first",
+            )
+        noted = await self._records.noted_parts(record)
+        said = [
+            part._replace(checksum=part.checksum or _encoded(noted[part.number]))
+            for part in parts
+            if part.number in noted
+        ]
+        await self._assemble(key, record.upload, said)
+
+    async def _assemble(self, key: str, upload: str, parts: list[Part]) -> None:
+        try:
+            await self._multipart.put_together(key, upload, parts)
+        except StorageRefused as refused:
+            if refused.code == TAKEN:
+                return
+            if refused.status == 400:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"the storage does not take the parts for what was said of them ({refused.code}): "
+                    "make a new file, and send it there",
+                ) from refused
+            raise
+
+    async def receive(self, record: FileRecord, key: str, pieces: AsyncIterator[bytes]) -> None:
+        """From whoever is in the hub's own process, one part after the other. The pieces' own errors pass."""
+        plan = self.plan(record)
+        assert plan is not None and record.size is not None
+        upload = await self._multipart.begin(key, record.content_type, is_checked=False)
+        try:
+            cut = _Cut(pieces)
+            for number in range(1, plan.count + 1):
+                length = plan.length(number, record.size)
+                await self._multipart.write(key, upload, number, cut.take(length), length)
+            # One piece too many is an error of the pieces.
+            async for _ in cut.take(1):
+                pass
+            await self._multipart.put_together(key, upload, await self._multipart.parts(key, upload) or [])
+        except BaseException:
+            await self._multipart.give_up(key, upload)
+            raise
+
+    async def forget(self, record: FileRecord, key: str) -> None:
+        """What is under way of it."""
+        if record.upload is not None:
+            await self._multipart.give_up(key, record.upload)
+        if self.plan(record) is not None:
+            await self._records.forget_parts(record)
+
+
+class _Cut:
+    """Pieces of any size, given out by so many bytes."""
+
+    def __init__(self, pieces: AsyncIterator[bytes]) -> None:
+        self._pieces = pieces
+        self._rest = b""
+
+    async def take(self, length: int) -> AsyncGenerator[bytes, None]:
+        while length:
+            if not self._rest:
+                try:
+                    self._rest = await anext(self._pieces)
+                except StopAsyncIteration:
+                    return
+            piece, self._rest = self._rest[:length], self._rest[length:]
+            length -= len(piece)
+            yield piece
+
+
+def _encoded(digest: bytes) -> str:
+    return base64.b64encode(digest).decode()

@@ -1,0 +1,75 @@
+"""A thumbnail drawn in a process of its own: `python -m comfyfleet.files.thumbnail_process PATH SIZE` writes it
+to its output.
+
+Pictures come from anybody. Whatever a decoder does with one, it does it here, with bounded memory, for a short while,
+and without anything of the hub's. What is refused is told by the exit status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from io import BytesIO
+from typing import Any
+
+MAX_PIXELS = 64_000_000
+IS_NO_PICTURE, HAS_TOO_MANY_PIXELS, HAS_NO_PILLOW = 3, 4, 5
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+_MEMORY_BYTES = 2 << 30
+_CPU_S = 20
+
+
+def draw(path: str, size: int) -> bytes | int:
+    """The thumbnail as WebP, or why there is none."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError:
+        return HAS_NO_PILLOW
+    # The number is compared here; a warning of the library's own would be an error in disguise.
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        with Image.open(path, formats=_FORMATS) as picture:
+            if picture.width * picture.height > MAX_PIXELS:
+                return HAS_TOO_MANY_PIXELS
+            return _small(picture, size)
+    except Exception:
+        return IS_NO_PICTURE
+
+
+def _small(picture: Any, size: int) -> bytes:
+    from PIL import ImageOps
+
+    # A JPEG is decoded at a fraction of its size where that is enough.
+    picture.draft("RGB", (size * 2, size * 2))
+    turned = ImageOps.exif_transpose(picture)
+    turned.thumbnail((size, size))
+    if turned.mode not in ("RGB", "RGBA"):
+        turned = turned.convert("RGBA" if turned.has_transparency_data else "RGB")
+    # Without what the picture says of itself: a thumbnail tells nothing of places and workflows.
+    clean = turned.copy()
+    clean.info = {}
+    target = BytesIO()
+    clean.save(target, "WEBP", quality=80)
+    return target.getvalue()
+
+
+def _bound() -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+
+
+def main() -> int:
+    _, path, size = sys.argv
+    _bound()
+    drawn = draw(path, int(size))
+    if isinstance(drawn, int):
+        return drawn
+    sys.stdout.buffer.write(drawn)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The audit log of a hub: who changed what, chained by hashes."""

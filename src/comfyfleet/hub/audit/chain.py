@@ -1,0 +1,269 @@
+"""A log in the cabinet that nobody changes unnoticed: groups of entries, each with the hash of what came before it.
+
+A group is a document that is named by the number of its first entry. To write the next one is to create that document,
+which of several hubs one alone can do; the others read what was written and follow it. So a group costs one write, as
+it would without a chain, and there is no head to keep in step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from comfyfleet.model.access import AuditEntry
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.ports import Cabinet, Clock, Document
+from comfyfleet.wire.keys import BEGINNING, hash_of
+
+CHAINS = "audit_chains"
+"""A document for each log: which chain of its drawer is written on. Another store's chains may lie beside it."""
+
+_GROUP = 50
+"""Entries in one document: an entry has about a kilobyte at most, a document 64."""
+_PAGE = 100
+_TRUSTED_S = 600.0
+"""Less than anything in a log is kept for."""
+_POLITE_S = 1.0
+_PAUSE_S = 0.003
+_TRIES = 200
+_DIGITS = 14
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A document of the log."""
+
+    previous: str
+    """The hash of the entry before the first."""
+    at: float
+    """Never before that of the group before it; none of its entries is later."""
+    hash: str
+    """Of its last entry."""
+    entries: tuple[AuditEntry, ...]
+
+
+class Linked(msgspec.Struct, frozen=True):
+    """An entry in its place."""
+
+    id: str
+    number: int
+    previous: str
+    hash: str
+    entry: AuditEntry
+
+
+class _Head(msgspec.Struct, frozen=True):
+    number: int = 0
+    hash: str = BEGINNING
+    at: float = 0.0
+
+
+_groups = msgspec.json.Decoder(Group)
+
+
+class Chain:
+    def __init__(self, cabinet: Cabinet, clock: Clock, drawer: str) -> None:
+        self._cabinet = cabinet
+        self._clock = clock
+        self.drawer = drawer
+        self._name = ""
+        self._head: _Head | None = None
+        self._seen_at = 0.0
+        """When that was the head for certain."""
+        self._met_at = float("-inf")
+        """When another hub was last found to have written."""
+        self._waiting: list[tuple[AuditEntry, asyncio.Future[None]]] = []
+        self._writing: asyncio.Task[None] | None = None
+
+    # writing
+
+    async def append(self, entry: AuditEntry) -> None:
+        """Returns when it stands. Whoever comes while a group is being written is in the next: the busier the hub, the
+        larger they are."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((entry, written))
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write())
+        await written
+
+    async def _write(self) -> None:
+        try:
+            while self._waiting:
+                group, self._waiting = self._waiting[:_GROUP], self._waiting[_GROUP:]
+                error: Exception | None = None
+                try:
+                    await self._link(tuple(entry for entry, _ in group))
+                # Whatever it was: those who wait are told, and the others get their turn.
+                except Exception as caught:
+                    error = caught
+                for _, written in group:
+                    if written.done():
+                        continue
+                    if error is None:
+                        written.set_result(None)
+                    else:
+                        written.set_exception(error)
+        finally:
+            self._writing = None
+
+    async def _link(self, entries: tuple[AuditEntry, ...]) -> None:
+        now = self._clock.monotonic()
+        if self._head is None:
+            self._head = await self._find_head()
+        elif now >= self._seen_at + _TRUSTED_S:
+            # What others wrote meanwhile may be forgotten by now: its numbers are free, and not to be taken again.
+            self._head = await self._catch_up(self._head)
+        self._seen_at = now
+        if now < self._met_at + _POLITE_S:
+            # Others write too. To follow them takes a reading more than to go on alone: without a pause, whoever wrote
+            # last would write next, again and again. More come together meanwhile.
+            await asyncio.sleep(_PAUSE_S)
+        for _ in range(_TRIES):
+            head = self._head
+            group = _group(head, entries)
+            name = self._document(head.number + 1)
+            if await self._cabinet.put(self.drawer, name, msgspec.json.encode(group), version=0):
+                self._head = _Head(head.number + len(entries), group.hash, group.at)
+                return
+            # Another hub was quicker: its groups come first.
+            self._met_at = self._clock.monotonic()
+            self._head = await self._catch_up(head)
+        raise Fault("other hubs write to the audit log all the time; try again")
+
+    async def _catch_up(self, head: _Head) -> _Head:
+        # From before the first unknown document on: names are in the order of numbers.
+        after = self._document(head.number)
+        while page := await self._cabinet.listing(self.drawer, after, _PAGE):
+            for document in page:
+                if not document.name.startswith(f"{self._name}/"):
+                    return head
+                group = _groups.decode(document.body)
+                head = _Head(_number(document.name) + len(group.entries) - 1, group.hash, group.at)
+            after = page[-1].name
+        return head
+
+    # reading
+
+    async def page(self, after: str, limit: int) -> tuple[list[Linked], str | None]:
+        """Entries in their order, and where the next page begins. Chains that came with another store are before or
+        behind, as they began."""
+        found: list[Linked] = []
+        name, _, place = after.partition(".")
+        if place:
+            if not place.isascii() or not place.isdigit():
+                raise Refusal(RefusalCode.INVALID_REQUEST, "no list goes on there: begin it anew")
+            document = await self._cabinet.get(self.drawer, name)
+            found += [] if document is None else linked(document)[int(place) + 1 :]
+        while len(found) <= limit:
+            documents = await self._cabinet.listing(self.drawer, name, limit + 1)
+            for document in documents:
+                found += linked(document)
+            if len(documents) <= limit:
+                break
+            name = documents[-1].name
+        page = found[:limit]
+        return page, page[-1].id if len(found) > limit else None
+
+    async def place_before(self, time: float) -> str:
+        """As a place in a list: behind groups that have only older entries."""
+        await self._begin()
+        last = await self._last_before(time)
+        return self._document(0) if last is None else last.name
+
+    async def first(self) -> Document | None:
+        await self._begin()
+        return await self._next(0)
+
+    async def groups_before(self, time: float, limit: int) -> list[Document]:
+        """Those that have only entries from before then, the oldest first."""
+        await self._begin()
+        page = await self._cabinet.listing(self.drawer, self._document(0), limit)
+        own = (each for each in page if each.name.startswith(f"{self._name}/"))
+        return [each for each in own if _groups.decode(each.body).at < time]
+
+    async def forget(self, documents: Sequence[Document]) -> None:
+        """Only what another group follows: on the last one the next is linked."""
+        for document in documents:
+            await self._cabinet.remove(self.drawer, document.name)
+
+    # finding
+
+    async def _begin(self) -> None:
+        if self._name:
+            return
+        document = await self._cabinet.get(CHAINS, self.drawer)
+        if document is None:
+            name = f"{int(self._clock.now() * 1000):012x}{secrets.token_hex(4)}"
+            await self._cabinet.put(CHAINS, self.drawer, name.encode(), version=0)
+            document = await self._cabinet.get(CHAINS, self.drawer)
+            assert document is not None, "it was written, here or by another hub"
+        self._name = document.body.decode()
+
+    async def _find_head(self) -> _Head:
+        await self._begin()
+        last = await self._last_before(float("inf"))
+        if last is None:
+            return _Head()
+        group = _groups.decode(last.body)
+        return _Head(_number(last.name) + len(group.entries) - 1, group.hash, group.at)
+
+    async def _last_before(self, time: float) -> Document | None:
+        """The last group that is older; found in a few steps, however long the log is."""
+
+        async def look(number: int) -> Document | None:
+            """The first group behind that number, if it is older."""
+            document = await self._next(number)
+            return None if document is None or _groups.decode(document.body).at >= time else document
+
+        last = await look(0)
+        if last is None:
+            return None
+        step = 1
+        while (found := await look(_number(last.name) + step)) is not None:
+            last, step = found, step * 2
+        while step > 1:
+            step //= 2
+            if (found := await look(_number(last.name) + step)) is not None:
+                last = found
+        # Steps count entries and groups have several: the next one may still be older.
+        while (found := await look(_number(last.name))) is not None:
+            last = found
+        return last
+
+    async def _next(self, number: int) -> Document | None:
+        found = await self._cabinet.listing(self.drawer, self._document(number), 1)
+        return found[0] if found and found[0].name.startswith(f"{self._name}/") else None
+
+    def _document(self, number: int) -> str:
+        return f"{self._name}/{number:0{_DIGITS}d}"
+
+
+def linked(document: Document) -> list[Linked]:
+    """Every entry of a group with its place. The hash of the last is the one that was written with it."""
+    group = _groups.decode(document.body)
+    hash_, number, found = group.previous, _number(document.name), []
+    for place, entry in enumerate(group.entries):
+        previous, hash_ = hash_, hash_of(hash_, _plain(entry))
+        found.append(Linked(f"{document.name}.{place}", number + place, previous, hash_, entry))
+    if found and found[-1].hash != group.hash:
+        found[-1] = msgspec.structs.replace(found[-1], hash=group.hash)
+    return found
+
+
+def _group(head: _Head, entries: tuple[AuditEntry, ...]) -> Group:
+    hash_ = head.hash
+    for entry in entries:
+        hash_ = hash_of(hash_, _plain(entry))
+    return Group(head.hash, max([head.at, *(entry.at for entry in entries)]), hash_, entries)
+
+
+def _plain(entry: AuditEntry) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(entry)
+    return plain
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("/")[2])

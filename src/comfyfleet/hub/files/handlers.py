@@ -1,0 +1,284 @@
+"""The handlers of files: announced by a key or a lease, received and sent by signed links that need neither.
+
+Another tenant's file is not there at all. Where bytes lie is `assets/`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import FileResponse, Response
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.files.local import LocalAssets, elsewhere
+from comfyfleet.files.thumbnails import Thumbnails
+from comfyfleet.hub.files import uploads
+from comfyfleet.hub.files.job_files import OutputDesk
+from comfyfleet.hub.files.uploads import Form, boundary_in, is_form
+from comfyfleet.hub.http.credentials import owner_for
+from comfyfleet.hub.http.limits import Budget, HungUp
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.model.access import Caller
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.file import FileRecord
+from comfyfleet.model.ids import TenantId
+from comfyfleet.ports import Assets
+from comfyfleet.wire import bodies
+from comfyfleet.wire import files as wire
+from comfyfleet.wire.route import CALLERS
+from comfyfleet.wire.worker import lease_ref
+
+_SHOWN = 100
+_MAX_LOOKED_AT = 2_000
+_PAGE = 200
+_GUARDS = {
+    # What somebody else uploaded is never shown as a page of this hub.
+    "x-content-type-options": "nosniff",
+    "content-security-policy": "sandbox; default-src 'none'",
+    "cache-control": "private",
+}
+
+
+class FileHandlers:
+    """`assets` None: this hub keeps no files."""
+
+    def __init__(self, engine: Engine, assets: Assets | None) -> None:
+        self._engine = engine
+        self._kept = assets
+        self._disk = Budget(uploads.MAX_ALL_SPOOLED_BYTES, "forms", "tenant")
+        self._thumbnails = None if assets is None else Thumbnails(assets)
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "create_file": self.create,
+            "list_files": self.listing,
+            "delete_file": self.delete,
+            "get_file": self.get,
+            "list_derived": self.derived,
+            "get_thumbnail": self.thumbnail,
+            "complete_file": self.complete,
+            "put_content": self.put_content,
+            "get_content": self.get_content,
+            "part_links": self.part_links,
+            "worker_grants": self.grants,
+            "worker_parts": self.worker_parts,
+        }
+
+    @property
+    def _assets(self) -> Assets:
+        if self._kept is None:
+            raise Refusal(RefusalCode.NOT_FOUND, "this hub keeps no files: give it a folder for them")
+        return self._kept
+
+    @property
+    def _here(self) -> LocalAssets:
+        """For links that lead to this hub; it makes none where the files lie elsewhere."""
+        if not isinstance(self._assets, LocalAssets):
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "the link is not good (any more): ask for a new one")
+        return self._assets
+
+    async def create(self, call: Call[wire.FileBody]) -> Reply:
+        if is_form(call.headers):
+            return await self._create_whole(call)
+        body, owner = call.given, owner_for(call.caller, call.given.tenant)
+        await self._check_source(body, owner)
+        record = await self._assets.reserve(
+            owner,
+            name=body.name,
+            content_type=body.type,
+            size=body.size,
+            sha256=body.sha256,
+            derived_from=() if body.source is None else (body.source,),
+        )
+        return Reply(201, await self._to_put(record), made=record.file_id)
+
+    async def _create_whole(self, call: Call[wire.FileBody]) -> Reply:
+        upload = uploads.FormUpload(Form(_pieces(call), boundary_in(call.headers)), self._assets, self._disk)
+        body = await upload.head()
+        owner = owner_for(call.caller, body.tenant)
+        await self._check_source(body, owner)
+        record = await upload.received(body, owner)
+        link = await self._assets.grant(record, "GET")
+        return Reply(201, wire.view(record, link), made=record.file_id)
+
+    async def _check_source(self, body: wire.FileBody, owner: TenantId) -> None:
+        if body.source is not None:
+            origin = await self._assets.get(body.source, owner)
+            if origin is None or origin.tenant != owner:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"there is no file {body.source!r} (any more)",
+                    field="source",
+                )
+
+    async def listing(self, call: Call[wire.FilesQuery]) -> Reply:
+        """Looks at so many and no more: a page with a cursor may be short, or empty."""
+        asked, tenant = call.given, call.caller.scope
+        if asked.tenant is not None:
+            if not call.caller.sees(TenantId(asked.tenant)):
+                return Reply(200, wire.FileList(()))
+            tenant = TenantId(asked.tenant)
+        found: list[wire.FileView] = []
+        after, looked_at = asked.cursor or "", 0
+        while looked_at < _MAX_LOOKED_AT:
+            page, further = await self._assets.listing(after, _PAGE, tenant)
+            for record in page:
+                if len(found) == asked.limit:
+                    return Reply(200, wire.FileList(tuple(found), after))
+                after = record.file_id
+                if _is_wanted(record, asked):
+                    found.append(await self._seen(record))
+            if further is None:
+                return Reply(200, wire.FileList(tuple(found)))
+            looked_at, after = looked_at + _PAGE, further
+        return Reply(200, wire.FileList(tuple(found), after))
+
+    async def _seen(self, record: FileRecord) -> wire.FileView:
+        is_there = record.received_at is not None
+        return wire.view(record, await self._assets.grant(record, "GET") if is_there else None)
+
+    async def delete(self, call: Call[None]) -> Reply:
+        record = await self._mine(call)
+        if await self._engine.uses_file(record.file_id) or await self._is_of_open_job(record):
+            raise Refusal(
+                RefusalCode.WRONG_PHASE,
+                f"a job that has not ended needs the file {record.file_id!r}: wait for its end or cancel it, then "
+                "delete the file",
+            )
+        await self._assets.forget(record)
+        return Reply(204)
+
+    async def _is_of_open_job(self, record: FileRecord) -> bool:
+        """What a run leaves before it is completed: its completion would be refused."""
+        if record.kind != "output" or record.job_id is None:
+            return False
+        dispatch = await self._engine.store.load(record.job_id)
+        return dispatch is not None and not dispatch.phase.is_final
+
+    async def get(self, call: Call[None]) -> Reply:
+        record = await self._mine(call)
+        derived, _ = await self._assets.derived(record, limit=_SHOWN)
+        if record.received_at is not None:
+            seen = wire.view(record, await self._assets.grant(record, "GET"))
+        else:
+            # Whoever only looks is not given a link to write to.
+            is_callers = call.caller.role in CALLERS
+            seen = await self._to_put(record) if is_callers else wire.view(record)
+        return Reply(200, wire.details(seen, derived))
+
+    async def derived(self, call: Call[bodies.PageQuery]) -> Reply:
+        record, asked = await self._mine(call), call.given
+        found, cursor = await self._assets.derived(record, asked.cursor or "", asked.limit)
+        views = [wire.view(each, await self._assets.grant(each, "GET")) for each in found]
+        return Reply(200, wire.FileList(tuple(views), cursor))
+
+    async def _to_put(self, record: FileRecord) -> wire.FileView:
+        plan = self._assets.parts(record)
+        is_whole = plan is None or not plan.is_required
+        return wire.view(record, await self._assets.grant(record, "PUT") if is_whole else None, plan)
+
+    async def thumbnail(self, call: Call[wire.ThumbnailQuery]) -> Reply:
+        record = await self._mine(call)
+        assert self._thumbnails is not None, "a file was found, so files are kept"
+        made = await self._thumbnails.get(record, call.given.size)
+        return Reply(200, wire.view(made, await self._assets.grant(made, "GET")))
+
+    async def part_links(self, call: Call[wire.PartsBody]) -> Reply:
+        record = await self._mine(call)
+        return Reply(200, await self._part_links(record, call.given.parts))
+
+    async def _part_links(self, record: FileRecord, parts: Sequence[wire.PartBody]) -> wire.PartGrants:
+        digests = {part.number: part.sha256 for part in parts}
+        found = dict(zip(digests, await self._assets.part_grants(record, digests), strict=True))
+        return wire.PartGrants(tuple(found[part.number] for part in parts))
+
+    async def complete(self, call: Call[None]) -> Reply:
+        record = await self._assets.complete((await self._mine(call)).file_id)
+        return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
+
+    async def _mine(self, call: Call[Any]) -> FileRecord:
+        file_id = call.parameters["file_id"]
+        record = await self._assets.get(file_id, call.caller.scope)
+        if record is None or not call.caller.sees(record.tenant):
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file_id!r} (any more)")
+        return record
+
+    # by link
+
+    async def put_content(self, call: Call[wire.LinkQuery]) -> Reply:
+        asked = call.given
+        record = await self._here.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
+        received = await self._here.receive(record, _pieces(call))
+        if received.kind == "output":
+            # What a worker announces it announces with size and SHA-256: there is nothing left to verify.
+            received = await self._assets.complete(received.file_id)
+        return Reply(200, wire.view(received))
+
+    async def get_content(self, call: Call[wire.LinkQuery]) -> Reply | Response:
+        asked = call.given
+        record = await self._here.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
+        path = self._here.path(record)
+        if record.received_at is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"the file {record.file_id!r} has not been received yet")
+        if not path.is_file():
+            raise elsewhere(record)
+        mark = f'"{record.sha256}"'
+        if _has_it(call.headers.get("if-none-match", ""), mark):
+            return Response(status_code=304, headers={"etag": mark, **_GUARDS})
+        return FileResponse(
+            path,
+            media_type=record.content_type,
+            filename=record.name,
+            # By what is in it: the same at every hub, and after a restart.
+            headers={"etag": mark, **_GUARDS},
+        )
+
+    # by lease
+
+    async def grants(self, call: Call[wire.GrantsBody]) -> Reply:
+        desk, ref = self._desk, lease_ref(call.given.lease)
+        dispatch = _holders(call.caller, await desk.leased(ref))
+        records = await desk.announce(dispatch, ref, call.given.files)
+        return Reply(200, wire.FileGrants(tuple([await self._to_put(each) for each in records])))
+
+    async def worker_parts(self, call: Call[wire.WorkerPartsBody]) -> Reply:
+        ref = lease_ref(call.given.lease)
+        dispatch = _holders(call.caller, await self._desk.leased(ref))
+        record = await self._assets.get(call.given.file_id, dispatch.tenant)
+        if record is None or record.attempt_id != ref.attempt_id:
+            raise Refusal(RefusalCode.NOT_FOUND, f"this attempt has no file {call.given.file_id!r}")
+        return Reply(200, await self._part_links(record, call.given.parts))
+
+    @property
+    def _desk(self) -> OutputDesk:
+        return OutputDesk(self._engine, self._assets)
+
+
+def _is_wanted(record: FileRecord, asked: wire.FilesQuery) -> bool:
+    if asked.job_id is not None and record.job_id != asked.job_id:
+        return False
+    return record.kind == asked.kind if asked.kind is not None else record.kind != "thumbnail"
+
+
+def _holders(caller: Caller, dispatch: Dispatch) -> Dispatch:
+    worker_id = caller.worker_id
+    if worker_id is not None and dispatch.lease is not None and dispatch.lease.worker_id != worker_id:
+        raise Refusal(RefusalCode.NOT_ALLOWED, "this lease is another worker's")
+    return dispatch
+
+
+def _has_it(named: str, mark: str) -> bool:
+    return any(each.strip().removeprefix("W/") in (mark, "*") for each in named.split(","))
+
+
+async def _pieces(call: Call[Any]) -> AsyncIterator[bytes]:
+    while True:
+        message = await call.receive()
+        if message["type"] == "http.disconnect":
+            raise HungUp
+        if piece := message.get("body", b""):
+            yield piece
+        if not message.get("more_body", False):
+            return

@@ -1,0 +1,1 @@
+"""HTTP as such: connections, bodies, limits, credentials, routing."""

@@ -1,0 +1,296 @@
+"""Connections as such, before anybody is known: how many there may be, and how long a request may take to arrive.
+
+uvicorn bounds how long a connection rests between two requests. It waits for ever for one that never comes whole, and
+for a reader that takes nothing; those are looked for here, once a second for all of them. What a caller may keep open
+once it is known is `limits.py`'s. An answer that is there as a whole is written as a whole, too: uvicorn writes twice,
+which is another call into the kernel and, to whoever reads it, another packet.
+
+uvicorn reads all that has arrived at once, which may be thousands of small requests. What is left waits while others
+have their turn, and while the requests before it are not answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from functools import partial
+from typing import Any, cast
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.uvicorn_logging import QuietLogger
+from comfyfleet.wire.route import LARGE_BYTES
+
+ANSWER = "comfyfleet.answer"
+"""In the scope of a request: how to answer it with head and body at once. Other servers do not have it."""
+
+_LOOK_S = 1.0
+_OWN_FILES = 128
+"""Kept for what is no connection of a caller: the store's, files on their way, the log."""
+_STEP_BYTES = 2 * 1024
+"""As requests without headers, about a hundred."""
+_TURN_S = 0.005
+MAX_UNREAD_BYTES = LARGE_BYTES
+"""Of a body that comes when its request has been answered."""
+_AROUND_A_BYTE = 16
+"""Each byte of a body may come in a chunk of its own, with its length and two line ends."""
+_MAX_AHEAD = 16
+"""Requests of one connection that may wait for an answer to the one before them."""
+
+
+class Connections:
+    """`protocol` is for uvicorn; between `start` and `close` whoever is too slow is let go."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.most = min(limits.max_connections, _room_for_connections())
+        self.open: set[Connection] = set()
+        self.by_address: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def protocol(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Connection:
+        return Connection(self, config, server_state, app_state, _loop)
+
+    def start(self) -> None:
+        look_s = min(_LOOK_S, self.limits.request_s / 4)
+        self._timer = asyncio.get_running_loop().call_later(look_s, self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        # Whatever befalls this look, there is a next one.
+        self.start()
+        now = asyncio.get_running_loop().time()
+        for connection in list(self.open):
+            connection.look(now)
+
+
+def _room_for_connections() -> float:
+    """A process that has no file left can reach neither its store nor anybody else."""
+    try:
+        import resource
+    except ModuleNotFoundError:
+        # Elsewhere than on Unix there is no such limit to ask for.
+        return float("inf")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return float("inf") if files == resource.RLIM_INFINITY else max(1, files - _OWN_FILES)
+
+
+class Connection(HttpToolsProtocol):
+    def __init__(
+        self,
+        connections: Connections,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.logger = QuietLogger(self.logger)  # type: ignore[assignment]
+        self._all = connections
+        self._arriving_since: float | None = None
+        self._received = 0
+        self._in_body = 0
+        """Of what was received …"""
+        self._unread = 0
+        """… and came when the request had been answered."""
+        self._is_in_head = True
+        self._stuck_since: float | None = None
+        self._unanswered: deque[RequestResponseCycle] = deque()
+        """Requests that another came behind before they were answered."""
+        self._behind = bytearray()
+        """What has arrived and is not read yet."""
+        self._next: asyncio.Handle | None = None
+        self._body_left = 0
+        """Bytes of the body that arrives, as far as its length was said."""
+        self._is_upgraded = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        limits, address = self._all.limits, self._address
+        is_full = len(self.connections) > self._all.most
+        if is_full or self._all.by_address[address] >= limits.max_connections_per_address:
+            # Closed as soon as it is said, so it does not count.
+            self._end("503 Service Unavailable" if is_full else "429 Too Many Requests", "retry-after: 5\r\n")
+            return
+        self._all.open.add(self)
+        self._all.by_address[address] += 1
+        self._arriving_since = self.loop.time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._behind.clear()
+        super().connection_lost(exc)
+        # uvicorn tells the last request alone: a stream in front of it would be written to for ever.
+        for cycle in self._unanswered:
+            cycle.disconnected = True
+            cycle.message_event.set()
+
+    def handle_websocket_upgrade(self) -> None:
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if cycle is not None and not cycle.response_complete:
+            # The connection still belongs to that answer, which would be told nothing of its end.
+            self._end("400 Bad Request")
+            return
+        self._leave()
+        self._is_upgraded = True
+        self.transport.resume_reading()
+        super().handle_websocket_upgrade()
+
+    def data_received(self, data: bytes) -> None:
+        if self._behind:
+            # Resumed by uvicorn, which knows nothing of what is left.
+            self._behind += data
+            self.transport.pause_reading()
+        elif len(data) <= _STEP_BYTES:
+            self._read(data)
+        else:
+            self._behind += data
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        self._next = None
+        until = self.loop.time() + _TURN_S
+        while self._behind and not self._is_upgraded and not self.transport.is_closing():
+            if len(self.pipeline) >= _MAX_AHEAD or self.loop.time() > until:
+                self.transport.pause_reading()
+                if len(self.pipeline) < _MAX_AHEAD:
+                    self._next = self.loop.call_soon(self._take_turn)
+                # Else gone on with once one of them is answered.
+                return
+            size = max(_STEP_BYTES, self._body_left)
+            step = bytes(self._behind[:size])
+            del self._behind[:size]
+            self._read(step)
+        self._behind.clear()
+        if not self._is_upgraded and not self.transport.is_closing() and not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._behind and self._next is None and len(self.pipeline) < _MAX_AHEAD:
+            self._next = self.loop.call_soon(self._take_turn)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_left = max(0, self._body_left - len(body))
+        self._in_body += len(body)
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if cycle is not None and cycle.response_complete:
+            # Nobody reads it any more. A little is let through, or its sender might not get to read the answer.
+            self._unread += len(body)
+            if self._unread > MAX_UNREAD_BYTES:
+                self.transport.close()
+        super().on_body(body)
+
+    def _read(self, data: bytes) -> None:
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if self._arriving_since is None and (cycle is None or cycle.response_complete):
+            # Blank lines may stand before a request. They end the time to rest, though none has begun.
+            self._begin()
+        self._received += len(data)
+        super().data_received(data)
+        # The parser would gather a head without end, and whatever stands around the chunks of a body or behind them.
+        most = self._all.limits.max_head_bytes
+        if not self._is_in_head:
+            most += most + _AROUND_A_BYTE * self._in_body
+        if self._received - self._in_body > most:
+            self._end("431 Request Header Fields Too Large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._arriving_since is None:
+            self._begin()
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._body_left = _length_in(self.headers)
+        before = cast(RequestResponseCycle | None, self.cycle)
+        super().on_headers_complete()
+        if self.cycle is not before:
+            self.scope[ANSWER] = partial(_answer, self.cycle)  # type: ignore[literal-required]
+        if before is not None and not before.response_complete:
+            while self._unanswered and self._unanswered[0].response_complete:
+                self._unanswered.popleft()
+            self._unanswered.append(before)
+
+    def on_message_complete(self) -> None:
+        self._arriving_since = None
+        super().on_message_complete()
+
+    def look(self, now: float) -> None:
+        limits = self._all.limits
+        if self._arriving_since is not None:
+            # Large bodies on slow lines may take their time, but they must move.
+            allowed_s = limits.request_s + self._received / limits.min_bytes_per_s
+            if now - self._arriving_since > allowed_s:
+                self._end("408 Request Timeout")
+                return
+        if not self.flow.write_paused:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > limits.stalled_s:
+            self.transport.abort()
+
+    def _begin(self) -> None:
+        self._arriving_since, self._received, self._is_in_head = self.loop.time(), 0, True
+        self._in_body = self._unread = 0
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def _end(self, status: str, header: str = "") -> None:
+        self._arriving_since = None
+        cycle = cast(RequestResponseCycle | None, self.cycle)
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            answer = f"HTTP/1.1 {status}\r\n{header}connection: close\r\ncontent-length: 0\r\n\r\n"
+            self.transport.write(answer.encode())
+        self.transport.close()
+
+    def _leave(self) -> None:
+        if self in self._all.open:
+            self._all.open.discard(self)
+            self._all.by_address[self._address] -= 1
+            if not self._all.by_address[self._address]:
+                del self._all.by_address[self._address]
+
+
+def _length_in(headers: list[tuple[bytes, bytes]]) -> int:
+    """Of the body. The parser has refused what is no length; 0 where it is not said."""
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)
+
+
+async def _answer(
+    cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]], body: bytes
+) -> None:
+    """As its `send` does with both messages of such an answer. The headers are the door's own."""
+    if cycle.flow.write_paused and not cycle.disconnected:
+        await cycle.flow.drain()
+    if cycle.disconnected:
+        return
+    assert not cycle.response_started, "a request is answered once"
+    parts = [STATUS_LINE[status]]
+    for name, value in headers:
+        parts += (name, b": ", value, b"\r\n")
+    parts.append(b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
+    if cycle.scope["method"] != "HEAD":
+        parts.append(body)
+    cycle.response_started = cycle.response_complete = True
+    cycle.waiting_for_100_continue = False
+    cycle.transport.write(b"".join(parts))
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()

@@ -1,0 +1,237 @@
+"""Who stands at the door: a bearer key, a token in the query where a browser can do no better, or an open loopback. For
+a page, a browser asks for the key itself and sends it as a password; nowhere else, since it would do so for any site.
+
+What a key is, and whether it is good, is `tenancy/keys.py`'s. A good key is remembered for a few seconds, so that a
+request costs no look into the store; revoked here it is forgotten at once, at another hub within those seconds. Who
+stays, on a stream or a socket, is asked again as long as it stays.
+
+Which key each worker was last heard of with at this hub: with the key ends what the worker has here.
+
+Whose a job or a file becomes: that of the key's tenant, or of the one that an operator names. And whose a job is.
+
+A job of another tenant is not there at all, whether that tenant's database is there or not: it is not asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import ipaddress
+import logging
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.http.limits import Limits, Places, Rate
+from comfyfleet.model.access import Caller, Role
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId, WorkerId
+from comfyfleet.ports import Clock, Store
+from comfyfleet.tenancy.keys import Keys
+from comfyfleet.wire.bodies import SubmitBody, named_tenant
+
+_MAX_REMEMBERED = 10_000
+
+
+class KeyedWorkers:
+    def __init__(self, engine: Engine, keys: Keys) -> None:
+        self._engine = engine
+        self._keys = keys
+        self._last: dict[WorkerId, str] = {}
+
+    def heard(self, caller: Caller, worker_id: WorkerId) -> None:
+        if caller.role is Role.WORKER and self._last.get(worker_id) != caller.key_id:
+            self._last[worker_id] = caller.key_id
+            if len(self._last) > _MAX_REMEMBERED:
+                del self._last[next(iter(self._last))]
+
+    def keys(self) -> set[str]:
+        return set(self._last.values())
+
+    async def end(self, key_id: str, named: WorkerId | None = None) -> None:
+        """The key is not good any more. `named`: the worker it was for, which may be known at another hub alone."""
+        gone = [worker_id for worker_id, used in self._last.items() if used == key_id]
+        if named is not None and named not in self._last and not await self._keys.held_by(named):
+            gone.append(named)
+        for worker_id in gone:
+            self._last.pop(worker_id, None)
+            await self._engine.expel_worker(worker_id, "its key was revoked, or has expired")
+
+
+_LOG = logging.getLogger(__name__)
+
+_REMEMBER_S = 5.0
+
+_OPEN = Caller(Role.ADMIN, "open")
+
+
+class Credentials:
+    def __init__(self, keys: Keys, clock: Clock, limits: Limits, *, is_open: bool = False) -> None:
+        self._keys = keys
+        self._clock = clock
+        self._is_open = is_open
+        self._refusals = Rate(
+            limits.refusals_per_s, limits.refusals_burst, clock.monotonic, "wrong keys from one address"
+        )
+        self._known: dict[bytes, tuple[Caller, float]] = {}
+        self._wrong: dict[bytes, float] = {}
+        """Keys that were not good a moment ago, and until when they are not looked up again."""
+
+    async def caller(
+        self, headers: Mapping[str, str], address: str, token: str | None = None, *, is_page: bool = False
+    ) -> Caller:
+        """Raises `unauthenticated` for no key or a wrong one; a wrong one costs patience."""
+        scheme, _, text = headers.get("authorization", "").partition(" ")
+        if is_page and scheme.lower() == "basic":
+            text = _password_in(text)
+        elif scheme.lower() != "bearer":
+            text = ""
+        text = text.strip() or token or ""
+        if not text and "authorization" not in headers:
+            if self._is_open:
+                _check_is_local(headers, address)
+                return _OPEN
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "no key: send one as 'Authorization: Bearer cfk_…'")
+        digest, now = hashlib.sha256(text.encode("utf-8", "replace")).digest(), self._clock.monotonic()
+        known = self._known.get(digest)
+        if known is not None and now < known[1]:
+            return known[0]
+        if now >= self._wrong.get(digest, now):
+            # Looked up however many wrong ones came from there: a good key is not refused for what others send.
+            key = await self._keys.check(text)
+        else:
+            key = None
+        if key is None:
+            self._known.pop(digest, None)
+            self._note_wrong(digest, now)
+            # The same one again costs nothing but an answer; of different ones there are so many a second.
+            self._refusals.check(address)
+            self._refusals.spend(address)
+            raise Refusal(
+                RefusalCode.UNAUTHENTICATED,
+                "the key is not good: it is unknown, revoked, expired or misspelled",
+            )
+        caller = Caller(key.role, key.key_id, key.tenant, key.worker_id)
+        good_until = now + _REMEMBER_S
+        for end in (key.expires_at, key.old_until):
+            if end is not None:
+                good_until = min(good_until, now + end - self._clock.now())
+        self._known[digest] = (caller, good_until)
+        if len(self._known) > _MAX_REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return caller
+
+    def _note_wrong(self, digest: bytes, now: float) -> None:
+        self._wrong.pop(digest, None)
+        self._wrong[digest] = now + _REMEMBER_S
+        if len(self._wrong) > _MAX_REMEMBERED:
+            del self._wrong[next(iter(self._wrong))]
+
+    def forget(self, key_id: str) -> None:
+        """The key was changed: what is remembered of it is not good any more."""
+        for digest in [digest for digest, (caller, _) in self._known.items() if caller.key_id == key_id]:
+            del self._known[digest]
+
+
+class KeyWatch:
+    """Ends connections whose key was revoked at another hub, or has expired, within `every_s`; workers with them."""
+
+    def __init__(self, keys: Keys, places: Places, workers: KeyedWorkers, every_s: float) -> None:
+        self._workers = workers
+        self._keys = keys
+        self._places = places
+        self._every_s = every_s
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                for key_id in {*self._places.holders(), *self._workers.keys()}:
+                    if key_id != _OPEN.key_id and await self._keys.is_over(key_id):
+                        self._places.end(key_id)
+                        await self._workers.end(key_id)
+            except Fault as fault:
+                _LOG.warning("open connections could not be asked for their keys: %s", fault)
+
+
+def _password_in(text: str) -> str:
+    """Of a user name and a password, as browsers send them. Empty where it is neither."""
+    try:
+        return base64.b64decode(text, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_is_local(headers: Mapping[str, str], address: str) -> None:
+    """An open hub believes this machine alone, and no page of another site that this machine's browser shows."""
+    host = headers.get("host", "")
+    origin = headers.get("origin")
+    if not is_loopback(address) or not is_loopback(_split(f"//{host}")[0]):
+        raise Refusal(
+            RefusalCode.UNAUTHENTICATED, "without a key this hub answers to its own machine alone: send a key"
+        )
+    if origin is not None and _split(origin)[1] != host:
+        raise Refusal(
+            RefusalCode.UNAUTHENTICATED, f"without a key this hub does not answer to pages of {origin}"
+        )
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Its host and where that listens; nothing of what is no URL."""
+    try:
+        parts = urlsplit(url)
+        return parts.hostname or "", parts.netloc
+    except ValueError:
+        return "", ""
+
+
+def owner_of(body: SubmitBody, caller: Caller) -> TenantId:
+    field, named = named_tenant(body) or ("tenant", None)
+    return owner_for(caller, named, field)
+
+
+def owner_for(caller: Caller, named: str | None, field: str = "tenant") -> TenantId:
+    """`field`: what the body calls it."""
+    if named is None:
+        return caller.owner
+    if caller.role not in (Role.ADMIN, Role.OPERATOR) and named != caller.owner:
+        raise Refusal(
+            RefusalCode.NOT_ALLOWED,
+            f"this key is for tenant {caller.owner!r} alone: leave out {field!r}, or use an operator's key",
+            field=field,
+        )
+    return TenantId(named)
+
+
+async def check_sees(caller: Caller, store: Store, job_id: JobId) -> None:
+    """Raises `not_found` where there is no such job for this caller."""
+    if caller.scope is not None:
+        dispatch = await store.load(job_id)
+        if dispatch is None or not caller.sees(dispatch.tenant):
+            raise no_job(job_id)
+
+
+def no_job(job_id: JobId) -> Refusal:
+    """In the words of the engine: nobody learns from them that somebody else has such a job."""
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")

@@ -1,0 +1,312 @@
+"""The bounds at the door: how large, how many, how long, how often.
+
+What a job may ask for is policy's to bound; here is what anybody may make the hub read. What each route may be sent
+stands in the table of routes.
+
+Who keeps a connection: streams, sockets and parked requests, counted in all, for each key and for each address.
+
+An ordinary request is over in a moment and bounded by its rate; these stay, so each takes a place and gives it back.
+Whose key is not good any more loses its places.
+
+Who submits how often, counted for each tenant: by this hub alone, or by all hubs on a store together.
+
+Where hubs share a store, the turns of a tenant lie in its cabinet, and each hub draws some at a time into a purse of
+its own: together they hand out no more than there are. What lies in one hub's purse, about one in a hundred, is no
+other's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId
+from comfyfleet.policy.rate_limit import Bucket, Drawn, draw
+from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.wire.route import LARGE_BYTES
+from comfyfleet.wire.websocket import AGENT_MESSAGE_BYTES
+
+_MAX_BUCKETS = 10_000
+_BUDGET_RETRY_S = 2.0
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    max_body_bytes: int = LARGE_BYTES
+    """As received, where the table of routes allows large bodies. Small ones have the bound that stands there."""
+    max_unpacked_bytes: int = LARGE_BYTES
+    max_depth: int = 80
+    max_bodies_bytes: Annotated[int, Meta(ge=1)] = 256 * 1024 * 1024
+    """All large bodies together that are being read or worked on; half of it for one key."""
+    requests_per_s: float = 2_000.0
+    """For one key, or one address where there is no key …"""
+    burst: int = 4_000
+    """… after so many at once."""
+    refusals_per_s: float = 5.0
+    """Wrong keys from one address …"""
+    refusals_burst: int = 50
+    max_wait_s: float = 60.0
+    """The longest a request is parked, whatever it asks for."""
+    max_frame_bytes: Annotated[int, Meta(ge=AGENT_MESSAGE_BYTES)] = 16 * 1024 * 1024
+    """One message over the WebSocket."""
+    max_connections: int = 30_000
+    max_connections_per_address: int = 15_000
+    """Before anybody is known by a key; the address may be a proxy's."""
+    max_head_bytes: int = 64 * 1024
+    """The first line and the headers of a request."""
+    request_s: Annotated[float, Meta(ge=0.1)] = 30.0
+    """A request arrives whole in this time …"""
+    min_bytes_per_s: Annotated[int, Meta(ge=1)] = 1_024
+    """… and a second more for each so many bytes."""
+    stalled_s: float = 120.0
+    """Whoever takes nothing of an answer for so long is let go."""
+    max_streams: int = 10_000
+    max_sockets: int = 10_000
+    max_parked: int = 20_000
+    """Polls and calls for commands that wait."""
+    max_held_per_key: int = 5_000
+    """Streams, sockets and parked requests together …"""
+    max_held_per_address: int = 10_000
+    """… and as many from one address, which may be a proxy's."""
+    beat_s: float = 15.0
+    """How often a stream that has nothing to say says that it lives, and whoever stays is asked for its key."""
+    max_in_flight: int = 20_000
+    """Requests that are being answered, parked polls among them."""
+    max_tenant_file_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """What all files of one tenant may take together, uploads and what runs left. None: as much as there is."""
+    max_pending_deliveries: Annotated[int, Meta(ge=1)] = 100_000
+    """Of one tenant, that wait to be sent: beyond them no job of it that adds to them is taken."""
+
+
+class HungUp(Exception):
+    """Whoever asked is gone; nobody reads an answer."""
+
+
+class Budget:
+    """Bytes that are held for a while: so many in all, and half of them by one holder at most, so that it does not keep
+    everybody else out. What does not fit is refused, not queued: a queue would hold what has arrived."""
+
+    def __init__(self, most: int, of: str, holder: str) -> None:
+        """`of`: what they are; `holder`: who holds them. Both are words of the refusal."""
+        self._most = most
+        self._of = of
+        self._holder = holder
+        self._by_holder: Counter[str] = Counter()
+        self.held = 0
+
+    def take(self, holder: str, size: int) -> None:
+        if self.held + size > self._most or self._by_holder[holder] + size > self._most // 2:
+            raise Refusal(
+                RefusalCode.UNAVAILABLE,
+                f"the hub takes {self._of} of {self._most} bytes at a time and no more, half of it for one "
+                f"{self._holder}; try again",
+                retry_after_s=_BUDGET_RETRY_S,
+            )
+        self._by_holder[holder] += size
+        self.held += size
+
+    def give_back(self, holder: str, size: int) -> None:
+        self.held -= size
+        self._by_holder[holder] -= size
+        if not self._by_holder[holder]:
+            del self._by_holder[holder]
+
+
+class Rate:
+    """A bucket of tokens for each name, filled at one rate. Names that have been quiet are forgotten."""
+
+    def __init__(self, per_s: float, burst: int, now: Callable[[], float], of: str = "requests") -> None:
+        """`of`: what is counted, as whoever is refused reads it."""
+        self._of = of
+        self._per_s = per_s
+        self._burst = float(burst)
+        self._now = now
+        self._buckets: dict[str, tuple[float, float]] = {}
+
+    def take(self, name: str) -> None:
+        """Refuses when the bucket is empty, and says when it will not be."""
+        now = self._now()
+        left = self._left(name, now)
+        self._check(left)
+        self._keep(name, left - 1.0, now)
+
+    def check(self, name: str) -> None:
+        """Refuses as `take` does, and takes nothing."""
+        if name in self._buckets:
+            self._check(self._left(name, self._now()))
+
+    def spend(self, name: str) -> None:
+        """Takes one without asking: for what has happened already."""
+        now = self._now()
+        self._keep(name, max(0.0, self._left(name, now) - 1.0), now)
+
+    def _check(self, left: float) -> None:
+        if left < 1.0:
+            wait_s = (1.0 - left) / self._per_s
+            raise Refusal(
+                RefusalCode.RATE_LIMITED,
+                f"more than {self._per_s:g} {self._of} a second; try again in {wait_s:.1f} s",
+                retry_after_s=round(wait_s, 3),
+            )
+
+    def _left(self, name: str, now: float) -> float:
+        left, at = self._buckets.get(name, (self._burst, now))
+        return min(self._burst, left + (now - at) * self._per_s)
+
+    def _keep(self, name: str, left: float, now: float) -> None:
+        self._buckets.pop(name, None)
+        self._buckets[name] = (left, now)
+        if len(self._buckets) > _MAX_BUCKETS:
+            # The longest quiet one is the fullest.
+            del self._buckets[next(iter(self._buckets))]
+
+
+Kind = Literal["stream", "socket", "poll"]
+
+_CONNECTION_RETRY_S = 5.0
+
+
+class Place:
+    """One that is held. `end` gives it back before its holder leaves by itself."""
+
+    __slots__ = ("end",)
+
+    def __init__(self) -> None:
+        self.end: Callable[[], None] = lambda: None
+
+
+class Places:
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._in_all: dict[Kind, int] = {
+            "stream": limits.max_streams,
+            "socket": limits.max_sockets,
+            "poll": limits.max_parked,
+        }
+        self._held: dict[Kind, int] = dict.fromkeys(self._in_all, 0)
+        self._by_key: dict[str, dict[Place, None]] = {}
+        self._by_address: Counter[str] = Counter()
+
+    def counts(self) -> dict[Kind, int]:
+        return dict(self._held)
+
+    @contextmanager
+    def held(self, kind: Kind, key_id: str, address: str) -> Iterator[Place]:
+        """Refuses where there is no place: the hub's want of them is its own matter, a caller's is the caller's."""
+        if self._held[kind] >= self._in_all[kind]:
+            raise Refusal(
+                RefusalCode.UNAVAILABLE,
+                f"the hub keeps {self._in_all[kind]} connections of this kind and no more; try again, or another hub",
+                retry_after_s=_CONNECTION_RETRY_S,
+            )
+        self._check(len(self._by_key.get(key_id, ())), self._limits.max_held_per_key, "this key")
+        self._check(self._by_address[address], self._limits.max_held_per_address, "this address")
+        place = Place()
+        self._held[kind] += 1
+        self._by_key.setdefault(key_id, {})[place] = None
+        self._by_address[address] += 1
+        try:
+            yield place
+        finally:
+            self._held[kind] -= 1
+            del self._by_key[key_id][place]
+            if not self._by_key[key_id]:
+                del self._by_key[key_id]
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
+
+    def holders(self) -> list[str]:
+        """The keys that have a place now."""
+        return list(self._by_key)
+
+    def end(self, key_id: str) -> None:
+        for place in list(self._by_key.get(key_id, ())):
+            place.end()
+
+    @staticmethod
+    def _check(held: int, most: int, who: str) -> None:
+        if held >= most:
+            raise Refusal(
+                RefusalCode.RATE_LIMITED,
+                f"{who} keeps {held} streams, sockets and parked requests, which is the most: close one first",
+                retry_after_s=_CONNECTION_RETRY_S,
+            )
+
+
+DRAWER = "tenant_turns"
+_PURSE = 100
+"""One turn in so many is drawn at a time."""
+_TRIES = 20
+_MAX_PURSES = 10_000
+_buckets = msgspec.json.Decoder(Bucket)
+
+
+class _Purse:
+    __slots__ = ("bucket", "empty_until", "lock", "turns")
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.bucket: Bucket | None = None
+        """Where no other hub counts."""
+        self.empty_until = float("-inf")
+        self.lock = asyncio.Lock()
+
+
+class Turns:
+    def __init__(self, cabinet: Cabinet, clock: Clock, *, is_shared: bool) -> None:
+        self._cabinet = cabinet
+        self._clock = clock
+        self._is_shared = is_shared
+        self._purses: dict[TenantId, _Purse] = {}
+
+    async def take(self, tenant: TenantId, per_minute: int) -> None:
+        """Refuses where there is none left, and says when there will be."""
+        purse = self._purse(tenant)
+        async with purse.lock:
+            if not purse.turns and (passed := self._clock.monotonic()) >= purse.empty_until:
+                drawn = await self._draw(tenant, purse, per_minute)
+                purse.turns = drawn.turns
+                purse.empty_until = passed + drawn.wait_s
+            if not purse.turns:
+                wait_s = max(0.001, purse.empty_until - self._clock.monotonic())
+                raise Refusal(
+                    RefusalCode.RATE_LIMITED,
+                    f"the tenant {tenant!r} may submit {per_minute} jobs a minute; try again in {wait_s:.1f} s",
+                    retry_after_s=round(wait_s, 3),
+                    limit=per_minute,
+                )
+            purse.turns -= 1
+
+    async def _draw(self, tenant: TenantId, purse: _Purse, per_minute: int) -> Drawn:
+        if not self._is_shared:
+            drawn = draw(purse.bucket, per_minute, 1, self._clock.monotonic())
+            purse.bucket = drawn.bucket
+            return drawn
+        for _ in range(_TRIES):
+            document, now = await self._cabinet.get(DRAWER, tenant), self._clock.now()
+            bucket = None if document is None else _buckets.decode(document.body)
+            drawn = draw(bucket, per_minute, max(1, per_minute // _PURSE), now)
+            version = 0 if document is None else document.version
+            if not drawn.turns or await self._cabinet.put(
+                DRAWER, tenant, msgspec.json.encode(drawn.bucket), version=version
+            ):
+                return drawn
+        raise Refusal(
+            RefusalCode.UNAVAILABLE,
+            f"too many submit for the tenant {tenant!r} at once; try again in a moment",
+        )
+
+    def _purse(self, tenant: TenantId) -> _Purse:
+        purse = self._purses.pop(tenant, None) or _Purse()
+        self._purses[tenant] = purse
+        if len(self._purses) > _MAX_PURSES:
+            # The longest unused one; somebody who waits for its lock holds it himself.
+            del self._purses[next(iter(self._purses))]
+        return purse

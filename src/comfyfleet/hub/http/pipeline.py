@@ -1,0 +1,433 @@
+"""The thin layer between HTTP and the handlers: credential, role, bounds, decode, handle, encode; every no a problem.
+
+It knows the table of routes and nothing of what the handlers do. A handler takes a `Call` and gives a `Reply`, or an
+ASGI response of its own (a stream, a file), which is sent as it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import logging
+import random
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Generic, TypeVar, get_type_hints
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from comfyfleet import tracing
+from comfyfleet.hub import html
+from comfyfleet.hub.audit.log import Audit
+from comfyfleet.hub.files.uploads import is_form
+from comfyfleet.hub.http.body import PIECE_BYTES, Bodies, Bound, JsonDecoder, Reading
+from comfyfleet.hub.http.connections import ANSWER
+from comfyfleet.hub.http.credentials import Credentials
+from comfyfleet.hub.http.limits import HungUp, Limits, Place, Places, Rate
+from comfyfleet.hub.http.router import Found, Paths, read_query
+from comfyfleet.model.access import AuditEntry, Caller, Role
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import parse_traceparent
+from comfyfleet.wire.bodies import SentSubmit, SubmitDecoder
+from comfyfleet.wire.problems import CONTENT_TYPE, Answered, answer_to
+from comfyfleet.wire.route import Route
+
+_LOG = logging.getLogger(__name__)
+_ACCESS = logging.getLogger("comfyfleet.access")
+
+_HUNG_UP = 499
+"""In the access log: nobody was there to read an answer."""
+
+_PACK_FROM_BYTES = 16 * 1024
+_PACK_APART_FROM_BYTES = 256 * 1024
+"""Packing as much takes milliseconds: others get their turn meanwhile."""
+_BLANK_BYTES = 64
+_REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}")
+_NOBODY = Caller(Role.VIEWER, "nobody")
+_ENCODER = msgspec.json.Encoder()
+
+G = TypeVar("G")
+
+
+class Call(Generic[G]):
+    """One request on its way to a handler. `given` is its body, or its query where it has no body."""
+
+    __slots__ = (
+        "caller",
+        "given",
+        "headers",
+        "is_large",
+        "parameters",
+        "receive",
+        "request_id",
+        "route",
+        "scope",
+    )
+
+    def __init__(self, route: Route, scope: Scope, receive: Receive, parameters: dict[str, str]) -> None:
+        self.route = route
+        self.scope = scope
+        self.receive = receive
+        self.parameters = parameters
+        self.headers = _headers(scope)
+        self.request_id = _request_id(self.headers)
+        self.caller = _NOBODY
+        self.is_large = False
+        """Whether working on what is given would keep the event loop from others."""
+        self.given: G
+
+    def take(self) -> G:
+        """What is given, which nobody else has from now on: a large body is gone as soon as it is decoded."""
+        given = self.given
+        del self.given
+        return given
+
+    @property
+    def traceparent(self) -> str | None:
+        """The caller's trace, where it has one."""
+        return parse_traceparent(self.headers.get("traceparent"))
+
+    @property
+    def address(self) -> str:
+        client = self.scope.get("client")
+        return client[0] if client else ""
+
+
+class Reply(msgspec.Struct, frozen=True, gc=False):
+    status: int = 200
+    body: Any = None
+    headers: dict[str, str] | None = None
+    content_type: str = "application/json"
+    made: str | None = None
+    """The id of what was made, for the audit log."""
+
+
+Handler = Callable[[Call[Any]], Awaitable["Reply | Response"]]
+Answering = Callable[[str, int, float], None]
+"""Hears of each request: its route, its status, how long it took."""
+
+
+class Door:
+    def __init__(
+        self,
+        routes: tuple[Route, ...],
+        handlers: Mapping[str, Handler],
+        credentials: Credentials,
+        limits: Limits,
+        audit: Audit,
+        places: Places,
+        answered: Answering,
+        bodies: Bodies,
+        faulted: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`faulted` hears of each fault that a request met."""
+        _check_bound(routes, handlers)
+        self._bodies = bodies
+        self._faulted = faulted
+        self._bounds = {route.name: Bound.of(route, limits) for route in routes}
+        self._audit = audit
+        self._places = places
+        self._answered = answered
+        self._paths = Paths(routes)
+        self._handlers = handlers
+        self._credentials = credentials
+        self._limits = limits
+        self._rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
+        self._decoders: dict[str, JsonDecoder] = {
+            route.name: SubmitDecoder()
+            if route.decodes is SentSubmit
+            else msgspec.json.Decoder(route.decodes)
+            for route in routes
+            if route.decodes is not None
+        }
+        self._in_flight = 0
+        self._parked: set[Callable[[], None]] = set()
+        """What ends each of them."""
+        self._is_closing = False
+
+    @property
+    def in_flight(self) -> int:
+        return self._in_flight
+
+    def close(self) -> None:
+        """Whatever is parked is answered with "not now"; what comes after is refused alike."""
+        self._is_closing = True
+        for end in self._parked:
+            end()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._paths.find(scope["method"], _raw_path(scope))
+        if not isinstance(found, Found):
+            await _respond_nowhere(scope, found, send)
+            self._answered("none", 405 if found else 404, 0.0)
+            return
+        started = time.perf_counter()
+        call: Call[Any] = Call(found.route, scope, receive, found.parameters)
+        tracing.begin(request_id=call.request_id)
+        if (trace := call.traceparent) is not None:
+            tracing.note(traceparent=trace)
+        if (job_id := found.parameters.get("job_id")) is not None:
+            tracing.note(job_id=job_id)
+        self._in_flight += 1
+        try:
+            status = await self._answer(call, send)
+        except HungUp:
+            status = _HUNG_UP
+        finally:
+            self._in_flight -= 1
+        seconds = time.perf_counter() - started
+        self._answered(found.route.name, status, seconds)
+        if _ACCESS.isEnabledFor(logging.INFO):
+            _ACCESS.info(
+                "%s %s %d %.1f ms request=%s key=%s",
+                scope["method"],
+                scope["path"],
+                status,
+                seconds * 1000,
+                call.request_id,
+                call.caller.key_id,
+            )
+
+    async def _answer(self, call: Call[Any], send: Send) -> int:
+        try:
+            reply = await self._handled(call)
+        except (Refusal, Fault) as error:
+            if isinstance(error, Fault):
+                self._faulted()
+                _LOG.warning("request %s met a fault: %s", call.request_id, error)
+            answered = answer_to(error, call.request_id)
+        except HungUp:
+            raise
+        except Exception as error:
+            incident = secrets.token_hex(8)
+            _LOG.exception(
+                "incident %s: %s %s failed (request %s)",
+                incident,
+                call.route.method,
+                call.scope["path"],
+                call.request_id,
+            )
+            answered = answer_to(error, call.request_id, incident)
+        else:
+            if isinstance(reply, Response):
+                reply.headers["x-request-id"] = call.request_id
+                await reply(call.scope, call.receive, send)
+                return reply.status_code
+            await _send_reply(call, reply, send)
+            return reply.status
+        if call.route.is_page and "text/html" in call.headers.get("accept", ""):
+            await _send_refusal_page(answered, call.request_id, call.scope, send)
+        else:
+            await _send_problem(answered, call.request_id, call.scope, send)
+        return answered.status
+
+    async def _handled(self, call: Call[Any]) -> Reply | Response:
+        route, limits = call.route, self._limits
+        if self._in_flight > limits.max_in_flight:
+            raise Refusal(RefusalCode.UNAVAILABLE, "the hub answers as many requests as it can; try again")
+        if route.roles:
+            token = token_in(call.scope) if route.takes_token else None
+            caller = call.caller = await self._credentials.caller(
+                call.headers, call.address, token, is_page=route.is_page
+            )
+            self._rate.take(caller.key_id)
+            if caller.role not in route.roles:
+                allowed = ", ".join(sorted(role.value for role in route.roles))
+                raise Refusal(
+                    RefusalCode.NOT_ALLOWED,
+                    f"a key of role {caller.role.value!r} may not do this: {allowed} may",
+                )
+        else:
+            self._rate.take(call.address)
+        if route.takes_form and is_form(call.headers):
+            assert route.decodes is not None, "what a form says could be said without one"
+            call.given = route.decodes()
+        elif route.body is not None:
+            key_id = call.caller.key_id if route.roles else call.address
+            with Reading(self._bodies, self._bounds[route.name], key_id) as reading:
+                call.given = await self._body(call, reading)
+                if not route.parks:
+                    return await self._run(call)
+        elif route.query is not None:
+            call.given = read_query(call.scope["query_string"], route.query)
+        return await self._run(call)
+
+    async def _run(self, call: Call[Any]) -> Reply | Response:
+        route = call.route
+        handler = self._handlers[route.name]
+        if route.audited is not None:
+            return await self._audited(call, handler)
+        if not route.parks:
+            return await handler(call)
+        if self._is_closing:
+            raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
+        with self._places.held("poll", call.caller.key_id, call.address) as place:
+            return await self._attend(call, place, handler(call))
+
+    async def _audited(self, call: Call[Any], handler: Handler) -> Reply | Response:
+        caller, route = call.caller, call.route
+        entry = AuditEntry(
+            0.0,
+            caller.key_id,
+            caller.role if route.roles else None,
+            route.name,
+            "/".join(call.parameters.values()),
+            caller.tenant,
+            call.request_id,
+            call.address,
+        )
+        note = self._audit.operation if route.roles else self._audit.entrance
+        if route.audited == "jobs":
+            note = self._audit.job_change
+        return await note(entry, lambda: handler(call), _made)
+
+    async def _body(self, call: Call[Any], reading: Reading) -> Any:
+        body = await reading.read(call.receive, call.headers)
+        if call.route.is_body_optional and len(body) <= _BLANK_BYTES and not body.strip():
+            body = b"{}"
+        call.is_large = len(body) > PIECE_BYTES
+        return await reading.decode(self._decoders[call.route.name], body)
+
+    async def _attend(
+        self, call: Call[Any], place: Place, work: Awaitable[Reply | Response]
+    ) -> Reply | Response:
+        """Whoever hangs up is not waited for: a parked poll ends with its connection, and with its key."""
+        task, is_ended = asyncio.current_task(), False
+        assert task is not None, "a request is served in a task"
+
+        def end(_: object = None) -> None:
+            nonlocal is_ended
+            if not is_ended:
+                is_ended = True
+                task.cancel()
+
+        place.end = end
+        watch = asyncio.ensure_future(_until_hung_up(call.receive))
+        watch.add_done_callback(end)
+        self._parked.add(end)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if not is_ended:
+                raise
+            task.uncancel()
+            if watch.done():
+                raise HungUp from None
+            if self._is_closing:
+                raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again") from None
+            raise Refusal(RefusalCode.UNAUTHENTICATED, "the key is not good any more") from None
+        finally:
+            # Whoever hangs up from here on disturbs nobody, though it may be on its way to be told.
+            is_ended = True
+            self._parked.discard(end)
+            watch.cancel()
+
+
+def _check_bound(routes: tuple[Route, ...], handlers: Mapping[str, Handler]) -> None:
+    """Every route has a handler, every handler a route, and both mean the same body."""
+    names = {route.name for route in routes}
+    assert names == handlers.keys(), f"routes and handlers differ in {sorted(names ^ handlers.keys())}"
+    for route in routes:
+        takes = get_type_hints(handlers[route.name])["call"].__args__[0]
+        given = next((kind for kind in (route.decodes, route.query) if kind is not None), type(None))
+        assert takes is given, f"the handler of {route.name} takes {takes}, the table says {given}"
+
+
+def _made(reply: Reply | Response) -> str | None:
+    return reply.made if isinstance(reply, Reply) else None
+
+
+async def _until_hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _raw_path(scope: Scope) -> str:
+    raw: bytes | None = scope.get("raw_path")
+    # Without what a server in front may have left in: the query is not part of it.
+    return scope["path"] if raw is None else raw.partition(b"?")[0].decode("latin-1")
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    # Names come in lower case. Of those that are sent twice the first counts.
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
+
+
+def _request_id(headers: Mapping[str, str]) -> str:
+    given = headers.get("x-request-id", "")
+    # Only to be told apart, so no secret: those are fetched from the kernel.
+    return given if given and _REQUEST_ID.fullmatch(given) else f"{random.getrandbits(64):016x}"
+
+
+def token_in(scope: Scope) -> str | None:
+    for part in scope["query_string"].decode("latin-1").split("&"):
+        name, _, value = part.partition("=")
+        if name == "token":
+            return str(value)
+    return None
+
+
+async def _send_reply(call: Call[Any], reply: Reply, send: Send) -> None:
+    headers = [(b"x-request-id", call.request_id.encode("latin-1"))]
+    body = b""
+    if reply.body is not None:
+        body = reply.body if isinstance(reply.body, bytes) else _ENCODER.encode(reply.body)
+        headers.append((b"content-type", reply.content_type.encode("latin-1")))
+    if len(body) >= _PACK_FROM_BYTES and "gzip" in call.headers.get("accept-encoding", ""):
+        is_large = len(body) >= _PACK_APART_FROM_BYTES
+        body = await asyncio.to_thread(gzip.compress, body, 1) if is_large else gzip.compress(body, 1)
+        headers += [(b"content-encoding", b"gzip"), (b"vary", b"accept-encoding")]
+    for name, value in (reply.headers or {}).items():
+        headers.append((name.encode("latin-1"), value.encode("latin-1")))
+    await _send(call.scope, send, reply.status, headers, body)
+
+
+async def _send_problem(answered: Answered, request_id: str, scope: Scope, send: Send) -> None:
+    headers = [(b"content-type", CONTENT_TYPE.encode())]
+    if request_id:
+        headers.append((b"x-request-id", request_id.encode("latin-1")))
+    headers += [(name.encode(), value.encode()) for name, value in answered.headers().items()]
+    await _send(scope, send, answered.status, headers, _ENCODER.encode(answered.body))
+
+
+async def _send_refusal_page(answered: Answered, request_id: str, scope: Scope, send: Send) -> None:
+    told = {"content-type": "text/html; charset=utf-8", "x-request-id": request_id}
+    told |= {**html.HEADERS, **answered.headers()}
+    if "www-authenticate" in told:
+        # A browser asks for it by itself, sends it with each look, and puts it into no address.
+        told["www-authenticate"] = (
+            'Basic realm="ComfyFleet: any user name, and a key as password", charset="UTF-8"'
+        )
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+    await _send(scope, send, answered.status, headers, html.refusal_page(answered).encode())
+
+
+async def _respond_nowhere(scope: Scope, methods: tuple[str, ...], send: Send) -> None:
+    """Neither a route nor a caller: a path that is not, or a method it does not have."""
+    path, request_id = scope["path"], _request_id(_headers(scope))
+    if not methods:
+        answered = answer_to(Refusal(RefusalCode.NOT_FOUND, f"there is nothing at {path!r}"), request_id)
+        await _send_problem(answered, request_id, scope, send)
+        return
+    allow = ", ".join(methods)
+    message = f"{path!r} has no {scope['method']}: it has {allow}"
+    body = answer_to(Refusal(RefusalCode.INVALID_REQUEST, message), request_id).body | {"status": 405}
+    headers = [(b"content-type", CONTENT_TYPE.encode()), (b"allow", allow.encode())]
+    headers.append((b"x-request-id", request_id.encode("latin-1")))
+    await _send(scope, send, 405, headers, b"" if scope["method"] == "HEAD" else _ENCODER.encode(body))
+
+
+async def _send(
+    scope: Scope, send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes
+) -> None:
+    if status != 204:
+        headers.append((b"content-length", str(len(body)).encode()))
+    if (answer := scope.get(ANSWER)) is not None:
+        await answer(status, headers, body)
+        return
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

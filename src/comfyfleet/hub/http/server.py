@@ -1,0 +1,145 @@
+"""A hub on a port: uvicorn with our settings, TLS by certificate files, an end that waits for nobody for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import uvicorn
+
+from comfyfleet.hub.app import Hub
+from comfyfleet.hub.http.connections import Connections
+from comfyfleet.hub.http.credentials import is_loopback
+from comfyfleet.hub.websocket.connection import SocketConnection
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+
+
+class ServingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 3001
+    """0: any that is free."""
+    ws_port: int | None = None
+    """A second one with the same on it; 0: any that is free."""
+    certificate_file: str | None = None
+    key_file: str | None = None
+    graceful_s: float = 5.0
+    keep_alive_s: int = 75
+    backlog: int = 2_048
+
+
+class _Server(uvicorn.Server):
+    """Signals are for whoever started the process: a hub is also a part of something else, or of a test."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Serving:
+    """An async context manager: inside it the hub answers at `url`."""
+
+    def __init__(self, hub: Hub, settings: ServingSettings | None = None) -> None:
+        self._hub = hub
+        self._settings = settings or ServingSettings()
+        self._sockets: list[socket.socket] = []
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._connections = Connections(hub.limits)
+        self.port = 0
+        self.ws_port: int | None = None
+
+    @property
+    def url(self) -> str:
+        scheme = "http" if self._settings.certificate_file is None else "https"
+        host = self._settings.host
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+    async def __aenter__(self) -> Self:
+        settings = self._settings
+        if self._hub.is_open and not is_loopback(settings.host):
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST,
+                f"a hub that asks for no key may not listen on {settings.host}: bind to 127.0.0.1, or use keys",
+            )
+        self._sockets = [_bind(settings, settings.port)]
+        self.port = self._sockets[0].getsockname()[1]
+        if settings.ws_port is not None and settings.ws_port != self.port:
+            try:
+                self._sockets.append(_bind(settings, settings.ws_port))
+            except Fault:
+                self._sockets[0].close()
+                raise
+            self.ws_port = self._sockets[1].getsockname()[1]
+        self._server = _Server(_config(self._hub, settings, self._connections))
+        self._task = asyncio.create_task(self._server.serve(self._sockets), name="hub")
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise Fault("the hub's server ended before it began; its log says why")
+            await asyncio.sleep(0.005)
+        self._connections.start()
+        self._hub.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Takes no more connections, answers what is parked, and ends within the grace. Can be called twice."""
+        self._hub.stop()
+        self._connections.close()
+        if self._server is not None:
+            self._server.should_exit = True
+        if self._task is not None:
+            await asyncio.wait({self._task})
+        await self._hub.finish()
+        for bound in self._sockets:
+            bound.close()
+
+    async def serve(self) -> None:
+        """Until somebody closes it."""
+        assert self._task is not None, "a server is waited for inside its context"
+        await asyncio.shield(self._task)
+
+
+def _bind(settings: ServingSettings, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # Named, or asyncio does not know that its connections are TCP and leaves them waiting to fill a packet.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((settings.host, port))
+    except OSError as error:
+        bound.close()
+        raise Fault(
+            f"the hub cannot listen on {settings.host}:{port}: {error.strerror}; choose another port, or "
+            "end what uses this one"
+        ) from error
+    return bound
+
+
+def _config(hub: Hub, settings: ServingSettings, connections: Connections) -> uvicorn.Config:
+    return uvicorn.Config(
+        hub,
+        http=connections.protocol,  # type: ignore[arg-type]
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        ws=SocketConnection,
+        ws_max_size=hub.limits.max_frame_bytes,
+        backlog=settings.backlog,
+        timeout_keep_alive=settings.keep_alive_s,
+        timeout_graceful_shutdown=int(settings.graceful_s),
+        ssl_certfile=settings.certificate_file,
+        ssl_keyfile=settings.key_file,
+    )

@@ -1,0 +1,168 @@
+"""The workers' door for agents in the hub's own process: the engine itself, and the hub's files beside it.
+
+Agents far away have the same over HTTP (`worker/transports/http.py`); an agent on an engine alone moves no files.
+
+What a worker reported, made safe for callers: small reports at once, large ones beside the event loop.
+
+A report may hold some hundred thousand values. Looking through them takes seconds, in which nobody else must wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.files.job_files import InputDesk, OutputDesk
+from comfyfleet.model.calls import (
+    Beat,
+    Command,
+    Completion,
+    FailureReport,
+    LeasedJob,
+    Poll,
+    RegisterWorker,
+    Release,
+    Report,
+    Settled,
+)
+from comfyfleet.model.dispatch import LeaseRef
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.file import InputFile
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.model.job import JobResult, OutputFile
+from comfyfleet.model.node_classes import NodeCatalog
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.policy.sanitizer import safe_result
+from comfyfleet.ports import Assets, OutputSource
+from comfyfleet.wire.files import output_body
+
+_PIECE = 1 << 20
+
+
+class InsideApi:
+    def __init__(self, engine: Engine, assets: Assets) -> None:
+        self._engine = engine
+        self._assets = assets
+        self._inputs = InputDesk(engine, assets)
+
+    async def register(self, call: RegisterWorker) -> WorkerRecord:
+        return await self._engine.register(self._inputs.admitted(call))
+
+    async def describe(self, worker_id: WorkerId, nodes: NodeCatalog) -> None:
+        await self._engine.describe(worker_id, nodes)
+
+    async def poll(self, call: Poll) -> LeasedJob | None:
+        job = await self._engine.poll(call)
+        return None if job is None else await self._inputs.linked(job)
+
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+        return await self._engine.heartbeat(worker_id, refs)
+
+    async def progress(self, reports: Sequence[Report]) -> Beat:
+        return await self._engine.progress(reports)
+
+    async def complete(self, call: Completion) -> Settled:
+        return await self._engine.complete(call)
+
+    async def fail(self, call: FailureReport) -> Settled:
+        return await self._engine.fail(call)
+
+    async def release(self, call: Release) -> Settled:
+        return await self._engine.release(call)
+
+    async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
+        return await self._engine.commands(worker_id, wait_s)
+
+    async def unregister(self, worker_id: WorkerId, reason: str) -> None:
+        await self._engine.unregister(worker_id, reason)
+
+    # files
+
+    def spooling(self) -> Path | None:
+        return None
+
+    async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
+        record = None if file.url is None else await self._assets.get(file.file_id)
+        if record is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"there is no file {file.file_id!r} (any more)")
+        with await asyncio.to_thread(path.open, "wb") as target:
+            async with contextlib.aclosing(self._assets.read(record)) as pieces:
+                async for piece in pieces:
+                    await asyncio.to_thread(target.write, piece)
+
+    async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
+        with TemporaryDirectory(prefix="comfyfleet-") as folder:
+            path = Path(folder) / "output"
+            await source.save(file, path)
+            size, digest = await asyncio.to_thread(_measure, path)
+            said = output_body(file.filename, size, digest)
+            desk = OutputDesk(self._engine, self._assets)
+            (record,) = await desk.announce(await desk.leased(ref), ref, (said,))
+            await self._assets.receive(record, _pieces(path))
+            return await self._completed(record.file_id)
+
+    async def _completed(self, file_id: str) -> str:
+        while True:
+            try:
+                return (await self._assets.complete(file_id)).file_id
+            except Refusal as refusal:
+                # A large file is still being looked at: to send it again would not make it quicker.
+                if refusal.code is not RefusalCode.UNAVAILABLE:
+                    raise
+                await asyncio.sleep(float(refusal.details.get("retry_after_s", 1.0)))
+
+
+def _measure(path: Path) -> tuple[int, str]:
+    with path.open("rb") as content:
+        return path.stat().st_size, hashlib.file_digest(content, "sha256").hexdigest()
+
+
+async def _pieces(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as content:
+        while piece := await asyncio.to_thread(content.read, _PIECE):
+            yield piece
+
+
+_FEW = 1_000
+"""Looking through so many values takes about a millisecond."""
+_TEXT = 10
+"""Characters that take about as long as a value."""
+
+T = TypeVar("T")
+
+
+async def made_safe(result: JobResult) -> JobResult:
+    is_large = len(result.files) > _FEW or has_many(result.outputs.values())
+    return await apart(lambda: safe_result(result), is_large=is_large)
+
+
+async def apart(work: Callable[[], T], *, is_large: bool) -> T:
+    return await asyncio.to_thread(work) if is_large else work()
+
+
+def has_many(values: Iterable[Any]) -> bool:
+    """Many values, or much text. Looked at no further than needed to say so."""
+    left, within = _FEW, [iter(values)]
+    while within:
+        for value in within[-1]:
+            left -= 1
+            if isinstance(value, str):
+                left -= len(value) // _TEXT
+            if left < 0:
+                return True
+            if isinstance(value, dict):
+                within.append(chain.from_iterable(value.items()))
+                break
+            if isinstance(value, list | tuple):
+                within.append(iter(value))
+                break
+        else:
+            within.pop()
+    return False

@@ -1,0 +1,35 @@
+"""The status page: what the API tells, drawn for people. The caller's role decides what is on it."""
+
+from __future__ import annotations
+
+from starlette.responses import HTMLResponse
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub import html
+from comfyfleet.hub.fleet import StatsDesk, workers_seen
+from comfyfleet.hub.http.pipeline import Call, Handler
+from comfyfleet.model.calls import JobFilter
+from comfyfleet.wire import answers
+from comfyfleet.wire.route import LOOKERS
+
+_RECENT = 20
+
+
+class PageHandlers:
+    def __init__(self, engine: Engine, stats: StatsDesk, version: str) -> None:
+        self._engine = engine
+        self._stats = stats
+        self._version = version
+
+    def bound(self) -> dict[str, Handler]:
+        return {"status_page": self.status}
+
+    async def status(self, call: Call[None]) -> HTMLResponse:
+        engine = self._engine
+        stats = await self._stats.of(call.caller.scope)
+        workers = await workers_seen(engine, call.caller) if call.caller.role in LOOKERS else None
+        now = await engine.store.now()
+        page = await engine.listing(JobFilter(call.caller.scope), _RECENT, newest_first=True)
+        jobs = list(map(answers.job, page.jobs))
+        text = html.status_page(stats, workers, jobs, now, self._version)
+        return HTMLResponse(text, headers=html.HEADERS)

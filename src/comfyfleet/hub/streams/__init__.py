@@ -1,0 +1,1 @@
+"""Event streams: feeds, job channels, and Server-Sent Events."""

@@ -1,0 +1,132 @@
+"""What happens in the fleet, as one feed: facts and news of jobs with their tenant and metadata, and events of workers.
+
+Best effort: whoever falls behind is told to read the lists again. While nobody watches, nothing is read or encoded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.streams.feed import Entry, Feed
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.fact import Event, Fact, FleetEvent, NewsKind
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.tracing import in_background, log_failure
+from comfyfleet.wire.progress import EventsQuery, FleetBody, fleet_body
+
+_LOG = logging.getLogger(__name__)
+
+_KEEP = 1_000
+_MAX_HEARD = 10_000
+_MAX_LABELS = 10_000
+_LABEL_S = 1.0
+"""So long an event waits for the metadata of its job, and with it those behind it."""
+
+_Label = tuple[TenantId | None, dict[str, Any] | None]
+
+
+class Wanted:
+    """Which events a watcher is shown. `scope` is the only tenant it may hear of; workers belong to no tenant."""
+
+    def __init__(self, query: EventsQuery, scope: TenantId | None) -> None:
+        self._query = query
+        self._scope = scope
+        self._kinds = None if query.kind is None else frozenset(map(str.strip, query.kind.split(",")))
+
+    def __call__(self, entry: Entry) -> bool:
+        event: FleetBody = entry.value
+        query = self._query
+        if self._scope is not None and event.tenant != self._scope:
+            return False
+        return (
+            (self._kinds is None or event.kind in self._kinds)
+            and all(event.job_id == each for each in (query.job, query.job_id) if each is not None)
+            and all(event.worker_id == each for each in (query.worker, query.worker_id) if each is not None)
+            and (query.tenant is None or event.tenant == query.tenant)
+            and all(str((event.metadata or {}).get(name)) == value for name, value in query.metadata.items())
+        )
+
+
+class FleetFeed(Feed):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(_KEEP)
+        self._engine = engine
+        self._heard: deque[Event] = deque(maxlen=_MAX_HEARD)
+        self._labels: dict[JobId, _Label] = {}
+        self._telling: asyncio.Task[None] | None = None
+        self._leave_bus: Callable[[], object] | None = None
+
+    def join(self, wake: Callable[[], None]) -> None:
+        super().join(wake)
+        if self._leave_bus is None:
+            leave_bus, leave_others = (
+                self._engine.bus.listen(self._hear),
+                self._engine.elsewhere(self._hear),
+            )
+            self._leave_bus = lambda: (leave_bus(), leave_others())
+
+    def leave(self, wake: Callable[[], None]) -> None:
+        super().leave(wake)
+        if not self.watchers:
+            self.close()
+
+    def close(self) -> None:
+        if self._leave_bus is not None:
+            self._leave_bus()
+            self._leave_bus = None
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        self._heard.clear()
+        self._labels.clear()
+
+    def _hear(self, event: Event) -> None:
+        # Pictures of every job are more than anybody can watch; a job's own stream has them.
+        if event.kind is not NewsKind.PREVIEW:
+            self._heard.append(event)
+            if self._telling is None:
+                self._telling = in_background(self._tell(), name="fleet events")
+
+    async def _tell(self) -> None:
+        try:
+            while self._heard:
+                event = self._heard.popleft()
+                try:
+                    body = await self._body(event)
+                except Exception:
+                    log_failure(_LOG, "an event of the fleet could not be told of: %s", event.kind)
+                else:
+                    self.add(Entry(body.kind, body))
+        finally:
+            if self._telling is asyncio.current_task():
+                self._telling = None
+
+    async def _body(self, event: Event) -> FleetBody:
+        if isinstance(event, FleetEvent):
+            return fleet_body(event)
+        tenant, metadata = await self._label(event.job_id)
+        if isinstance(event, Fact) and event.kind.is_final:
+            self._labels.pop(event.job_id, None)
+        return fleet_body(event, tenant, metadata)
+
+    async def _label(self, job_id: JobId) -> _Label:
+        known = self._labels.get(job_id)
+        if known is None:
+            store = self._engine.store
+            try:
+                async with asyncio.timeout(_LABEL_S):
+                    record = await store.records.get(job_id)
+            except (Fault, TimeoutError):
+                # Its tenant's database is away. Whose it is the store knows, and others' events do not wait for it.
+                dispatch = await store.load(job_id)
+                return None if dispatch is None else dispatch.tenant, None
+            known = (None, None) if record is None else (record.tenant, record.payload.metadata)
+            if len(self._labels) >= _MAX_LABELS:
+                del self._labels[next(iter(self._labels))]
+            self._labels[job_id] = known
+        return known

@@ -1,0 +1,1 @@
+"""Tenants at a hub: their handlers, admission, credits and background work."""

@@ -1,0 +1,323 @@
+"""The handlers of credits: balances, books, grants, corrections, receipts. A tenant sees its own and nobody else's.
+
+What an entry is, is `policy/accounting.py`'s; that it is made once, the tenant's database's.
+
+The handlers of usage and of exports for accounting. A tenant sees its own, and not what it cost the operator.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from starlette.responses import StreamingResponse
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.http.credentials import no_job
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.tenants.handlers import known
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.ledger import CreditGrant, GrantState, UsageBy, UsageLine
+from comfyfleet.model.tenant import Tenant
+from comfyfleet.policy import accounting
+from comfyfleet.policy import tenants as policy
+from comfyfleet.ports import Clock
+from comfyfleet.tenancy.database.port import Entered, TenantDatabase
+from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.tenancy.tenants import Homes, Tenants, not_found
+from comfyfleet.wire import bodies
+from comfyfleet.wire import credits as wire
+from comfyfleet.wire.bodies import seconds_of
+
+_MAX_ROUNDS = 100
+"""Of a job, on one receipt; the newest."""
+
+
+class CreditHandlers:
+    def __init__(self, engine: Engine, tenants: Tenants, pools: Pools) -> None:
+        self._engine = engine
+        self._tenants = tenants
+        self._pools = pools
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "balance": self.balance,
+            "statement": self.statement,
+            "list_grants": self.list_grants,
+            "grant_credits": self.grant,
+            "confirm_grant": self.confirm,
+            "void_grant": self.void,
+            "adjust_credits": self.adjust,
+            "job_receipt": self.receipt,
+        }
+
+    # look
+
+    async def balance(self, call: Call[None]) -> Reply:
+        tenant = await self._seen(call)
+        return Reply(200, await self._balance(tenant, await self._pools.of(tenant)))
+
+    async def statement(self, call: Call[wire.StatementQuery]) -> Reply:
+        tenant, asked = await self._seen(call), call.given
+        database = await self._pools.of(tenant)
+        after = asked.after if asked.cursor is None else asked.cursor
+        found = await database.statement(tenant.tenant_id, after=after, limit=asked.limit)
+        cursor = str(found[-1].number) if len(found) == asked.limit else None
+        # Entries are never changed: what those before the page add up to is the same a moment later.
+        before = await database.account_at(tenant.tenant_id, after)
+        return Reply(200, wire.StatementView(tuple(wire.entries(before, found)), cursor))
+
+    async def list_grants(self, call: Call[bodies.PageQuery]) -> Reply:
+        tenant, asked = await self._seen(call), call.given
+        database = await self._pools.of(tenant)
+        after = None if asked.cursor is None else _place_of(asked.cursor)
+        found = await database.grants(tenant.tenant_id, after=after, limit=asked.limit)
+        cursor = f"{found[-1].at!r}/{found[-1].grant_id}" if len(found) == asked.limit else None
+        return Reply(200, wire.GrantList(tuple(map(wire.grant, found)), cursor))
+
+    async def receipt(self, call: Call[None]) -> Reply:
+        job_id = JobId(call.parameters["job_id"])
+        dispatch = await self._engine.store.load(job_id)
+        if dispatch is None or not call.caller.sees(dispatch.tenant):
+            raise no_job(job_id)
+        tenant = await self._tenants.get(dispatch.tenant)
+        rounds = []
+        if tenant is not None:
+            database = await self._pools.of(tenant)
+            rounds = await database.receipts(tenant.tenant_id, job_id, limit=_MAX_ROUNDS)
+        return Reply(200, wire.receipt(job_id, dispatch.tenant, rounds))
+
+    # give
+
+    async def grant(self, call: Call[wire.GrantBody]) -> Reply:
+        tenant, database = await self._open(call)
+        body, now = call.given, self._engine.now()
+        given = accounting.grant(
+            body.id or uuid.uuid4().hex,
+            tenant.tenant_id,
+            body.amount,
+            now,
+            is_pending=body.pending,
+            note=body.note,
+        )
+        entered = await database.grant(given, None if body.pending else accounting.posting_of(given))
+        if entered is Entered.REFUSED:
+            raise Refusal(
+                RefusalCode.DUPLICATE_DIFFERS,
+                f"there is a grant {given.grant_id!r} already, of another amount or in another state; look at it, "
+                "and choose another id for another grant",
+            )
+        kept = await self._granted(database, tenant.tenant_id, given.grant_id)
+        return Reply(200 if entered is Entered.KNOWN else 201, wire.grant(kept), made=_named(kept))
+
+    async def confirm(self, call: Call[None]) -> Reply:
+        tenant, database = await self._open(call)
+        grant_id, now = call.parameters["grant_id"], self._engine.now()
+        kept = await self._granted(database, tenant.tenant_id, grant_id)
+        granted = accounting.grant(grant_id, tenant.tenant_id, kept.amount, now, note=kept.note)
+        if await database.confirm(accounting.posting_of(granted)) is Entered.REFUSED:
+            raise _decided(kept)
+        return Reply(200, wire.grant(await self._granted(database, tenant.tenant_id, grant_id)))
+
+    async def void(self, call: Call[None]) -> Reply:
+        tenant, database = await self._open(call)
+        grant_id = call.parameters["grant_id"]
+        kept = await self._granted(database, tenant.tenant_id, grant_id)
+        if await database.void(tenant.tenant_id, grant_id) is Entered.REFUSED:
+            raise _decided(kept)
+        return Reply(200, wire.grant(await self._granted(database, tenant.tenant_id, grant_id)))
+
+    async def adjust(self, call: Call[wire.AdjustBody]) -> Reply:
+        tenant, database = await self._open(call)
+        body, now = call.given, self._engine.now()
+        correction = accounting.adjust(
+            body.id or uuid.uuid4().hex, tenant.tenant_id, body.amount, now, body.note
+        )
+        entered = await database.adjust(accounting.posting_of(correction))
+        if entered is Entered.SHORT:
+            account = await database.account(tenant.tenant_id)
+            raise accounting.adjusted_too_far(tenant.tenant_id, body.amount, account)
+        if entered is Entered.REFUSED:
+            raise Refusal(
+                RefusalCode.DUPLICATE_DIFFERS,
+                f"there is an adjustment {correction.adjustment_id!r} of another amount already; "
+                "choose another id for another one",
+            )
+        made = f"{tenant.tenant_id}/{correction.adjustment_id}"
+        status = 200 if entered is Entered.KNOWN else 201
+        return Reply(status, await self._balance(tenant, database), made=made)
+
+    # parts
+
+    async def _seen(self, call: Call[Any]) -> Tenant:
+        return await seen(self._tenants, call)
+
+    async def _open(self, call: Call[Any]) -> tuple[Tenant, TenantDatabase]:
+        tenant = await self._seen(call)
+        policy.check_open(tenant)
+        return tenant, await self._pools.of(tenant)
+
+    async def _balance(self, tenant: Tenant, database: TenantDatabase) -> wire.BalanceView:
+        return wire.balance(await database.account(tenant.tenant_id))
+
+    async def _granted(self, database: TenantDatabase, tenant: TenantId, grant_id: str) -> CreditGrant:
+        # What no database could keep is not there.
+        found = await database.grant_of(tenant, grant_id) if grant_id.isprintable() else None
+        if found is None:
+            raise Refusal(RefusalCode.NOT_FOUND, f"tenant {tenant!r} has no grant {grant_id!r}")
+        return found
+
+
+async def seen(tenants: Tenants, call: Call[Any]) -> Tenant:
+    """The tenant that is asked about. Another's is not there at all."""
+    tenant_id = TenantId(call.parameters["tenant_id"])
+    if not call.caller.sees(tenant_id):
+        raise not_found(tenant_id)
+    return await known(tenants, tenant_id)
+
+
+def _place_of(cursor: str) -> tuple[float, str]:
+    at, _, grant_id = cursor.partition("/")
+    try:
+        return float(at), grant_id
+    except ValueError as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"cursor {cursor!r} is not one that a list of grants ended with; begin without one",
+            field="cursor",
+        ) from error
+
+
+def _named(grant: CreditGrant) -> str:
+    return f"{grant.tenant}/{grant.grant_id}"
+
+
+def _decided(grant: CreditGrant) -> Refusal:
+    how = "granted and may be spent" if grant.state is GrantState.GRANTED else "void"
+    return Refusal(
+        RefusalCode.WRONG_PHASE,
+        f"the grant {grant.grant_id!r} is {how} already; put it right with an adjustment or another grant",
+    )
+
+
+_MONTH_S = 30 * 86400.0
+_MAX_LINES = 10_000
+_PAGE = 1_000
+
+
+class UsageHandlers:
+    def __init__(self, homes: Homes, clock: Clock) -> None:
+        self._homes = homes
+        self._clock = clock
+
+    def bound(self) -> dict[str, Handler]:
+        return {"usage": self.usage, "export_credits": self.export}
+
+    async def usage(self, call: Call[wire.UsageQuery]) -> Reply:
+        asked, now = call.given, self._clock.now()
+        until = now if asked.until is None else seconds_of(asked.until) or 0.0
+        since = until - _MONTH_S if asked.since is None else seconds_of(asked.since) or 0.0
+        tenant = call.caller.scope
+        if asked.tenant is not None:
+            if not call.caller.sees(TenantId(asked.tenant)):
+                return Reply(200, wire.UsageList(since, until, ()))
+            tenant = TenantId(asked.tenant)
+        by = frozenset(cast("list[UsageBy]", asked.by.split(",")))
+        lines = await self._lines(tenant, since, until, by)
+        shows_cost = call.caller.scope is None
+        return Reply(
+            200,
+            wire.UsageList(
+                since, until, tuple(wire.usage_view(each, shows_cost=shows_cost) for each in lines)
+            ),
+        )
+
+    async def _lines(
+        self, tenant: TenantId | None, since: float, until: float, by: frozenset[UsageBy]
+    ) -> list[UsageLine]:
+        found: list[UsageLine] = []
+        for pool, tenants in (await self._pools_of(tenant)).items():
+            here = {each.tenant_id for each in tenants}
+            database = await self._homes.pools.get(pool)
+            # By tenant too, whatever was asked for: what one that has moved left behind is counted where it is now.
+            some = await database.usage(
+                tenant, since=since, until=until, by=by | {"tenant"}, limit=_MAX_LINES + 1
+            )
+            found += [each for each in some if each.tenant in here]
+            if len(found) > _MAX_LINES:
+                raise Refusal(
+                    RefusalCode.TOO_LARGE,
+                    f"this would have more than {_MAX_LINES} lines: ask for a shorter time, one tenant, or by less",
+                )
+        return sorted(found, key=_order) if "tenant" in by else _together(found)
+
+    async def _pools_of(self, tenant: TenantId | None) -> dict[str, list[Tenant]]:
+        if tenant is None:
+            return await self._homes.everyone()
+        known = await self._homes.tenants.get(tenant)
+        return {} if known is None else {known.pool: [known]}
+
+    async def export(self, call: Call[wire.ExportQuery]) -> StreamingResponse:
+        tenant = await seen(self._homes.tenants, call)
+        database = await self._homes.pools.of(tenant)
+        shows_cost = call.caller.scope is None
+        # The first page before the answer begins: a database that is away is told as such.
+        pages = _pages(database, tenant.tenant_id, call.given, shows_cost=shows_cost)
+        first = await anext(pages)
+        name = f"{tenant.tenant_id}-{call.given.of}-after-{call.given.after}.{call.given.format}"
+        return StreamingResponse(
+            _following(first, pages),
+            media_type=wire.CONTENT_TYPES[call.given.format],
+            headers={"content-disposition": f'attachment; filename="{name}"'},
+        )
+
+
+async def _pages(
+    database: TenantDatabase, tenant: TenantId, asked: wire.ExportQuery, *, shows_cost: bool
+) -> AsyncIterator[bytes]:
+    columns = wire.POSTING_COLUMNS if asked.of == "postings" else wire.RUN_COLUMNS
+    after, text = asked.after, wire.heading(columns, asked.format)
+    while True:
+        lines: list[dict[str, Any]]
+        if asked.of == "postings":
+            postings = await database.statement(tenant, after=after, limit=_PAGE)
+            lines = [wire.posting_line(each) for each in postings]
+        else:
+            runs = await database.runs(tenant, after=after, limit=_PAGE)
+            lines = [wire.run_line(each, shows_cost=shows_cost) for each in runs]
+        yield text + wire.written(lines, asked.format)
+        if len(lines) < _PAGE:
+            return
+        after, text = lines[-1]["number"], b""
+
+
+async def _following(first: bytes, pages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for page in pages:
+        yield page
+
+
+def _together(lines: list[UsageLine]) -> list[UsageLine]:
+    """Without the tenants that they were asked for by."""
+    found: dict[tuple[Any, ...], UsageLine] = {}
+    for each in lines:
+        key = (each.workflow_hash, each.worker_id, each.day)
+        known = found.get(key, UsageLine(None, *key))
+        costs = [cost for cost in (known.cost_micros, each.cost_micros) if cost is not None]
+        found[key] = UsageLine(
+            None,
+            *key,
+            known.rounds + each.rounds,
+            known.completed + each.completed,
+            known.outputs + each.outputs,
+            known.gpu_milliseconds + each.gpu_milliseconds,
+            known.consumed + each.consumed,
+            sum(costs) if costs else None,
+        )
+    return sorted(found.values(), key=_order)
+
+
+def _order(line: UsageLine) -> tuple[Any, ...]:
+    return (line.tenant or "", line.day or 0, line.workflow_hash or "", line.worker_id or "")

@@ -1,0 +1,141 @@
+"""The administrators' handlers of tenants: set up, changed, suspended, resumed. What may become of one is policy's.
+
+The operators' handlers of what was found between the store and tenants' databases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.tenant import Tenant, TenantState
+from comfyfleet.policy import tenants as policy
+from comfyfleet.ports import Clock
+from comfyfleet.tenancy.claims import waits_for
+from comfyfleet.tenancy.reconciler import Reconciler
+from comfyfleet.tenancy.services import Estate
+from comfyfleet.tenancy.tenants import Tenants, not_found
+from comfyfleet.tenancy.terms import ShareKeeper
+from comfyfleet.wire import bodies
+from comfyfleet.wire import tenants as wire
+from comfyfleet.wire.tenants import finding_list, finding_view
+
+
+class TenantHandlers:
+    """`wake` is called when a tenant is to be seen to at once."""
+
+    def __init__(self, estate: Estate, shares: ShareKeeper, clock: Clock, wake: Callable[[], None]) -> None:
+        self._estate = estate
+        self._tenants = estate.tenants
+        self._shares = shares
+        self._pools = estate.pools
+        self._clock = clock
+        self._wake = wake
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "list_tenants": self.list_tenants,
+            "create_tenant": self.create,
+            "get_tenant": self.get,
+            "change_tenant": self.change,
+            "suspend_tenant": self.suspend,
+            "resume_tenant": self.resume,
+            "move_tenant": self.move,
+            "delete_tenant": self.delete,
+        }
+
+    async def list_tenants(self, call: Call[bodies.PageQuery]) -> Reply:
+        found = await self._tenants.listing(call.given.cursor or "", call.given.limit)
+        cursor = found[-1].tenant_id if len(found) == call.given.limit else None
+        return Reply(200, wire.TenantList(tuple(map(wire.view, found)), cursor))
+
+    async def create(self, call: Call[wire.TenantBody]) -> Reply:
+        body, pool = call.given, self._pools.check(call.given.pool)
+        tenant = Tenant(TenantId(body.id), pool, self._clock.now(), **wire.asked_for(body))
+        policy.check_terms(tenant)
+        database = await self._pools.get(pool)
+        if await self._tenants.newest(tenant.tenant_id) is None:
+            if await self._estate.remembers(tenant.tenant_id):
+                raise Refusal(
+                    RefusalCode.DUPLICATE_DIFFERS,
+                    f"there was a tenant {tenant.tenant_id!r}, and the store keeps what became of its jobs until their "
+                    "time is over ([retention]): a new one would see them; choose another name until then",
+                )
+            # Before the name is taken: one of the same name may have been here once, and its book is closed.
+            await database.begin_book(tenant.tenant_id)
+        made = await self._tenants.create(tenant)
+        await self._shares.keep(made)
+        return Reply(201, wire.view(made), made=made.tenant_id)
+
+    async def get(self, call: Call[None]) -> Reply:
+        tenant = await known(self._tenants, call.parameters["tenant_id"])
+        is_on_its_way = tenant.state in (TenantState.MOVING, TenantState.LEAVING)
+        doing = await waits_for(self._estate.cabinet, tenant.tenant_id) if is_on_its_way else None
+        return Reply(200, wire.view(tenant, doing))
+
+    async def change(self, call: Call[wire.TenantChange]) -> Reply:
+        fields = wire.asked_for(call.given)
+        reply = await self._changed(call, lambda tenant: policy.changed(tenant, fields))
+        # Jobs that wait are judged again.
+        self._wake()
+        return reply
+
+    async def suspend(self, call: Call[None]) -> Reply:
+        return await self._changed(call, policy.suspended)
+
+    async def resume(self, call: Call[None]) -> Reply:
+        return await self._changed(call, policy.resumed)
+
+    async def move(self, call: Call[wire.MoveBody]) -> Reply:
+        pool, now = self._pools.check(call.given.pool), self._clock.now()
+        # Where no hub knows both pools the tenant would be on its way for ever, with nothing taken of it.
+        self._pools.check((await known(self._tenants, call.parameters["tenant_id"])).pool)
+        # A pool that nobody can reach would keep the tenant waiting on the way.
+        await self._pools.get(pool)
+        return await self._seen_to(call, lambda tenant: policy.moving(tenant, pool, now))
+
+    async def delete(self, call: Call[wire.DeleteQuery]) -> Reply:
+        return await self._seen_to(call, lambda tenant: policy.leaving(tenant, call.given.confirm))
+
+    async def _seen_to(self, call: Call[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
+        reply = await self._changed(call, decide)
+        self._wake()
+        return Reply(202, reply.body)
+
+    async def _changed(self, call: Call[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
+        tenant = await known(self._tenants, call.parameters["tenant_id"])
+        changed = await self._tenants.change(tenant.tenant_id, decide)
+        await self._shares.keep(changed)
+        return Reply(200, wire.view(changed))
+
+
+async def known(tenants: Tenants, tenant_id: str) -> Tenant:
+    """As it is now, whatever this hub remembers."""
+    found = await tenants.newest(TenantId(tenant_id))
+    if found is None:
+        raise not_found(TenantId(tenant_id))
+    return found
+
+
+class ReconcileHandlers:
+    def __init__(self, reconciler: Reconciler) -> None:
+        self._reconciler = reconciler
+
+    def bound(self) -> dict[str, Handler]:
+        return {"look_for_differences": self.look, "reconcile": self.reconcile}
+
+    async def look(self, call: Call[None]) -> Reply:
+        return await self._found(is_dry=True)
+
+    async def reconcile(self, call: Call[None]) -> Reply:
+        return await self._found(is_dry=False)
+
+    async def _found(self, *, is_dry: bool) -> Reply:
+        views = (
+            finding_view(each.kind.value, each.tenant, each.message, each.kind.mends_itself, each.hold_id)
+            for each in await self._reconciler.reconcile(is_dry=is_dry)
+        )
+        return Reply(200, finding_list(views, is_mended=not is_dry))

@@ -1,0 +1,1 @@
+"""Webhooks: their handlers, the dispatcher of deliveries, and the sender."""

@@ -1,0 +1,187 @@
+"""The handlers of webhooks: standing ones, the secret that signs, what was delivered and what is sent again.
+
+An owner sees its own alone; what stands for every tenant is the operators'. How facts get out is `dispatcher.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec import UNSET
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.http.credentials import no_job
+from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.router import page_of
+from comfyfleet.hub.webhooks.sender import Sender, make_secret
+from comfyfleet.model.access import Caller
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.webhook import ENDINGS, Delivery, StandingWebhook
+from comfyfleet.net.url_guard import Guard
+from comfyfleet.policy.webhook_delivery import asked_again
+from comfyfleet.tenancy.webhook_outbox import Deliveries, named
+from comfyfleet.tenancy.webhooks import Webhooks
+from comfyfleet.wire import bodies
+from comfyfleet.wire import webhooks as wire
+
+_MAX_LOOKED_AT = 2_000
+_PAGE = 250
+
+
+class WebhookHandlers:
+    """`wake` is called when something is to be sent at once."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        webhooks: Webhooks,
+        book: Deliveries,
+        guard: Guard,
+        sender: Sender,
+        wake: Callable[[], None],
+    ) -> None:
+        self._engine = engine
+        self._webhooks = webhooks
+        self._book = book
+        self._guard = guard
+        self._sender = sender
+        self._wake = wake
+
+    def bound(self) -> dict[str, Handler]:
+        return {
+            "list_webhooks": self.list_webhooks,
+            "create_webhook": self.create,
+            "change_webhook": self.change,
+            "test_webhook": self.test,
+            "delete_webhook": self.delete,
+            "rotate_webhook_secret": self.rotate,
+            "list_deliveries": self.list_deliveries,
+            "job_deliveries": self.job_deliveries,
+            "resend_delivery": self.resend,
+        }
+
+    # standing webhooks
+
+    async def list_webhooks(self, call: Call[bodies.PageQuery]) -> Reply:
+        if call.caller.scope is not None:
+            own = await self._webhooks.of(call.caller.scope)
+            return Reply(200, wire.WebhookList(tuple(map(wire.view, own))))
+        found = await self._webhooks.listing(call.given.cursor or "", call.given.limit)
+        cursor = found[-1].webhook_id if len(found) == call.given.limit else None
+        return Reply(200, wire.WebhookList(tuple(map(wire.view, found)), cursor))
+
+    async def create(self, call: Call[wire.StandingBody]) -> Reply:
+        body = call.given
+        self._guard.check(body.url)
+        made = await self._webhooks.create(
+            _owner(call.caller, body.every_tenant),
+            body.url,
+            events=tuple(dict.fromkeys(body.events or ENDINGS)),
+            name=body.name,
+        )
+        return Reply(201, wire.view(made), made=made.webhook_id)
+
+    async def change(self, call: Call[wire.WebhookChange]) -> Reply:
+        webhook, body = await self._mine(call), call.given
+        fields: dict[str, object] = {}
+        if body.url is not UNSET:
+            self._guard.check(body.url)
+            fields["url"] = body.url
+        if body.events is not UNSET:
+            fields["events"] = tuple(dict.fromkeys(body.events or ENDINGS))
+        if body.name is not UNSET:
+            fields["name"] = body.name
+        changed = await self._webhooks.change(webhook.webhook_id, fields)
+        if changed is None:
+            raise _no_webhook(webhook.webhook_id)
+        return Reply(200, wire.view(changed))
+
+    async def test(self, call: Call[None]) -> Reply:
+        return Reply(200, await self._sender.try_out(await self._mine(call)))
+
+    async def delete(self, call: Call[None]) -> Reply:
+        await self._webhooks.remove(await self._mine(call))
+        return Reply(204)
+
+    async def _mine(self, call: Call[Any]) -> StandingWebhook:
+        webhook = await self._webhooks.get(call.parameters["webhook_id"])
+        if webhook is None or not _sees(call.caller, webhook.owner):
+            raise _no_webhook(call.parameters["webhook_id"])
+        return webhook
+
+    async def rotate(self, call: Call[wire.SecretBody]) -> Reply:
+        owner = _owner(call.caller, call.given.every_tenant)
+        made = await self._webhooks.rotate(owner, call.given.overlap_s, make_secret())
+        answer = wire.SecretMade(made.secret, made.created_at, owner, made.old_until)
+        return Reply(200, answer, made="every tenant" if owner is None else f"tenant {owner}")
+
+    # deliveries
+
+    async def list_deliveries(self, call: Call[wire.DeliveriesQuery]) -> Reply:
+        """Looks at so many and no more: a page with a cursor may be short, or empty."""
+        asked, after, looked_at = call.given, call.given.cursor or "", 0
+        found: list[wire.DeliveryView] = []
+        while looked_at < _MAX_LOOKED_AT:
+            page, further = await self._page(call.caller, after)
+            for name, delivery in page:
+                if len(found) == asked.limit:
+                    return Reply(200, wire.DeliveryList(tuple(found), after))
+                after = name
+                if asked.status in ("any", delivery.status):
+                    found.append(wire.delivery_view(delivery))
+            if not further:
+                return Reply(200, wire.DeliveryList(tuple(found)))
+            looked_at, after = looked_at + _PAGE, further
+        return Reply(200, wire.DeliveryList(tuple(found), after))
+
+    async def _page(self, caller: Caller, after: str) -> tuple[list[tuple[str, Delivery]], str]:
+        if caller.scope is not None:
+            return await self._book.page_of(caller.scope, after, _PAGE)
+        page = await self._book.page(after, _PAGE)
+        return page, page[-1][0] if len(page) == _PAGE else ""
+
+    async def job_deliveries(self, call: Call[bodies.WholeQuery]) -> Reply:
+        job_id = JobId(call.parameters["job_id"])
+        dispatch = await self._engine.store.load(job_id)
+        if dispatch is None or not call.caller.sees(dispatch.tenant):
+            raise no_job(job_id)
+        found = [each for each in await self._book.of_job(job_id) if _sees(call.caller, each.owner)]
+        page, cursor = page_of(found, call.given, lambda each: each.delivery_id)
+        return Reply(200, wire.DeliveryList(tuple(map(wire.delivery_view, page)), cursor))
+
+    async def resend(self, call: Call[None]) -> Reply:
+        delivery_id = call.parameters["delivery_id"]
+
+        def again(delivery: Delivery) -> Delivery:
+            if not _sees(call.caller, delivery.owner):
+                raise missing
+            return asked_again(delivery, self._engine.now())
+
+        missing = Refusal(RefusalCode.NOT_FOUND, f"there is no delivery {delivery_id!r} (any more)")
+        name = named(delivery_id)
+        if name is None:
+            raise missing
+        changed = await self._book.change(name, again)
+        if changed is None:
+            raise missing
+        self._wake()
+        return Reply(200, wire.delivery_view(changed))
+
+
+def _no_webhook(webhook_id: str) -> Refusal:
+    return Refusal(RefusalCode.NOT_FOUND, f"there is no webhook {webhook_id!r} (any more)")
+
+
+def _owner(caller: Caller, every_tenant: bool) -> TenantId | None:
+    if not every_tenant:
+        return caller.owner
+    if caller.scope is not None:
+        raise Refusal(RefusalCode.NOT_ALLOWED, "only operators hear of every tenant's jobs")
+    return None
+
+
+def _sees(caller: Caller, owner: TenantId | None) -> bool:
+    """What stands for everybody is the operators', who see everything."""
+    return caller.scope is None or caller.scope == owner

@@ -1,0 +1,350 @@
+"""One attempt at one delivery: claim it, make what is sent from the job, sign it, send it, note what came of it.
+
+When an attempt is made is `dispatcher.py`'s, what follows from it `policy/webhook_delivery.py`'s.
+
+How many calls go out at a time: bounded for each host, each owner and in all, so that who is slow waits for himself.
+
+What has no room stands in line, in memory and bounded: whatever is left out of it is found again by whoever offered it.
+It owns the tasks of the calls, and knows nothing of what is sent.
+
+How many deliveries of each tenant wait to be sent, as they were counted a moment ago.
+
+Whoever has too many waiting brings no more: its receivers are away, and what waits is kept for days. The count is made
+from what is due, so it needs nothing written, and is allowed a small share of the time. What is too many is policy's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.local_worker_api import made_safe
+from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.model.webhook import Delivery, DeliveryStatus, StandingWebhook
+from comfyfleet.net.url_guard import Fetched, Forbidden, Guard
+from comfyfleet.policy.webhook_delivery import Attempted, after_attempt, check_pending, given_up
+from comfyfleet.ports import Chance
+from comfyfleet.tenancy.webhook_outbox import Deliveries, host_of
+from comfyfleet.tenancy.webhooks import Webhooks
+from comfyfleet.tracing import in_background, log_failure
+from comfyfleet.wire.webhooks import (
+    ID_HEADER,
+    SIGNATURE_HEADER,
+    TIME_HEADER,
+    WebhookTested,
+    event,
+    new_secret,
+    shown,
+    signatures,
+    test_event,
+)
+
+_MAX_WAITING = 5_000
+_MAX_WAITING_OF_HOST = 500
+_GRACE_S = 2.0
+_AGAIN_S = 2.0
+
+
+class Bounds(msgspec.Struct, frozen=True):
+    in_all: int = 64
+    of_owner: int = 16
+    of_host: int = 4
+
+
+TESTS = Bounds(in_all=16, of_owner=4, of_host=4)
+"""Of calls that somebody waits for: they have room of their own, so that they neither wait for deliveries nor keep
+them waiting."""
+
+
+class Waited:
+    """Calls whose caller waits for what comes of them: one that has no room is refused, and stands in no line."""
+
+    def __init__(self, bounds: Bounds = TESTS) -> None:
+        self._bounds = bounds
+        self._hosts: Counter[str] = Counter()
+        self._owners: Counter[str] = Counter()
+
+    @contextmanager
+    def room(self, host: str, owner: str) -> Iterator[None]:
+        bounds = self._bounds
+        if (
+            self._hosts.total() >= bounds.in_all
+            or self._hosts[host] >= bounds.of_host
+            or self._owners[owner] >= bounds.of_owner
+        ):
+            raise Refusal(
+                RefusalCode.RATE_LIMITED,
+                f"at most {bounds.in_all} test deliveries are under way at a time, {bounds.of_owner} of one owner and "
+                f"{bounds.of_host} to one host: wait for the answers to those before it",
+                retry_after_s=_AGAIN_S,
+            )
+        counters = ((self._hosts, host), (self._owners, owner))
+        for counter, key in counters:
+            counter[key] += 1
+        try:
+            yield
+        finally:
+            for counter, key in counters:
+                counter[key] -= 1
+                if not counter[key]:
+                    del counter[key]
+
+
+class Outgoing:
+    """`work` makes the call of that name, and raises nothing."""
+
+    def __init__(self, work: Callable[[str], Awaitable[None]], bounds: Bounds | None = None) -> None:
+        self._work = work
+        self._bounds = bounds or Bounds()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._hosts: Counter[str] = Counter()
+        self._owners: Counter[str] = Counter()
+        self._waiting: dict[str, dict[str, str]] = {}
+        """By host: names and their owners."""
+        self._count = 0
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def offer(self, name: str, host: str, owner: str) -> None:
+        """Begins it, or lets it stand in line. One that runs or stands there already is the same one."""
+        line = self._waiting.get(host)
+        if self._is_closed or name in self._running or (line is not None and name in line):
+            return
+        if self._has_room(host, owner):
+            self._start(name, host, owner)
+        elif self._count < _MAX_WAITING and len(line or ()) < _MAX_WAITING_OF_HOST:
+            self._waiting.setdefault(host, {})[name] = owner
+            self._count += 1
+
+    async def close(self) -> None:
+        """What is under way may end within a short grace."""
+        self._is_closed = True
+        self._waiting.clear()
+        if self._running:
+            await asyncio.wait(self._running.values(), timeout=_GRACE_S)
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _has_room(self, host: str, owner: str) -> bool:
+        bounds = self._bounds
+        return (
+            len(self._running) < bounds.in_all
+            and self._hosts[host] < bounds.of_host
+            and self._owners[owner] < bounds.of_owner
+        )
+
+    def _start(self, name: str, host: str, owner: str) -> None:
+        self._hosts[host] += 1
+        self._owners[owner] += 1
+        task = in_background(self._run(name), name="outgoing")
+        self._running[name] = task
+        task.add_done_callback(lambda _: self._ended(name, host, owner))
+
+    async def _run(self, name: str) -> None:
+        await self._work(name)
+
+    def _ended(self, name: str, host: str, owner: str) -> None:
+        del self._running[name]
+        for counter, key in ((self._hosts, host), (self._owners, owner)):
+            counter[key] -= 1
+            if not counter[key]:
+                del counter[key]
+        if self._is_closed:
+            return
+        # One for each host in turn: a long line does not keep the short ones waiting.
+        for each in list(self._waiting):
+            if len(self._running) >= self._bounds.in_all:
+                return
+            self._take_from(each)
+
+    def _take_from(self, host: str) -> None:
+        if self._hosts[host] >= self._bounds.of_host:
+            return
+        line = self._waiting.pop(host)
+        # Not always the first: many have the same host, and one whose owner is busy elsewhere keeps the others waiting.
+        name = next((name for name, owner in line.items() if self._has_room(host, owner)), None)
+        if name is not None:
+            self._count -= 1
+            self._start(name, host, line.pop(name))
+        if line:
+            self._waiting[host] = line
+
+
+_LOG = logging.getLogger(__name__)
+
+CLAIM_S = 30.0
+"""Longer than any attempt takes. A delivery whose hub died is sent by another, or the same again, after this."""
+
+
+def make_secret() -> str:
+    return new_secret(secrets.token_bytes(32))
+
+
+class Sender:
+    def __init__(
+        self,
+        engine: Engine,
+        book: Deliveries,
+        webhooks: Webhooks,
+        guard: Guard,
+        chance: Chance,
+        *,
+        claim_s: float = CLAIM_S,
+    ) -> None:
+        self._engine = engine
+        self._book = book
+        self._webhooks = webhooks
+        self._guard = guard
+        self._chance = chance
+        self._claim_s = claim_s
+        self._tests = Waited()
+
+    async def send(self, name: str) -> bool:
+        """False: there was nothing to send now."""
+        now = self._engine.now()
+        claimed = await self._book.claim(name, now, now + self._claim_s)
+        if claimed is None:
+            return False
+        delivery, version = claimed
+        try:
+            after = await self._attempt(delivery)
+        except asyncio.CancelledError:
+            # The hub stops: whoever comes next need not wait for the claim to end.
+            await self._give_back(delivery, version)
+            raise
+        if after.status is DeliveryStatus.GIVEN_UP:
+            _LOG.warning(
+                "delivery %s to %s is given up after %d attempts: %s",
+                delivery.delivery_id,
+                # No more of it: many a receiver has its secret in the path.
+                host_of(delivery.url),
+                after.attempts,
+                after.last_error,
+            )
+        await self._book.settle(delivery, after, version)
+        return True
+
+    async def _attempt(self, delivery: Delivery) -> Delivery:
+        store = self._engine.store
+        facts = await store.facts(delivery.job_id, delivery.number - 1)
+        job = await store.records.get(delivery.job_id)
+        if job is None or not facts or facts[0].number != delivery.number:
+            return given_up(delivery, "the job is not kept any more", self._engine.now())
+        keys = await self._webhooks.signing(delivery.owner, make_secret())
+        try:
+            body = event(facts[0], await _made_safe(job))
+            attempted = await self._post(delivery.url, delivery.delivery_id, body, keys)
+        except Exception:
+            # It may well be the same the next time: counted, it has an end like any other.
+            log_failure(_LOG, "delivery %s could not be made", delivery.delivery_id)
+            attempted = Attempted(error="the hub could not make the call; its log says why")
+        return after_attempt(
+            delivery,
+            attempted,
+            now=self._engine.now(),
+            fraction=self._chance.fraction(),
+            rules=self._engine.rules,
+        )
+
+    async def try_out(self, webhook: StandingWebhook) -> WebhookTested:
+        """A test delivery, once. Refused while too many are under way: each may last as long as its receiver likes."""
+        with self._tests.room(host_of(webhook.url), "" if webhook.owner is None else webhook.owner):
+            return await self._try_out(webhook)
+
+    async def _try_out(self, webhook: StandingWebhook) -> WebhookTested:
+        delivery_id = f"test_{secrets.token_hex(12)}"
+        keys = await self._webhooks.signing(webhook.owner, make_secret())
+        body = test_event(webhook.webhook_id, self._engine.now())
+        began = time.monotonic()
+        attempted = await self._post(webhook.url, delivery_id, body, keys)
+        status = attempted.status
+        return WebhookTested(
+            delivery_id,
+            webhook.webhook_id,
+            shown(webhook.url),
+            status is not None and 200 <= status < 300,
+            round(time.monotonic() - began, 3),
+            status,
+            attempted.error,
+        )
+
+    async def _post(self, url: str, delivery_id: str, body: bytes, keys: tuple[str, ...]) -> Attempted:
+        timestamp = int(self._engine.now())
+        headers = {
+            "content-type": "application/json",
+            "user-agent": "comfyfleet",
+            ID_HEADER: delivery_id,
+            TIME_HEADER: str(timestamp),
+            SIGNATURE_HEADER: signatures(keys, delivery_id, timestamp, body),
+        }
+        try:
+            answer = await self._guard.post(url, body, headers)
+        except Forbidden as forbidden:
+            return Attempted(error=forbidden.message)
+        except Fault as fault:
+            return Attempted(error=str(fault))
+        return Attempted(answer.status, retry_after_s=_retry_after_s(answer))
+
+    async def _give_back(self, delivery: Delivery, version: int) -> None:
+        free = msgspec.structs.replace(delivery, claimed_until=None)
+        try:
+            await self._book.settle(delivery, free, version)
+        except ComfyFleetError as error:
+            _LOG.info("a claim could not be given back; it ends by itself: %s", error)
+
+
+async def _made_safe(job: Job) -> Job:
+    return job if job.result is None else msgspec.structs.replace(job, result=await made_safe(job.result))
+
+
+def _retry_after_s(answer: Fetched) -> float | None:
+    text = answer.headers.get("retry-after", "")
+    return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+_EVERY_S = 5.0
+_SHARE = 20
+"""After a count that took long, so many times as long until the next."""
+_PAGE = 1_000
+
+
+class Pending:
+    def __init__(self, book: Deliveries, most: int) -> None:
+        self._book = book
+        self._most = most
+        self._by_owner: Counter[str] = Counter()
+        self._count_at = float("-inf")
+
+    def check(self, tenant: TenantId) -> None:
+        check_pending(self._by_owner[tenant], self._most)
+
+    async def count(self) -> None:
+        """If it is time."""
+        loop = asyncio.get_running_loop()
+        began_at = loop.time()
+        if began_at < self._count_at:
+            return
+        found: Counter[str] = Counter()
+        after = ""
+        while True:
+            page = await self._book.due(after, _PAGE)
+            found.update(entry.owner for entry in page)
+            if len(page) < _PAGE:
+                break
+            after = page[-1].name
+        self._by_owner = found
+        ended_at = loop.time()
+        self._count_at = ended_at + max(_EVERY_S, _SHARE * (ended_at - began_at))

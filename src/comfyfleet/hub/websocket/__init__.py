@@ -1,0 +1,1 @@
+"""The WebSocket at `/hub`: sessions of callers, monitors, workers and agents."""

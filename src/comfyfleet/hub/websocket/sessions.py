@@ -1,0 +1,409 @@
+"""The WebSocket at `/hub`: who connects, what each message asks for, and what is told unasked.
+
+What callers and monitors may ask is here, what workers do in `workers.py`; agents that speak the subprotocol of
+`agents.py` are handed over to it. A frame that cannot be understood is answered with `error`; whoever reads
+slowly loses progress. How a connection is read and written is `connection.py`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from comfyfleet.engine.engine import Engine
+from comfyfleet.hub.audit.log import Audit
+from comfyfleet.hub.files.job_files import InputDesk
+from comfyfleet.hub.http.body import PIECE_BYTES, Bodies, Bound, Reading
+from comfyfleet.hub.http.credentials import Credentials, check_sees, owner_of
+from comfyfleet.hub.http.limits import Limits, Places, Rate
+from comfyfleet.hub.http.pipeline import token_in
+from comfyfleet.hub.streams.feed import Entry
+from comfyfleet.hub.streams.fleet_feed import FleetFeed, Wanted
+from comfyfleet.hub.streams.job_channels import Room, Rooms
+from comfyfleet.hub.websocket import workers
+from comfyfleet.hub.websocket.agents import AgentSession, Identify
+from comfyfleet.hub.websocket.connection import Line
+from comfyfleet.hub.websocket.workers import SocketWorkers
+from comfyfleet.hub.workers import WorkerHandlers
+from comfyfleet.model.access import AuditEntry, Caller
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import JobId, TenantId, parse_traceparent
+from comfyfleet.wire import answers, bodies, websocket
+from comfyfleet.wire.problems import answer_to
+from comfyfleet.wire.progress import EventsQuery
+from comfyfleet.wire.status_names import Face, spell
+
+_LOG = logging.getLogger(__name__)
+
+LegacyWebsocket = Literal["on", "warn", "off"]
+PATH = "/hub"
+_MOVED = "callers and monitors use HTTP and Server-Sent Events now: see docs/moving-to-sse.md"
+_MAX_SUBSCRIPTIONS = 1_000
+_ENCODER = msgspec.json.Encoder()
+_MESSAGE = msgspec.json.Decoder(dict[str, Any])
+
+Made = TypeVar("Made")
+
+
+class Sockets:
+    def __init__(
+        self,
+        engine: Engine,
+        rooms: Rooms,
+        fleet: FleetFeed,
+        credentials: Credentials,
+        limits: Limits,
+        audit: Audit,
+        places: Places,
+        inputs: InputDesk,
+        workers: WorkerHandlers,
+        bodies: Bodies,
+        legacy: LegacyWebsocket = "on",
+    ) -> None:
+        self.engine = engine
+        self.workers = workers
+        self.bodies = bodies
+        most = limits.max_frame_bytes
+        self.bound = Bound(most, most, limits.max_depth, in_parts=False)
+        self.audit = audit
+        self.inputs = inputs
+        self.rooms = rooms
+        self.fleet = fleet
+        self.limits = limits
+        self.legacy = legacy
+        self.rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
+        self._credentials = credentials
+        self._places = places
+        self._agent_handlers = workers.bound()
+        self._sessions: dict[Session | AgentSession, None] = {}
+        self._warned: dict[str, None] = {}
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def close(self) -> None:
+        self._is_closed = True
+        for session in self._sessions:
+            session.close()
+
+    def warn(self, caller: Caller, kind: str) -> None:
+        """Once for each key."""
+        if caller.key_id not in self._warned and len(self._warned) < 10_000:
+            self._warned[caller.key_id] = None
+            _LOG.warning("key %s still sends %r over the WebSocket: %s", caller.key_id, kind, _MOVED)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "websocket.connect"
+        headers: Mapping[str, str] = Headers(scope=scope)
+        client = scope.get("client")
+        address = client[0] if client else ""
+        try:
+            if scope["path"].rstrip("/") != PATH:
+                raise Refusal(RefusalCode.NOT_FOUND, f"the WebSocket is at {PATH}")
+            if self._is_closed:
+                raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again")
+            identify = partial(self._credentials.caller, headers, address, token_in(scope))
+            caller = await identify()
+            staying = ExitStack()
+            place = staying.enter_context(self._places.held("socket", caller.key_id, address))
+        except (Refusal, Fault) as error:
+            await _refuse(scope, error, send)
+            return
+        session: Session | AgentSession
+        with staying:
+            if websocket.AGENT_PROTOCOL in scope.get("subprotocols", ()):
+                await send({"type": "websocket.accept", "subprotocol": websocket.AGENT_PROTOCOL})
+                session = AgentSession(
+                    self._agent_handlers,
+                    identify,
+                    address,
+                    self.limits,
+                    self.rate,
+                    self._places,
+                    self.bodies,
+                    scope,
+                    send,
+                )
+            else:
+                await send({"type": "websocket.accept"})
+                session = Session(self, identify, caller, address, send)
+            self._sessions[session] = None
+            # 1008: what it does is not allowed (any more).
+            place.end = partial(session.close, 1008, "the key is not good any more")
+            try:
+                await session.run(receive)
+            finally:
+                self._sessions.pop(session, None)
+
+
+class Session:
+    """One connection."""
+
+    def __init__(self, hub: Sockets, identify: Identify, caller: Caller, address: str, send: Send) -> None:
+        self._hub = hub
+        self._identify = identify
+        self.caller = caller
+        self._address = address
+        self._line = Line(send, self._tell_news)
+        self.close = self._line.close
+        self._subscribed: dict[JobId, tuple[Room, int]] = {}
+        self._monitor: tuple[Wanted, int] | None = None
+        self._workers = SocketWorkers(
+            hub.engine,
+            hub.inputs,
+            caller,
+            hub.limits.max_wait_s,
+            self.tell,
+            hub.workers.check_files,
+            hub.workers.keyed,
+        )
+
+    async def run(self, receive: Receive) -> None:
+        try:
+            await self._line.run(receive, self._hear)
+        finally:
+            await self._workers.close()
+            for job_id in list(self._subscribed):
+                self._unsubscribe(job_id)
+            self._hub.fleet.leave(self._line.wake)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self._line.answer(_ENCODER.encode(message))
+
+    # news
+
+    async def _tell_news(self) -> None:
+        for job_id, (room, place) in list(self._subscribed.items()):
+            if room.head > place:
+                self._subscribed[job_id] = (room, room.head)
+                for entry in room.after(place):
+                    await self._put(entry)
+            if (
+                room.is_over
+                and not room.is_closed
+                and self._subscribed.get(job_id, (room, -1))[1] == room.head
+            ):
+                self._unsubscribe(job_id)
+        await self._write_monitor()
+
+    async def _write_monitor(self) -> None:
+        fleet = self._hub.fleet
+        if self._monitor is None or fleet.head == self._monitor[1]:
+            return
+        wanted, place = self._monitor
+        self._monitor = (wanted, fleet.head)
+        if fleet.lost > place:
+            await self._line.put(b'{"type":"resync","reason":"too slow: events were left out"}')
+        for entry in fleet.after(place):
+            if wanted(entry):
+                await self._put(entry)
+
+    async def _put(self, entry: Entry) -> None:
+        if message := _encoded(entry):
+            await self._line.put(message)
+
+    # what is asked for
+
+    async def _hear(self, frame: bytes) -> None:
+        message: dict[str, Any] = {}
+        try:
+            self._hub.rate.take(self.caller.key_id)
+            with Reading(self._hub.bodies, self._hub.bound, self.caller.key_id) as reading:
+                message = await reading.checked(_MESSAGE, frame)
+                await self._identify()
+                await self._do(message, is_large=len(frame) > PIECE_BYTES)
+        except (Refusal, Fault) as error:
+            self._tell_error(error, message)
+        except Exception as error:
+            incident = secrets.token_hex(8)
+            _LOG.exception("incident %s: a message of kind %r failed", incident, message.get("type"))
+            self._tell_error(error, message, incident)
+
+    def _tell_error(self, error: Exception, message: dict[str, Any], incident: str = "") -> None:
+        problem = answer_to(error, incident=incident).body
+        said = {
+            "type": "error",
+            "code": problem["code"],
+            "message": problem.get("detail", ""),
+            "problem": problem,
+        }
+        if isinstance(kind := message.get("type"), str):
+            said["request"] = kind
+        self._answer(said, message, job_id=message.get("job_id"))
+
+    def _answer(self, said: dict[str, Any], message: dict[str, Any], **more: Any) -> None:
+        """With whatever its sender knows the message by."""
+        for name, value in (
+            *more.items(),
+            *((name, message.get(name)) for name in ("request_id", "message_id")),
+        ):
+            if isinstance(value, str | int):
+                said.setdefault(name, value)
+        self.tell(said)
+
+    async def _do(self, message: dict[str, Any], *, is_large: bool) -> None:
+        name = message.get("type")
+        name = websocket.ALIASES.get(name, name) if isinstance(name, str) else None
+        kind = None if name is None else websocket.KINDS.get(name)
+        if name is None or kind is None:
+            known = ", ".join(websocket.KINDS)
+            raise Refusal(RefusalCode.INVALID_REQUEST, f"a message has a 'type', one of {known}")
+        if self.caller.role not in kind.roles:
+            raise Refusal(
+                RefusalCode.NOT_ALLOWED, f"a key of role {self.caller.role.value!r} may not send {name!r}"
+            )
+        if kind.is_old:
+            if self._hub.legacy == "off":
+                raise Refusal(RefusalCode.NOT_ALLOWED, f"{name!r} is not served here any more: {_MOVED}")
+            if self._hub.legacy == "warn":
+                self._hub.warn(self.caller, name)
+        body = websocket.read(name, message)
+        if kind.is_old:
+            answer = await self._old(name, body, message, is_large=is_large)
+        else:
+            answer = await self._workers.do(name, body)
+        if answer is not None:
+            self._answer(answer, message)
+
+    # callers and monitors
+
+    async def _old(
+        self, name: str, body: Any, message: dict[str, Any], *, is_large: bool
+    ) -> dict[str, Any] | None:
+        engine = self._hub.engine
+        match name:
+            case "submit_job":
+                trace = message.get("traceparent")
+                trace = parse_traceparent(trace) if isinstance(trace, str) else None
+                asked = bodies.submission(body, owner_of(body, self.caller), traceparent=trace)
+                submitted = await self._noted(
+                    name,
+                    lambda: self._hub.inputs.submit(asked, is_large=is_large),
+                    lambda made: made.job_id,
+                )
+                status = spell(submitted.phase, Face.SOCKET)
+                self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)
+                # Old callers submit and wait for news; they were never asked to subscribe.
+                await self._subscribe(submitted.job_id)
+                return None
+            case "subscribe_monitor":
+                await self._begin_monitor(body)
+                return None
+            case "unsubscribe_monitor":
+                self._monitor = None
+                self._hub.fleet.leave(self._line.wake)
+                return {"type": "monitor_unsubscribed"}
+        if name in workers.COMMANDS:
+            entry = self._entry(name, getattr(body, "worker_id", ""))
+            return await self._hub.audit.operation(
+                entry, lambda: workers.obey(engine, name, body), lambda _: None
+            )
+        job_id = JobId(body.job_id)
+        match name:
+            case "subscribe_progress":
+                await self._subscribe(job_id)
+                return None
+            case "unsubscribe_progress":
+                self._unsubscribe(job_id)
+                return {"type": "unsubscribed", "job_id": job_id}
+        await self._check_mine(job_id)
+        change: dict[str, Callable[[JobId], Awaitable[object]]] = {
+            "cancel_job": lambda job_id: engine.cancel(job_id, body.reason),
+            "retry_job": engine.retry,
+            "pause_job": engine.pause,
+            "resume_job": engine.resume,
+        }
+        await self._noted(name, lambda: change[name](job_id), lambda _: job_id)
+        view = await engine.get(job_id)
+        now = answers.details(view)
+        return {
+            "type": "job_updated",
+            "job_id": job_id,
+            "status": spell(view.dispatch.phase, Face.SOCKET),
+            "is_paused": now.is_paused,
+            "cancel_requested": now.cancel_requested,
+            "pause_requested": now.pause_requested,
+            "retry_requested": now.retry_requested,
+        }
+
+    async def _noted(
+        self, action: str, change: Callable[[], Awaitable[Made]], target: Callable[[Made], str]
+    ) -> Made:
+        """In the audit log, as over HTTP."""
+        return await self._hub.audit.job_change(self._entry(action), change, target)
+
+    def _entry(self, action: str, target: str = "") -> AuditEntry:
+        caller = self.caller
+        return AuditEntry(
+            0.0, caller.key_id, caller.role, action, target, tenant=caller.tenant, address=self._address
+        )
+
+    async def _check_mine(self, job_id: JobId) -> None:
+        await check_sees(self.caller, self._hub.engine.store, job_id)
+
+    async def _subscribe(self, job_id: JobId) -> None:
+        if job_id in self._subscribed:
+            return
+        if len(self._subscribed) >= _MAX_SUBSCRIPTIONS:
+            raise Refusal(
+                RefusalCode.TOO_LARGE, f"a connection watches at most {_MAX_SUBSCRIPTIONS} jobs at a time"
+            )
+        await self._check_mine(job_id)
+        room = await self._hub.rooms.enter(job_id, self._line.wake)
+        now = room.facts[-1].value if room.is_over and room.facts else room.progress
+        if (said := websocket.message_of(now)) is not None:
+            self.tell(said)
+        if room.is_over:
+            self._hub.rooms.leave(room, self._line.wake)
+        else:
+            self._subscribed[job_id] = (room, room.head)
+
+    def _unsubscribe(self, job_id: JobId) -> None:
+        if (known := self._subscribed.pop(job_id, None)) is not None:
+            self._hub.rooms.leave(known[0], self._line.wake)
+
+    async def _begin_monitor(self, body: websocket.Monitor) -> None:
+        query = EventsQuery(body.job_id, body.worker_id, body.tenant, body.kind, body.metadata)
+        if body.tenant is not None and not self.caller.sees(TenantId(body.tenant)):
+            raise Refusal(RefusalCode.NOT_ALLOWED, f"this key does not see the tenant {body.tenant!r}")
+        fleet = self._hub.fleet
+        fleet.join(self._line.wake)
+        self._monitor = (Wanted(query, self.caller.scope), fleet.head)
+        snapshot: dict[str, Any] = {"type": "monitor_subscribed"}
+        if self.caller.scope is None:
+            # Whoever hears of changes alone would never know what did not change.
+            snapshot["stats"] = await self._hub.engine.stats()
+            snapshot["workers"] = [
+                {"worker_id": worker.worker_id, "is_offline": worker.is_offline, "slots": worker.slots}
+                for worker in await self._hub.engine.workers()
+            ]
+        self.tell(snapshot)
+
+
+def _encoded(entry: Entry) -> bytes:
+    """Once for every connection that hears it."""
+    if entry.message is None:
+        said = websocket.message_of(entry.value)
+        entry.message = b"" if said is None else _ENCODER.encode(said)
+    return entry.message
+
+
+async def _refuse(scope: Scope, error: Refusal | Fault, send: Send) -> None:
+    answered = answer_to(error)
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})
+        return
+    headers = {"content-type": "application/problem+json", **answered.headers()}
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "websocket.http.response.start", "status": answered.status, "headers": raw})
+    await send({"type": "websocket.http.response.body", "body": _ENCODER.encode(answered.body)})

@@ -1,0 +1,263 @@
+"""One round: the idle slots of a process are given to waiting jobs all at once.
+
+The result is a maximum matching that never trades a higher priority for a lower one. Who may run what is decided before
+(`feasibility.py`, blocks, caps); how good a pair is comes in as the order of a job's slots.
+
+How well a worker suits a job it may take: the dimensions that rank.
+
+A score never keeps a job from running; it orders pairs that are equal in priority, preference, warmth and selectivity
+(`assignment.py`). Live values count here and only here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from comfyfleet.model.ids import JobId, WorkflowHash
+from comfyfleet.model.requirement import COST_TIERS, Preferences, RequirementClass
+from comfyfleet.model.worker import Capabilities, LiveState, WorkerRecord
+from comfyfleet.policy.feasibility import collect_aliases, has_model, normal_model
+from comfyfleet.policy.rules import Weights
+
+RankKey = tuple[bool, bool, int, int, float, float, int]
+
+
+def rank_key(
+    *,
+    is_overdue: bool,
+    is_preferred: bool,
+    warmth: int,
+    selectivity: int,
+    score: float,
+    virtual_time: float = 0.0,
+    sequence: int,
+) -> RankKey:
+    """The order of pairs of equal priority; smaller is earlier.
+
+    A job that was overtaken for too long comes first, so that nothing below can starve it. Then soft preference, a
+    warm worker, the class with the fewest live compatible workers, the score, and last the store's own order: the
+    tenant that was served least, then the place in line.
+    """
+    return (not is_overdue, not is_preferred, -warmth, selectivity, -score, virtual_time, sequence)
+
+
+class WaitingJob(msgspec.Struct, frozen=True):
+    """A job as a round sees it."""
+
+    job_id: JobId
+    priority: int
+    rank: RankKey
+    """Its place among jobs of equal priority: the best rank it has with any slot."""
+    slots: tuple[str, ...]
+    """The idle slots it may take, best first. Jobs of one lane should share the tuple: a round is then as cheap as
+    its lanes are few."""
+
+    @classmethod
+    def ranked(cls, job_id: JobId, priority: int, ranks: Mapping[str, RankKey]) -> WaitingJob:
+        """From the rank of each pair. Of equally good slots the one named first is taken first."""
+        slots = tuple(sorted(ranks, key=ranks.__getitem__))
+        assert slots, "a job that may take no idle slot has no part in a round"
+        return cls(job_id, priority, ranks[slots[0]], slots)
+
+    @property
+    def order(self) -> tuple[int, RankKey]:
+        return (-self.priority, self.rank)
+
+
+def assign(jobs: Sequence[WaitingJob]) -> dict[str, JobId]:
+    """Slot → job. As many slots get work as can; and by priority, then rank, no set of jobs would be better.
+
+    Jobs come in their order. Each takes the best slot that is free; when none is, jobs placed before it are moved along
+    the shortest chain that frees one. A job once placed is moved at most, never put out, so those before it lose
+    nothing but a preference.
+    """
+    slots = {slot for choices in _distinct(jobs) for slot in choices}
+    if len(slots) == 1:
+        return {slots.pop(): min((job for job in jobs if job.slots), key=_order).job_id}
+    round_ = _Round()
+    for job in sorted(jobs, key=_order):
+        if len(round_.holders) == len(slots):
+            break
+        round_.place(job)
+    return {slot: job.job_id for slot, job in round_.holders.items()}
+
+
+def _order(job: WaitingJob) -> tuple[int, RankKey]:
+    return job.order
+
+
+def _distinct(jobs: Iterable[WaitingJob]) -> Iterable[tuple[str, ...]]:
+    return {id(job.slots): job.slots for job in jobs}.values()
+
+
+class _Round:
+    """The matching while it grows.
+
+    Three facts keep it fast. A slot that is held stays held. Jobs with the same choices reach the same slots, so a
+    search visits each tuple once. And slots from which a search found no way to a free one never get a way: later
+    chains cannot pass through them, hence cannot change them.
+    """
+
+    def __init__(self) -> None:
+        self.holders: dict[str, WaitingJob] = {}
+        self._held_prefix: dict[int, int] = {}
+        self._dead_ends: set[int] = set()
+
+    def place(self, job: WaitingJob) -> None:
+        if id(job.slots) in self._dead_ends:
+            return
+        free = self._first_free(job.slots)
+        if free is not None:
+            self.holders[free] = job
+            return
+        visited = {id(job.slots)}
+        came_from: dict[str, str | None] = {}
+        # Breadth first, so that the fewest jobs are moved; each looks at its better slots first.
+        searches: deque[tuple[tuple[str, ...], str | None]] = deque([(job.slots, None)])
+        while searches:
+            choices, left = searches.popleft()
+            for slot in choices:
+                others = self.holders[slot].slots
+                if id(others) in visited or id(others) in self._dead_ends:
+                    continue
+                visited.add(id(others))
+                came_from[slot] = left
+                free = self._first_free(others)
+                if free is not None:
+                    self._shift(job, free, slot, came_from)
+                    return
+                searches.append((others, slot))
+        self._dead_ends |= visited
+
+    def _first_free(self, slots: tuple[str, ...]) -> str | None:
+        """The best slot nobody holds. Those before it are held for good and not looked at again."""
+        start = self._held_prefix.get(id(slots), 0)
+        for index in range(start, len(slots)):
+            if slots[index] not in self.holders:
+                self._held_prefix[id(slots)] = index
+                return slots[index]
+        self._held_prefix[id(slots)] = len(slots)
+        return None
+
+    def _shift(
+        self, job: WaitingJob, free: str, left: str | None, came_from: Mapping[str, str | None]
+    ) -> None:
+        """From the far end of the chain each job moves one slot on; the new job takes the slot that leaves."""
+        while left is not None:
+            self.holders[free] = self.holders[left]
+            free, left = left, came_from[left]
+        self.holders[free] = job
+
+
+# Each is the amount that scores one half. They set where a difference still matters, not what wins.
+HALF_SPARE_MEMORY_GB = 16.0
+HALF_EXPECTED_S = 60.0
+HALF_RATE_PER_HOUR = 1.0
+
+INDIFFERENT = 0.5
+"""Neither for nor against: the value is unknown or nobody is preferred."""
+
+
+def score(
+    cls: RequirementClass, worker: WorkerRecord, load: float, weights: Weights, expected_s: float | None
+) -> float:
+    """The weighted sum of values from 0 to 1; higher is better.
+
+    `load` is the share of the worker's slots in use, `expected_s` the learned duration of this workflow on its class of
+    worker. The service dimension only filters and adds nothing.
+    """
+    capabilities, wishes = worker.capabilities, cls.preferences
+    return (
+        weights.hardware * _spare_room(cls, worker)
+        + weights.models * _models_at_hand(cls, worker)
+        + weights.tenant * _closeness(cls, capabilities)
+        + weights.performance * (_quality(wishes, capabilities) + _speed(capabilities, expected_s)) / 2
+        + weights.location * _region(wishes, capabilities)
+        + weights.cost * _cheapness(wishes, capabilities)
+        + weights.load * (1.0 - min(1.0, max(0.0, load)))
+    )
+
+
+def warmth(cls: RequirementClass, workflow_hash: WorkflowHash, live: LiveState) -> int:
+    """2: every model the job needs is loaded now. 1: the worker ran the same workflow last. 0: cold."""
+    needed = cls.requirements.models
+    if needed and live.loaded_models:
+        loaded = live.loaded_models | collect_aliases(live.loaded_models)
+        if all(normal_model(name) in loaded for name in needed):
+            return 2
+    return 1 if live.last_workflow == workflow_hash else 0
+
+
+def _spare_room(cls: RequirementClass, worker: WorkerRecord) -> float:
+    """GPU memory left over beyond the need; what is free now where that is known, else the card's size."""
+    need = cls.requirements.hardware
+    free = worker.live.free_vram_gb
+    room = worker.capabilities.hardware.gpu.memory_gb if free is None else free
+    spare = max(0.0, room - max(need.gpu_memory_gb, need.gpu_memory_above_gb))
+    return spare / (spare + HALF_SPARE_MEMORY_GB)
+
+
+def _models_at_hand(cls: RequirementClass, worker: WorkerRecord) -> float:
+    """The mean over needed and preferred models: loaded counts 1, installed one half. Nothing asked, nothing amiss."""
+    names = {normal_model(name) for name in (*cls.requirements.models, *cls.preferences.models)}
+    if not names:
+        return 1.0
+    loaded = worker.live.loaded_models
+    known = loaded | collect_aliases(loaded) if loaded else loaded
+    inventories = [
+        service.models for service in worker.capabilities.services if service.name == cls.requirements.service
+    ]
+    total = 0.0
+    for name in names:
+        if name in known:
+            total += 1.0
+        elif any(models is None or has_model(models, name) for models in inventories):
+            total += 0.5
+    return total / len(names)
+
+
+def _closeness(cls: RequirementClass, capabilities: Capabilities) -> float:
+    """A loose worker prefers the tenants it lists, and a strict one is there for nobody else."""
+    access = capabilities.tenant_access
+    if access.isolation == "none" or not access.allowed:
+        return INDIFFERENT
+    return 1.0 if cls.tenant in access.allowed else 0.0
+
+
+def _quality(wishes: Preferences, capabilities: Capabilities) -> float:
+    """Whether the worker offers the quality level that was wished for."""
+    if wishes.quality is None:
+        return 1.0
+    return 1.0 if wishes.quality in capabilities.performance.quality_levels else 0.0
+
+
+def _speed(capabilities: Capabilities, expected_s: float | None) -> float:
+    """What the fleet has learned, else what the worker says of itself (1 is usual, and scores one half)."""
+    if expected_s is not None:
+        return HALF_EXPECTED_S / (HALF_EXPECTED_S + max(0.0, expected_s))
+    speed = max(0.0, capabilities.performance.speed)
+    return speed / (speed + 1.0)
+
+
+def _region(wishes: Preferences, capabilities: Capabilities) -> float:
+    if wishes.region is None:
+        return 1.0
+    region = capabilities.location.region
+    return 1.0 if region is not None and region.casefold() == wishes.region.casefold() else 0.0
+
+
+def _cheapness(wishes: Preferences, capabilities: Capabilities) -> float:
+    """The rate per hour, lower is better; where a tier was wished for, its nearness counts as much."""
+    cost = capabilities.cost
+    cheap = (
+        INDIFFERENT
+        if cost.rate_per_hour is None
+        else HALF_RATE_PER_HOUR / (HALF_RATE_PER_HOUR + max(0.0, cost.rate_per_hour))
+    )
+    if wishes.cost_tier is None:
+        return cheap
+    distance = abs(COST_TIERS.index(cost.tier) - COST_TIERS.index(wishes.cost_tier))
+    return (cheap + 1.0 - distance / (len(COST_TIERS) - 1)) / 2

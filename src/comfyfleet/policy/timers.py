@@ -1,0 +1,198 @@
+"""Everything a dispatch waits for, as one time; and what is due when that time has come.
+
+A dispatch carries one `wake_at`. Whatever waits (a delay, a preference, a rising priority, a deadline, the end of its
+total time, a stop that its worker has not confirmed) puts its moment there, and the sweeper comes back with `review`.
+
+Jobs that no known worker can run: when they have waited long enough, and what is said of it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from comfyfleet.model.dispatch import Change, Dispatch, Phase, Standing, Stop
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.tenant import Tenant
+from comfyfleet.policy.lifecycle import standing_at
+from comfyfleet.policy.priority import effective_priority, next_priority_change
+from comfyfleet.policy.rules import Rules
+
+
+class Due(StrEnum):
+    NOTHING = "nothing"
+    """Only the dispatch's own place changes, if anything."""
+    LEASE_OVER = "lease_over"
+    STOP_OVERDUE = "stop_overdue"
+    TOTAL_OVER = "total_over"
+    DEADLINE_OVER = "deadline_over"
+    DEADLINE_FLAGGED = "deadline_flagged"
+
+
+class Review(msgspec.Struct, frozen=True):
+    due: Due
+    change: Change | None = None
+
+
+def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
+    """The next moment policy wants to see this dispatch. What a paused job was waiting for goes on waiting."""
+    moments = [dispatch.expires_at]
+    if dispatch.phase is Phase.QUEUED:
+        moments += [dispatch.deadline_at, dispatch.relax_at]
+        moments.append(
+            next_priority_change(
+                dispatch.base_priority,
+                0,
+                "normal",
+                dispatch.deadline_at,
+                now,
+                rules,
+                dispatch.priority_ceiling,
+            )
+        )
+        if dispatch.is_held:
+            moments.append(next_look(dispatch, now, rules))
+        elif dispatch.standing is Standing.DELAYED:
+            moments.append(dispatch.not_before)
+    elif (asked_at := dispatch.stop_requested_at) is not None:
+        moments.append(asked_at + rules.cancel_grace_s)
+    return min((moment for moment in moments if moment is not None), default=None)
+
+
+def next_look(dispatch: Dispatch, now: float, rules: Rules) -> float:
+    """At a job that waits for others, though somebody should have been told of their end: after half its age."""
+    age_s = max(0.0, now - dispatch.queued_at)
+    return now + min(rules.held_look_cap_s, max(rules.held_look_s, age_s / 2))
+
+
+def released(dispatch: Dispatch, now: float, rules: Rules) -> Change:
+    """All that it waited for completed. A preference is waited for from now on."""
+    standing = dispatch.standing
+    if standing is Standing.DELAYED:
+        standing = standing_at(dispatch.not_before, now)
+    relax_at = None if dispatch.relaxed_class is None else now + rules.affinity_wait_s
+    free = msgspec.structs.replace(dispatch, is_held=False, standing=standing, relax_at=relax_at)
+    return msgspec.structs.replace(_placed(free, now, rules), is_held=False)
+
+
+def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
+    """What time has brought. The first that ends the job or the lease wins; else the job's place is put right."""
+    if dispatch.phase.is_final:
+        return Review(Due.NOTHING)
+    if dispatch.expires_at is not None and dispatch.expires_at <= now:
+        return Review(Due.TOTAL_OVER)
+    if dispatch.phase is Phase.LEASED:
+        assert dispatch.lease is not None
+        asked_at = dispatch.stop_requested_at
+        if asked_at is not None and asked_at + rules.cancel_grace_s <= now:
+            return Review(Due.STOP_OVERDUE)
+        if dispatch.lease.expires_at <= now:
+            return Review(Due.LEASE_OVER)
+        return Review(Due.NOTHING, _only_wake(dispatch, now, rules))
+    if dispatch.deadline_at is not None and dispatch.deadline_at <= now:
+        if dispatch.fails_at_deadline:
+            return Review(Due.DEADLINE_OVER)
+        # What the deadline added becomes the job's own: late is no reason to fall behind again.
+        raised = _priority(dispatch, now, rules)
+        flagged = msgspec.structs.replace(dispatch, deadline_at=None, base_priority=raised)
+        placed = _placed(flagged, now, rules)
+        change = msgspec.structs.replace(placed, deadline_at=None, base_priority=raised)
+        return Review(Due.DEADLINE_FLAGGED, change)
+    return Review(Due.NOTHING, _placed(dispatch, now, rules))
+
+
+def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:
+    """Back in line after a lease, or paused if that was asked for, with all that time has brought meanwhile: while it
+    ran nobody looked."""
+    standing = standing_at(not_before, now) if dispatch.pause_requested_at is None else Standing.PAUSED
+    waiting = msgspec.structs.replace(
+        dispatch, phase=phase, lease=None, standing=standing, not_before=not_before
+    )
+    placed = msgspec.structs.replace(
+        _placed(waiting, now, rules), phase=phase, lease=None, not_before=not_before
+    )
+    if dispatch.pause_requested_at is None and dispatch.retry_requested_at is None:
+        return placed
+    return msgspec.structs.replace(placed, pause_requested_at=None, retry_requested_at=None)
+
+
+def asked_to_stop(dispatch: Dispatch, stop: Stop, now: float, rules: Rules) -> Change:
+    """Not a phase: the lease runs on until its holder confirms, or until the grace is over."""
+    # Another word about the same stop does not give its worker more time.
+    since = dispatch.stop_requested_at or now
+    change = Change(
+        cancel_requested_at=now if stop is Stop.CANCEL else None,
+        pause_requested_at=since if stop is Stop.PAUSE else None,
+        retry_requested_at=since if stop is Stop.RETRY else None,
+    )
+    return msgspec.structs.replace(change, wake_at=wake_at(change.apply(dispatch), now, rules))
+
+
+def _priority(dispatch: Dispatch, now: float, rules: Rules) -> int:
+    return effective_priority(
+        dispatch.base_priority, 0, "normal", dispatch.deadline_at, now, rules, dispatch.priority_ceiling
+    )
+
+
+def _placed(dispatch: Dispatch, now: float, rules: Rules) -> Change:
+    relaxes = dispatch.relax_at is not None and dispatch.relax_at <= now
+    class_key = dispatch.class_key
+    if relaxes:
+        assert dispatch.relaxed_class is not None, "what relaxes says into which class"
+        class_key = dispatch.relaxed_class
+    standing = dispatch.standing
+    if standing is Standing.DELAYED and not dispatch.is_held and (dispatch.not_before or 0.0) <= now:
+        standing = Standing.IN_LANE
+    placed = msgspec.structs.replace(
+        dispatch,
+        priority=_priority(dispatch, now, rules),
+        class_key=class_key,
+        standing=standing,
+        relax_at=None if relaxes else dispatch.relax_at,
+        relaxed_class=None if relaxes else dispatch.relaxed_class,
+    )
+    return Change(
+        priority=placed.priority,
+        class_key=placed.class_key,
+        standing=placed.standing,
+        relax_at=placed.relax_at,
+        relaxed_class=placed.relaxed_class,
+        wake_at=wake_at(placed, now, rules),
+    )
+
+
+def _only_wake(dispatch: Dispatch, now: float, rules: Rules) -> Change:
+    return Change(wake_at=wake_at(dispatch, now, rules))
+
+
+def unrunnable_after(tenant: Tenant | None, rules: Rules) -> float:
+    """Its own term, or else the hub's setting, by which tenants without terms go."""
+    own = None if tenant is None else tenant.unrunnable_after
+    return rules.unrunnable_after if own is None else own
+
+
+def fails_at(dispatch: Dispatch, since: float, after_s: float) -> float | None:
+    """`since`: when it was first seen that nobody can run its class. None: it does not wait for a worker."""
+    if dispatch.phase is not Phase.QUEUED or dispatch.is_held or dispatch.standing is Standing.PAUSED:
+        return None
+    if dispatch.relaxed_class is not None:
+        # It soon asks for less.
+        return None
+    return max(since, dispatch.queued_at, dispatch.not_before or 0.0) + after_s
+
+
+def failure_of(after_s: float, lacking: str | None) -> Failure:
+    nearest = "none is known" if lacking is None else f"the nearest: {lacking}"
+    return Failure(
+        FailureKind.UNRUNNABLE,
+        f"no worker that is here or known could run it for {_spoken(after_s)}; {nearest}. "
+        "Start a worker that can, and retry it",
+    )
+
+
+def _spoken(seconds: float) -> str:
+    for unit, name in ((3600, "h"), (60, "min")):
+        if seconds >= unit:
+            return f"{seconds / unit:g} {name}"
+    return f"{seconds:g} s"

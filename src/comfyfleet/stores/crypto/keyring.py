@@ -1,0 +1,345 @@
+"""The tenants' data keys: made, wrapped by a master key, kept in the store's cabinet, renewed, destroyed.
+
+One document holds one data key, named by tenant and key id, so keys of two stores can come together and nobody has to
+agree on a number. A key that was destroyed leaves its document without the key: what it sealed is told as such.
+Unwrapped keys stay in memory for half a minute; so long another process may go on with a key that is destroyed here.
+
+Master keys by id, as an operator writes them: `ID=KEY`, one a line in a file or one after the other in a setting.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.ids import TenantId
+from comfyfleet.ports import Cabinet, Clock, Document
+from comfyfleet.stores.crypto.value_cipher import KEY_BYTES, CannotOpen, DataKey, new_key_id, unwrap, wrap
+from comfyfleet.stores.factory import DATA_KEYS, MASTER_KEYS
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class MasterKeys(msgspec.Struct, frozen=True):
+    keys: dict[str, bytes] = {}
+    current: str | None = None
+    """The one that data keys are wrapped with. None: what is sealed is opened, and nothing more is sealed."""
+
+    def __repr__(self) -> str:
+        # Whatever prints it: its keys are nobody's business.
+        return f"MasterKeys({', '.join(self.keys)}; current {self.current})"
+
+
+def read_master_keys(lines: Iterable[str], current: str = "") -> MasterKeys:
+    """`current` is the id of one of them, `none`, or empty for the first. Raises ValueError, which quotes no key."""
+    keys: dict[str, bytes] = {}
+    for line in lines:
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        key_id, _, text = line.partition("=")
+        key_id = key_id.strip()
+        if not _ID.fullmatch(key_id) or not text:
+            raise ValueError("a key is written as ID=KEY; an id has letters, digits, '.', '_' and '-'")
+        if key_id in keys:
+            raise ValueError(f"there are two keys with the id {key_id!r}")
+        keys[key_id] = _secret(key_id, text.strip())
+    if not keys:
+        raise ValueError("there is no key: `comfyfleet encryption new-key` makes one")
+    if current == "none":
+        return MasterKeys(keys)
+    if current and current not in keys:
+        raise ValueError(f"the current key is to be {current!r}, but the keys are {', '.join(sorted(keys))}")
+    return MasterKeys(keys, current or next(iter(keys)))
+
+
+def _secret(key_id: str, text: str) -> bytes:
+    try:
+        secret = bytes.fromhex(text) if len(text) == 2 * KEY_BYTES else base64.b64decode(text, validate=True)
+    except (ValueError, binascii.Error):
+        secret = b""
+    if len(secret) != KEY_BYTES:
+        raise ValueError(f"the key {key_id!r} is not {KEY_BYTES} bytes in base64 or hexadecimal digits")
+    return secret
+
+
+_LOG = logging.getLogger(__name__)
+
+KEEP_S = 30.0
+RENEW_S = 365 * 86400.0
+_LOOK_AGAIN_S = 3600.0
+"""Another process may have wrapped a key with an old master key since."""
+_PAGE = 100
+_MOST_IN_MEMORY = 10_000
+_CHECK = b"comfyfleet"
+_FOR_CHECKS = "check"
+
+
+class Wrapped(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A data key as it is kept."""
+
+    made_at: float
+    master: str = ""
+    wrapped: bytes = b""
+    destroyed_at: float | None = None
+
+
+class Tally(msgspec.Struct, frozen=True):
+    """What there is, by the master key that it is wrapped with."""
+
+    masters: dict[str, int]
+    tenants: int
+    destroyed: int
+
+
+_documents = msgspec.json.Decoder(Wrapped)
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Keyring:
+    """`masters` is asked again and again: a key that is added to its file is known without a restart."""
+
+    def __init__(
+        self,
+        cabinet: Cabinet,
+        clock: Clock,
+        masters: Callable[[], MasterKeys],
+        *,
+        renew_s: float = RENEW_S,
+    ) -> None:
+        self._cabinet = cabinet
+        self._clock = clock
+        self._read = masters
+        self._masters = masters()
+        self._renew_s = renew_s
+        self._looked_with: MasterKeys | None = None
+        self._looked_at = 0.0
+        self._current: dict[TenantId, tuple[DataKey, float]] = {}
+        self._known: dict[tuple[TenantId, str], tuple[DataKey, float]] = {}
+
+    async def open(self) -> None:
+        """Refuses keys that do not open what is in this store."""
+        for document in await self._cabinet.listing(MASTER_KEYS, limit=_PAGE):
+            master = self._masters.keys.get(document.name)
+            if master is None:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"this store is sealed with the master key {document.name!r}, which is not among the keys of "
+                    f"[encryption] ({', '.join(sorted(self._masters.keys))}): add it, or wrap its data keys anew "
+                    "with `comfyfleet encryption rotate` where both keys are known",
+                )
+            if unwrap(master, document.body, _FOR_CHECKS, document.name) != _CHECK:
+                raise Refusal(
+                    RefusalCode.INVALID_REQUEST,
+                    f"the master key {document.name!r} of [encryption] is not the one that this store is sealed "
+                    "with: another key has its id. Nothing was changed; give the right one",
+                )
+
+    @property
+    def seals(self) -> bool:
+        return self._masters.current is not None
+
+    async def refresh(self) -> int:
+        """Now and then: reads the master keys again, and wraps what another than the current one has wrapped. Answers
+        how many data keys that were."""
+        try:
+            self._masters = self._read()
+        except (OSError, ValueError) as error:
+            _LOG.error("the master keys cannot be read again, the ones known so far stay: %s", error)
+        now = self._clock.now()
+        if self._masters == self._looked_with and now < self._looked_at + _LOOK_AGAIN_S:
+            return 0
+        moved = await self.rewrap()
+        self._looked_with, self._looked_at = self._masters, now
+        return moved
+
+    # sealing and opening
+
+    async def to_seal(self, tenant: TenantId) -> DataKey | None:
+        """None: nothing is to be sealed."""
+        if self._masters.current is None:
+            return None
+        now = self._clock.now()
+        kept = self._current.get(tenant)
+        if kept is not None and now < kept[1] + KEEP_S and now < kept[0].made_at + self._renew_s:
+            return kept[0]
+        newest = None
+        async for document in self._of(tenant):
+            if _documents.decode(document.body).destroyed_at is None:
+                newest = document
+        if newest is None or now >= _documents.decode(newest.body).made_at + self._renew_s:
+            return await self.renew(tenant)
+        key = self._unwrapped(tenant, newest)
+        _remember(self._current, tenant, (key, now))
+        return key
+
+    async def to_open(self, tenant: TenantId, key_id: str) -> DataKey:
+        now = self._clock.now()
+        kept = self._known.get((tenant, key_id))
+        if kept is not None and now < kept[1] + KEEP_S:
+            return kept[0]
+        document = await self._cabinet.get(DATA_KEYS, _name(tenant, key_id))
+        if document is None:
+            raise CannotOpen(f"it was sealed with the data key {key_id}, which this store does not have")
+        destroyed_at = _documents.decode(document.body).destroyed_at
+        if destroyed_at is not None:
+            raise CannotOpen(f"the data key of tenant {tenant!r} that it was sealed with was destroyed")
+        key = self._unwrapped(tenant, document)
+        _remember(self._known, (tenant, key_id), (key, now))
+        return key
+
+    # keys
+
+    async def renew(self, tenant: TenantId) -> DataKey:
+        """A new data key, for what is sealed from now on; what is sealed already stays as it is."""
+        current = self._masters.current
+        if current is None:
+            raise Refusal(
+                RefusalCode.INVALID_REQUEST, "there is no current master key to wrap a new key with"
+            )
+        now = self._clock.now()
+        key = DataKey(new_key_id(now), secrets.token_bytes(KEY_BYTES), now)
+        name = _name(tenant, key.key_id)
+        await self._introduce()
+        body = self._wrapped(current, key.secret, name, now)
+        if not await self._cabinet.put(DATA_KEYS, name, body, version=0):
+            raise Fault("a new data key's id is taken already; try again")
+        _remember(self._current, tenant, (key, now))
+        return key
+
+    async def rewrap(self) -> int:
+        """Every data key under the current master key; how many were not. Values are not touched, so nobody waits."""
+        current, moved, left = self._masters.current, 0, set[str]()
+        async for document in self._all():
+            wrapped = _documents.decode(document.body)
+            if wrapped.destroyed_at is not None:
+                continue
+            if current is None or wrapped.master == current:
+                left.add(wrapped.master)
+                continue
+            try:
+                secret = self._unwrapped(_tenant_of(document.name), document).secret
+            except Fault as fault:
+                # One tenant's key must not keep the others' under a master key that is to go.
+                _LOG.error("a data key stays as it is wrapped: %s", fault)
+                left.add(wrapped.master)
+                continue
+            body = self._wrapped(current, secret, document.name, wrapped.made_at)
+            # One that was changed since then was wrapped anew, or destroyed, by another: that stands.
+            if await self._cabinet.put(DATA_KEYS, document.name, body, version=document.version):
+                moved += 1
+            else:
+                left.add(wrapped.master)
+        if current is not None and (moved or left):
+            await self._introduce()
+            for document in await self._cabinet.listing(MASTER_KEYS, limit=_PAGE):
+                if document.name != current and document.name not in left:
+                    await self._cabinet.remove(MASTER_KEYS, document.name)
+        return moved
+
+    async def shred(self, tenant: TenantId) -> int:
+        """Destroys the tenant's data keys: what they sealed is unreadable from now on, here and in every copy of it."""
+        now, destroyed = self._clock.now(), 0
+        async for document in self._of(tenant):
+            wrapped = _documents.decode(document.body)
+            if wrapped.destroyed_at is not None:
+                continue
+            body = msgspec.json.encode(Wrapped(wrapped.made_at, destroyed_at=now))
+            await self._cabinet.put(DATA_KEYS, document.name, body, version=None)
+            destroyed += 1
+        self._current.pop(tenant, None)
+        for known in [each for each in self._known if each[0] == tenant]:
+            del self._known[known]
+        return destroyed
+
+    async def tally(self) -> Tally:
+        masters: dict[str, int] = {}
+        tenants, destroyed = set[TenantId](), 0
+        async for document in self._all():
+            wrapped = _documents.decode(document.body)
+            if wrapped.destroyed_at is not None:
+                destroyed += 1
+                continue
+            masters[wrapped.master] = masters.get(wrapped.master, 0) + 1
+            tenants.add(_tenant_of(document.name))
+        return Tally(masters, len(tenants), destroyed)
+
+    async def tenants(self) -> list[TenantId]:
+        """Who has a key. One whose keys were all destroyed may be gone, and gets another when something is sealed."""
+        found = dict[TenantId, None]()
+        async for document in self._all():
+            if _documents.decode(document.body).destroyed_at is None:
+                found[_tenant_of(document.name)] = None
+        return list(found)
+
+    # documents
+
+    async def _introduce(self) -> None:
+        """A text that the current master key has wrapped: by it a wrong key is known at the start."""
+        current = self._masters.current
+        if current is not None and await self._cabinet.get(MASTER_KEYS, current) is None:
+            body = wrap(self._masters.keys[current], _CHECK, _FOR_CHECKS, current)
+            await self._cabinet.put(MASTER_KEYS, current, body, version=0)
+
+    def _wrapped(self, master: str, secret: bytes, name: str, made_at: float) -> bytes:
+        wrapped = wrap(self._masters.keys[master], secret, name, master)
+        return msgspec.json.encode(Wrapped(made_at, master, wrapped))
+
+    def _unwrapped(self, tenant: TenantId, document: Document) -> DataKey:
+        wrapped = _documents.decode(document.body)
+        master = self._masters.keys.get(wrapped.master)
+        if master is None:
+            raise Fault(
+                f"a data key of tenant {tenant!r} is wrapped by the master key {wrapped.master!r}, which this process "
+                "does not have: add it to the keys of [encryption]"
+            )
+        secret = unwrap(master, wrapped.wrapped, document.name, wrapped.master)
+        if secret is None:
+            raise Fault(
+                f"a data key of tenant {tenant!r} does not open with the master key {wrapped.master!r}: it was "
+                "changed, or another master key has this id. Give the right one, or restore the document"
+            )
+        return DataKey(document.name.rpartition("/")[2], secret, wrapped.made_at)
+
+    async def _of(self, tenant: TenantId) -> AsyncIterator[Document]:
+        """In the order of their ids, which is that of time."""
+        after = prefix = f"{tenant}/"
+        while page := await self._cabinet.listing(DATA_KEYS, after, _PAGE):
+            for document in page:
+                if not document.name.startswith(prefix):
+                    return
+                # Another tenant's name may begin with this one's, and a stroke.
+                if _tenant_of(document.name) == tenant:
+                    yield document
+            after = page[-1].name
+
+    async def _all(self) -> AsyncIterator[Document]:
+        after = ""
+        while page := await self._cabinet.listing(DATA_KEYS, after, _PAGE):
+            for document in page:
+                yield document
+            after = page[-1].name
+
+
+def _name(tenant: TenantId, key_id: str) -> str:
+    return f"{tenant}/{key_id}"
+
+
+def _tenant_of(name: str) -> TenantId:
+    return TenantId(name.rpartition("/")[0])
+
+
+def _remember(kept: dict[K, V], name: K, value: V) -> None:
+    kept.pop(name, None)
+    kept[name] = value
+    if len(kept) > _MOST_IN_MEMORY:
+        del kept[next(iter(kept))]

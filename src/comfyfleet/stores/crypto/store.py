@@ -1,0 +1,210 @@
+"""A store whose jobs are sealed: any other one, with payloads, results and failures sealed before they reach it.
+
+Everything else is the inner store's. Workers that call the functions of the store themselves cannot open anything, so
+they are not admitted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import msgspec
+from msgspec import UNSET
+
+from comfyfleet.model.calls import Applicant, FinishedRun, Foreign, ForeignReport
+from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseOffer, Phase, Write, Written
+from comfyfleet.model.fact import Fact, FactDraft
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.ports import ForeignWorkers, Records, Store
+from comfyfleet.stores.crypto.keyring import Keyring
+from comfyfleet.stores.crypto.payload_cipher import Sealer
+
+_MOST_TENANTS = 10_000
+_REFUSAL = (
+    "the jobs of this fleet are sealed and a worker that takes them from the store itself cannot open them: "
+    "let it work through a hub, or run `comfyfleet worker --store` with the keys of [encryption]"
+)
+
+
+def sealed_store(inner: Store, keyring: Keyring) -> Store:
+    """The keyring's documents lie in the cabinet of the inner store."""
+    return cast("Store", SealedStore(inner, keyring))
+
+
+class SealedStore:
+    def __init__(self, inner: Store, keyring: Keyring) -> None:
+        self._inner = inner
+        self._keyring = keyring
+        self._sealer = Sealer(keyring)
+        self._tenants = Tenants()
+        self.records: Records = SealedRecords(inner.records, self._sealer, self._tenants)
+        self.foreign = None if inner.foreign is None else SealedForeign(inner.foreign, keyring)
+
+    def __getattr__(self, name: str) -> Any:
+        # What is not about payloads is the inner store's own, also what its port has yet to learn.
+        return getattr(self._inner, name)
+
+    async def open(self) -> None:
+        await self._inner.open()
+        await self._keyring.open()
+        if self.foreign is not None and self._keyring.seals:
+            # Those admitted before there was a key: they register again, and are told.
+            for worker_id in (await self.foreign.look(1)).seen:
+                await self._inner.remove_worker(worker_id)
+
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+        self._tenants.note(job.job_id, job.tenant)
+        if self._keyring.seals:
+            dispatch = without_digest(dispatch)
+        return await self._inner.enqueue(dispatch, await self._sealer.job(job), facts)
+
+    async def write(self, write: Write) -> Written | None:
+        sealed = await self._sealed(write)
+        return None if sealed is None else _told(await self._inner.write(sealed), write)
+
+    async def finish_and_lease_next(
+        self, write: Write, offer: LeaseOffer
+    ) -> tuple[Written | None, Written | None]:
+        sealed = await self._sealed(write)
+        if sealed is None:
+            return None, None
+        finished, leased = await self._inner.finish_and_lease_next(sealed, offer)
+        return _told(finished, write), leased
+
+    async def facts(self, job_id: JobId, after: int = 0) -> list[Fact]:
+        facts = await self._inner.facts(job_id, after)
+        tenant = await self._tenant_of(job_id) if facts else None
+        return facts if tenant is None else [await self._sealer.opened_fact(tenant, fact) for fact in facts]
+
+    async def attempts(self, job_id: JobId) -> list[Attempt]:
+        attempts = await self._inner.attempts(job_id)
+        tenant = await self._tenant_of(job_id) if attempts else None
+        if tenant is None:
+            return attempts
+        return [await self._sealer.opened_attempt(tenant, job_id, attempt) for attempt in attempts]
+
+    async def _sealed(self, write: Write) -> Write | None:
+        """None: there is no such job, so no guard holds."""
+        if self._keyring.seals and write.change.payload_sha256 is not UNSET:
+            change = msgspec.structs.replace(write.change, payload_sha256=None)
+            write = msgspec.structs.replace(write, change=change)
+        says_nothing = write.attempt_end is None or write.attempt_end.failure is None
+        if not write.job and says_nothing and not write.facts:
+            return write
+        tenant = await self._tenant_of(write.job_id)
+        if tenant is None:
+            return None
+        sealer, job_id = self._sealer, write.job_id
+        end = write.attempt_end
+        return msgspec.structs.replace(
+            write,
+            job=write.job and await sealer.changes(tenant, job_id, write.job),
+            attempt_end=end and await sealer.attempt_end(tenant, job_id, end),
+            facts=await sealer.drafts(tenant, job_id, write.facts),
+        )
+
+    async def _tenant_of(self, job_id: JobId) -> TenantId | None:
+        tenant = self._tenants.get(job_id)
+        if tenant is None and (dispatch := await self._inner.load(job_id)) is not None:
+            tenant = dispatch.tenant
+            self._tenants.note(job_id, tenant)
+        return tenant
+
+
+class Tenants:
+    """Whose the jobs are that were seen here lately. A job's tenant never changes."""
+
+    def __init__(self) -> None:
+        self._of: dict[JobId, TenantId] = {}
+
+    def get(self, job_id: JobId) -> TenantId | None:
+        return self._of.get(job_id)
+
+    def note(self, job_id: JobId, tenant: TenantId) -> None:
+        self._of[job_id] = tenant
+        if len(self._of) > _MOST_TENANTS:
+            del self._of[next(iter(self._of))]
+
+
+def without_digest(dispatch: Dispatch) -> Dispatch:
+    """A digest of the plain payload would confirm a guess of it. What is sealed is bound to its job by its seal."""
+    return msgspec.structs.replace(dispatch, payload_sha256=None)
+
+
+def _told(written: Written | None, write: Write) -> Written | None:
+    """As it was asked for: whoever hears of it now need not open it first."""
+    if written is None or not write.facts:
+        return written
+    facts = tuple(
+        msgspec.structs.replace(fact, data=draft.data)
+        for fact, draft in zip(written.facts, write.facts, strict=True)
+    )
+    return Written(written.dispatch, facts)
+
+
+class SealedRecords:
+    def __init__(self, inner: Records, sealer: Sealer, tenants: Tenants) -> None:
+        self._inner = inner
+        self._sealer = sealer
+        self._tenants = tenants
+
+    async def get(self, job_id: JobId) -> Job | None:
+        return await self._opened(await self._inner.get(job_id))
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        return await self._opened(await self._inner.by_reference(tenant, reference))
+
+    async def listing(
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
+    ) -> list[Job]:
+        jobs = await self._inner.listing(
+            tenant=tenant, phase=phase, limit=limit, after=after, newest_first=newest_first
+        )
+        return [await self._sealer.opened(job) for job in jobs]
+
+    async def _opened(self, job: Job | None) -> Job | None:
+        if job is None:
+            return None
+        self._tenants.note(job.job_id, job.tenant)
+        return await self._sealer.opened(job)
+
+
+class SealedForeign:
+    """The door of workers without an engine, shut: nobody new is let in, and who is in may leave."""
+
+    def __init__(self, inner: ForeignWorkers, keyring: Keyring) -> None:
+        self._inner = inner
+        self._keyring = keyring
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        self._inner.listen(wake)
+
+    async def look(self, limit: int) -> Foreign:
+        found = await self._inner.look(limit)
+        if not self._keyring.seals:
+            return found
+        shut = [
+            msgspec.structs.replace(each, call=None, problem=_REFUSAL) if each.call is not None else each
+            for each in found.applicants
+        ]
+        return msgspec.structs.replace(found, applicants=tuple(shut))
+
+    async def admitted(self, applicant: Applicant) -> None:
+        await self._inner.admitted(applicant)
+
+    async def refuse(self, applicant: Applicant, reason: str) -> None:
+        await self._inner.refuse(applicant, reason)
+
+    async def settled(self, report: ForeignReport) -> None:
+        await self._inner.settled(report)
+
+    async def take_finished(self, limit: int) -> list[FinishedRun]:
+        return await self._inner.take_finished(limit)

@@ -1,0 +1,94 @@
+"""What every cabinet has in common, the bounds of a document, and the cabinet of the memory store.
+
+Values as bytes in a database: packed, or refused before anything is changed.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right, insort
+
+import msgspec
+
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.ports import Document
+
+MAX_BODY_BYTES = 64 * 1024
+MAX_NAME = 512
+_DRAWER = re.compile(r"[a-z_]{1,64}")
+
+
+def is_name(name: str) -> bool:
+    """Whether a document may be called so: then every store keeps it, and in the same order."""
+    return 0 < len(name) <= MAX_NAME and name.isprintable()
+
+
+def check_document(drawer: str, name: str, body: bytes) -> None:
+    """Asked before anything is changed."""
+    assert _DRAWER.fullmatch(drawer), "drawers are named in the source, with small letters"
+    if not is_name(name):
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"a name has 1 to {MAX_NAME} characters, all of them printable"
+        )
+    if len(body) > MAX_BODY_BYTES:
+        raise Refusal(
+            RefusalCode.TOO_LARGE,
+            f"a document has at most {MAX_BODY_BYTES} bytes, this one has {len(body)}: keep less in it",
+        )
+
+
+def check_start(after: str) -> None:
+    if after and not is_name(after):
+        raise Refusal(RefusalCode.INVALID_REQUEST, "no list goes on after such a name: begin it anew")
+
+
+class MemoryCabinet:
+    def __init__(self) -> None:
+        self._drawers: dict[str, dict[str, Document]] = {}
+        self._names: dict[str, list[str]] = {}
+        """Of each drawer, in order."""
+
+    async def get(self, drawer: str, name: str) -> Document | None:
+        return self._drawers.get(drawer, {}).get(name)
+
+    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(drawer, name, body)
+        documents = self._drawers.setdefault(drawer, {})
+        known = documents.get(name)
+        current = 0 if known is None else known.version
+        if version not in (None, current):
+            return False
+        documents[name] = Document(name, body, current + 1)
+        if known is None:
+            insort(self._names.setdefault(drawer, []), name)
+        return True
+
+    async def remove(self, drawer: str, name: str) -> bool:
+        if self._drawers.get(drawer, {}).pop(name, None) is None:
+            return False
+        names = self._names[drawer]
+        del names[bisect_left(names, name)]
+        return True
+
+    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+        check_start(after)
+        documents, names = self._drawers.get(drawer, {}), self._names.get(drawer, [])
+        start = bisect_right(names, after) if after else 0
+        return [documents[name] for name in names[start : start + limit]]
+
+    async def drawers(self) -> list[str]:
+        return sorted(name for name, documents in self._drawers.items() if documents)
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def pack(value: object) -> bytes:
+    """Called before anything is changed: what cannot be written must not be found out by the writer."""
+    try:
+        return _encoder.encode(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"this cannot be stored: {error}. Values must be plain JSON: text in UTF-8, numbers of 64 bits",
+        ) from error

@@ -1,0 +1,218 @@
+"""A store by its URL. What a store needs beside Python is imported only when its scheme is asked for.
+
+Whether an object that somebody made can be a store: its methods and parts are there and take what an engine gives
+them. What the methods do, the contract of stores says (`comfyfleet.testing.contract`).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+from urllib.parse import unquote, urlsplit
+
+from comfyfleet.model.errors import Refusal, RefusalCode, to_install
+from comfyfleet.ports import Cabinet, Clock, ForeignWorkers, Records, Relay, Shares, Store
+from comfyfleet.stores.memory import MemoryStore
+
+_PARTS: dict[str, type] = {"records": Records, "cabinet": Cabinet, "shares": Shares}
+_OPTIONAL: dict[str, type] = {"foreign": ForeignWorkers, "relay": Relay}
+_VALUES: dict[str, type] = {"epoch": int, "is_shared": bool}
+_NEXT = (
+    "Give a URL, such as sqlite:///fleet.db, or an object that passes the contract of stores (docs/stores.md)"
+)
+
+
+def checked_store(store: Store) -> Store:
+    """Refuses what cannot be a store, and names what it lacks: better now than at the first job."""
+    if isinstance(store, type):
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"{store.__name__} is a class and no store: make one of it, as in {store.__name__}(clock)",
+        )
+    lacking, wrong = _faults(store, Store, "")
+    if lacking or wrong:
+        told = ([f"it lacks {', '.join(lacking)}"] if lacking else []) + wrong
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"a {type(store).__name__} is no store: {'; '.join(told)}. {_NEXT}"
+        )
+    return store
+
+
+def _faults(given: object, port: type, inside: str) -> tuple[list[str], list[str]]:
+    lacking: list[str] = []
+    wrong: list[str] = []
+    for name in sorted(name for name in dir(port) if not name.startswith("_")):
+        shown = inside + name
+        try:
+            found = getattr(given, name)
+        except AttributeError:
+            lacking.append(shown)
+            continue
+        except Exception as error:
+            wrong.append(f"{shown} raises {type(error).__name__} ({error})")
+            continue
+        part = _PARTS.get(name, _OPTIONAL.get(name)) if port is Store else None
+        if port is Store and name in _VALUES:
+            if not isinstance(found, _VALUES[name]):
+                wrong.append(f"{shown} is a {type(found).__name__} and not a {_VALUES[name].__name__}")
+        elif part is None:
+            wrong += _faults_of_method(found, getattr(port, name), shown)
+        elif found is not None or name in _PARTS:
+            inner_lacking, inner_wrong = _faults(found, part, f"{shown}.")
+            lacking += inner_lacking
+            wrong += inner_wrong
+    return lacking, wrong
+
+
+def _faults_of_method(found: Any, wanted: Any, shown: str) -> list[str]:
+    if not callable(found):
+        return [f"{shown} is no method"]
+    parameters = list(inspect.signature(wanted).parameters.values())[1:]
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):
+        # Not every callable of C tells what it takes.
+        return []
+    given = [each for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    named = {each.name: each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY}
+    try:
+        signature.bind(*given, **named)
+    except TypeError:
+        names = ", ".join(each.name for each in parameters)
+        return [f"{shown} does not take ({names})"]
+    return []
+
+
+DATA_KEYS = "data_keys"
+MASTER_KEYS = "master_keys"
+"""Drawers of a store whose jobs are sealed."""
+
+
+@runtime_checkable
+class MayLose(Protocol):
+    """A store whose server decides how much of it outlives a crash."""
+
+    durability: Literal["durable", "everysec", "none"]
+    can_lose: str
+    """In words."""
+
+
+def open_store(url: str | Store, clock: Clock) -> Store:
+    """By its URL, or a store that somebody made: any object that keeps the contract (`comfyfleet.testing.contract`)."""
+    if not isinstance(url, str):
+        return checked_store(url)
+    check_address(url)
+    return _OPENERS[urlsplit(url).scheme](url, clock)
+
+
+def check_address(url: str) -> None:
+    """Refuses a scheme nobody knows."""
+    scheme = urlsplit(url).scheme
+    if not scheme and "@" not in url:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"{url!r} is no store's URL: a SQLite file is sqlite:///{url or 'fleet.db'}, a server "
+            "redis://HOST:6379/0 or postgresql://USER@HOST/DATABASE",
+        )
+    if scheme not in _OPENERS:
+        # Not the whole URL: it may hold a password.
+        known = ", ".join(f"{each}:" for each in _OPENERS)
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"there is no store for {scheme!r}: this version knows {known}"
+        )
+
+
+def risk_of(store: Store) -> str:
+    """What an operator must know of a store that is open and may lose jobs, and what to set. Empty: it keeps them."""
+    if not isinstance(store, MayLose) or store.durability != "none":
+        return ""
+    return (
+        f"this Redis can lose jobs that were acknowledged: {store.can_lose}, if it dies or is restarted. Set "
+        "appendonly yes in its configuration (CONFIG SET appendonly yes, then CONFIG REWRITE), and appendfsync "
+        "always to lose nothing at all"
+    )
+
+
+async def refuse_if_sealed(cabinet: Cabinet) -> None:
+    """For whoever opens a store without keys: what is in it must not only open by them."""
+    if await cabinet.listing(DATA_KEYS, limit=1):
+        masters = ", ".join(repr(each.name) for each in await cabinet.listing(MASTER_KEYS))
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"the jobs in this store are sealed and this process has no key: give it [encryption] with the master key "
+            f"{masters}, or let it work through a hub",
+        )
+
+
+def _memory(_url: str, clock: Clock) -> Store:
+    return MemoryStore(clock)
+
+
+def sqlite_path(url: str) -> Path:
+    """The file a `sqlite:` URL names."""
+    parts = urlsplit(url)
+    path = unquote(parts.path.removeprefix("/"))
+    if parts.netloc or parts.query or parts.fragment or not path:
+        # What stands before an @ may be a password, meant for another kind of store.
+        shown = "sqlite://…" if "@" in url else url
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"{shown!r} names no file: write sqlite:///fleet.db (from here) or sqlite:////srv/fleet.db (from the root)",
+        )
+    return Path(path)
+
+
+def _sqlite(url: str, clock: Clock) -> Store:
+    from comfyfleet.stores.sqlite.store import SqliteStore
+
+    return SqliteStore(sqlite_path(url), clock)
+
+
+def _postgres(url: str, _clock: Clock) -> Store:
+    try:
+        from comfyfleet.stores.postgres import PostgresStore
+    except ModuleNotFoundError as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"the PostgreSQL store needs {error.name}, which is not installed: {to_install('postgres')}",
+        ) from error
+    return PostgresStore(url)
+
+
+def _python(url: str, clock: Clock) -> Store:
+    """`python:MODULE:NAME`: a store that is no part of this package, made with a clock."""
+    module, _, name = url.partition(":")[2].partition(":")
+    wanted = f"{url!r} names no store: write python:MODULE:NAME, where NAME(clock) makes one"
+    if not module or not name:
+        raise Refusal(RefusalCode.INVALID_REQUEST, wanted)
+    try:
+        made = getattr(import_module(module), name)(clock)
+    except Exception as error:
+        # Whatever stands in somebody's module.
+        raise Refusal(RefusalCode.INVALID_REQUEST, f"{wanted} ({type(error).__name__}: {error})") from error
+    return checked_store(made)
+
+
+def _redis(url: str, _clock: Clock) -> Store:
+    try:
+        from comfyfleet.stores.redis.store import RedisStore
+    except ModuleNotFoundError as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST,
+            f"the Redis store needs {error.name}, which is not installed: {to_install('redis')}",
+        ) from error
+    return RedisStore(url)
+
+
+_OPENERS: dict[str, Callable[[str, Clock], Store]] = {
+    "memory": _memory,
+    "sqlite": _sqlite,
+    "postgresql": _postgres,
+    "postgres": _postgres,
+    "redis": _redis,
+    "rediss": _redis,
+    "python": _python,
+}

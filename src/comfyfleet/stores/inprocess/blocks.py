@@ -1,0 +1,121 @@
+"""Blocks and lessons as an in-process store keeps them: bounded, with the ends of blocks in order."""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from itertools import chain
+
+from comfyfleet.model.block import EVERY_WORKER, Block, Pair
+from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.workflow_stats import Lesson
+
+MAX_PAIRS_PER_WORKER = 1024
+MAX_LESSONS = 100_000
+
+_NOTHING: frozenset[str] = frozenset()
+
+
+class BlockShelf:
+    """Counting records and blocks in force by worker. Reading changes nothing."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[WorkerId, dict[str, Block]] = {}
+        self._ends: list[tuple[float, WorkerId, str]] = []
+        self._targets: dict[WorkerId, tuple[float, frozenset[str]]] = {}
+
+    def get(self, pair: Pair) -> Block | None:
+        return self._blocks.get(pair.worker_id, {}).get(pair.target)
+
+    def listing(self, worker_id: WorkerId | None) -> list[Block]:
+        if worker_id is not None:
+            return list(self._blocks.get(worker_id, {}).values())
+        return [block for blocks in self._blocks.values() for block in blocks.values()]
+
+    def put(self, block: Block) -> Pair | None:
+        """Answers the pair that was forgotten to make room."""
+        forgotten = None
+        mine = self._blocks.setdefault(block.worker_id, {})
+        mine.pop(block.target, None)
+        mine[block.target] = block
+        if len(mine) > MAX_PAIRS_PER_WORKER:
+            # A count towards a block is forgotten before a block in force.
+            counting = (target for target, known in mine.items() if known.blocked_until is None)
+            forgotten = mine.pop(next(counting, next(iter(mine)))).pair
+        if block.blocked_until is not None:
+            heappush(self._ends, (block.blocked_until, block.worker_id, block.target))
+        self._look_again(block.worker_id)
+        return forgotten
+
+    def lift(self, pair: Pair) -> Block | None:
+        mine = self._blocks.get(pair.worker_id)
+        block = None if mine is None else mine.pop(pair.target, None)
+        if mine is not None and not mine:
+            del self._blocks[pair.worker_id]
+        if block is not None:
+            self._look_again(pair.worker_id)
+        return block
+
+    def forget_worker(self, worker_id: WorkerId) -> None:
+        self._blocks.pop(worker_id, None)
+        self._look_again(worker_id)
+
+    def _look_again(self, worker_id: WorkerId) -> None:
+        if worker_id == EVERY_WORKER:
+            self._targets.clear()
+        else:
+            self._targets.pop(worker_id, None)
+
+    def blocked_targets(self, worker_id: WorkerId, now: float) -> frozenset[str]:
+        """What this worker must not get now. Remembered until the first of them ends."""
+        mine, of_all = self._blocks.get(worker_id), self._blocks.get(EVERY_WORKER)
+        if not mine and not of_all:
+            return _NOTHING
+        known = self._targets.get(worker_id)
+        if known is not None and now < known[0]:
+            return known[1]
+        known_blocks = chain((mine or {}).values(), (of_all or {}).values())
+        in_force = [block for block in known_blocks if block.is_in_force(now)]
+        first_end = min((block.blocked_until or 0.0 for block in in_force), default=float("inf"))
+        targets = frozenset(block.target for block in in_force)
+        self._targets[worker_id] = (first_end, targets)
+        return targets
+
+    def take_expired(self, now: float) -> list[Block]:
+        expired = []
+        while (at := self.next_end()) is not None and at <= now:
+            _, worker_id, target = heappop(self._ends)
+            if (block := self.lift(Pair(worker_id, target))) is not None:
+                expired.append(block)
+        return expired
+
+    def next_end(self) -> float | None:
+        while self._ends:
+            at, worker_id, target = self._ends[0]
+            block = self.get(Pair(worker_id, target))
+            if block is not None and block.blocked_until == at:
+                return at
+            heappop(self._ends)
+        return None
+
+
+class LessonShelf:
+    """The newest lessons; the longest unused is forgotten first."""
+
+    def __init__(self) -> None:
+        self._lessons: dict[WorkflowHash, Lesson] = {}
+
+    def get(self, workflow_hash: WorkflowHash) -> Lesson | None:
+        return self._lessons.get(workflow_hash)
+
+    def listing(self) -> list[Lesson]:
+        return list(self._lessons.values())
+
+    def put(self, lesson: Lesson) -> WorkflowHash | None:
+        """Answers the one that was forgotten to make room."""
+        self._lessons.pop(lesson.workflow_hash, None)
+        self._lessons[lesson.workflow_hash] = lesson
+        if len(self._lessons) <= MAX_LESSONS:
+            return None
+        forgotten = next(iter(self._lessons))
+        del self._lessons[forgotten]
+        return forgotten

@@ -1,0 +1,183 @@
+"""What an in-process store knows of tenants: their terms, what they were charged, who is out, who begins to wait.
+
+Nothing is counted or charged until the first tenant gets terms; from then on everybody is, and it stays so: virtual
+times that stood still would be priorities. The memory and the SQLite store share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.tenant import Share, TenantTerms, start_among
+from comfyfleet.stores.inprocess.lane_index import LaneIndex
+
+
+class ShareBook:
+    def __init__(self, index: LaneIndex) -> None:
+        self.is_fair = False
+        """Whether anybody has, or has had, terms."""
+        self.terms: dict[TenantId, TenantTerms] = {}
+        self.credits: dict[TenantId, float] = {}
+        self.behind: set[TenantId] = set()
+        self.charges: dict[JobId, float] = {}
+        """What each lease was charged with, in virtual time."""
+        self.changed: dict[TenantId, None] = {}
+        """Whose share has changed since somebody last wrote it down."""
+        self.came_free: Callable[[], None] = lambda: None
+        """Called when something that waits may be leased again."""
+        self._index = index
+        self._waiting: Counter[TenantId] = Counter()
+        self._leased: Counter[TenantId] = Counter()
+        self._hold_end = float("inf")
+
+    # terms
+
+    def put_terms(self, terms: TenantTerms, now: float, jobs: Iterable[Dispatch]) -> None:
+        if not self.is_fair:
+            self.is_fair = True
+            for dispatch in jobs:
+                self.count_waiting(dispatch.tenant, int(dispatch.stands_in_lane))
+                _add(self._leased, dispatch.tenant, int(dispatch.lease is not None))
+        self.terms[terms.tenant] = terms
+        self.resume(now)
+
+    def remove_terms(self, tenant: TenantId, now: float) -> None:
+        if self.terms.pop(tenant, None) is not None:
+            self._judge(tenant, now)
+
+    def end_holds(self, now: float) -> None:
+        """Before each look: a hold that is over holds nobody, whether somebody has noticed or not."""
+        if now >= self._hold_end:
+            self.resume(now)
+
+    def next_hold_end(self, now: float) -> float | None:
+        ends = (terms.held_until for terms in self.terms.values())
+        return min((end for end in ends if end is not None and end > now), default=None)
+
+    def of(self, tenant: TenantId) -> Share:
+        return Share(
+            tenant,
+            self._index.virtual_time(tenant),
+            self.credits.get(tenant, 0.0),
+            self._waiting[tenant],
+            self._leased[tenant],
+            tenant in self.behind,
+            self.terms.get(tenant),
+        )
+
+    def weight(self, tenant: TenantId) -> float:
+        """As a candidate shows it."""
+        if not self.is_fair:
+            return 0.0
+        terms = self.terms.get(tenant)
+        return 1.0 if terms is None else terms.weight
+
+    def take_in(self, share: Share) -> None:
+        """As it was kept elsewhere; its jobs are counted as they come."""
+        self._index.advance(share.tenant, share.virtual_time)
+        self.credits[share.tenant] = share.credit
+        if share.is_behind:
+            self.behind.add(share.tenant)
+
+    def resume(self, now: float) -> None:
+        """All jobs are counted: who is out now?"""
+        for tenant in self.terms:
+            self._judge(tenant, now)
+        self._hold_end = self.next_hold_end(now) or float("inf")
+
+    # jobs
+
+    def is_open(self, tenant: TenantId) -> bool:
+        return tenant in self._waiting or tenant in self._leased
+
+    def begin_to_wait(self, tenant: TenantId) -> None:
+        """It had nothing to do until now."""
+        self._keep(self.of(tenant).started(self._start(tenant)))
+
+    def count_waiting(self, tenant: TenantId, by: int) -> None:
+        _add(self._waiting, tenant, by)
+
+    def count_leased(self, tenant: TenantId, by: int, now: float) -> None:
+        _add(self._leased, tenant, by)
+        if tenant in self.terms:
+            self._judge(tenant, now)
+
+    def charge(self, job_id: JobId, tenant: TenantId, seconds: float) -> None:
+        """For a lease that begins, before it is counted."""
+        share = self.of(tenant)
+        if share.is_behind:
+            self.behind.discard(tenant)
+            share = share.started(self._start(tenant))
+        by = self.charges[job_id] = seconds / share.weight
+        self._keep(share.charged(by))
+
+    def settle(self, job_id: JobId, tenant: TenantId, used_s: float | None) -> None:
+        """For a lease that ends: what it was charged with is put right."""
+        charged = self.charges.pop(job_id, None)
+        if charged is not None and used_s is not None:
+            share = self.of(tenant)
+            self._keep(share.charged(used_s / share.weight - charged))
+
+    def advance(self, tenant: TenantId, seconds: float) -> None:
+        """By hand: so much more virtual time."""
+        self._index.charge(tenant, seconds)
+        self.changed[tenant] = None
+
+    def _start(self, tenant: TenantId) -> float:
+        others = {*self._waiting, *self._leased} - {tenant}
+        return start_among(map(self.of, others), self._index.greatest_virtual_time())
+
+    def _keep(self, share: Share) -> None:
+        self._index.advance(share.tenant, share.virtual_time)
+        self.credits[share.tenant] = share.credit
+        self.changed[share.tenant] = None
+
+    def _judge(self, tenant: TenantId, now: float) -> None:
+        """Takes the tenant out, or brings it back, as its terms and its leases say."""
+        if self.of(tenant).is_out(now):
+            self._index.take_out(tenant)
+            self.behind.add(tenant)
+            self.changed[tenant] = None
+        elif self._index.is_out(tenant):
+            self._index.bring_back(tenant)
+            if tenant in self._waiting:
+                self.came_free()
+
+
+def _add(counter: Counter[TenantId], tenant: TenantId, by: int) -> None:
+    """Who has none is not in it."""
+    counter[tenant] += by
+    if not counter[tenant]:
+        del counter[tenant]
+
+
+class MemoryShares:
+    """The port of the memory store."""
+
+    def __init__(
+        self, book: ShareBook, now: Callable[[], float], jobs: Callable[[], Iterable[Dispatch]]
+    ) -> None:
+        self._book = book
+        self._now = now
+        self._jobs = jobs
+
+    async def put_terms(self, terms: TenantTerms) -> None:
+        self._book.put_terms(terms, self._now(), self._jobs())
+
+    async def remove_terms(self, tenant: TenantId) -> None:
+        self._book.remove_terms(tenant, self._now())
+
+    async def terms(self) -> list[TenantTerms]:
+        return sorted(self._book.terms.values(), key=lambda each: each.tenant)
+
+    async def charge(self, tenant: TenantId, seconds: float) -> None:
+        self._book.advance(tenant, seconds)
+
+    async def of(self, tenant: TenantId) -> Share:
+        return self._book.of(tenant)
+
+    async def next_hold_end(self) -> float | None:
+        return self._book.next_hold_end(self._now())

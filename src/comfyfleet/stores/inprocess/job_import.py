@@ -1,0 +1,78 @@
+"""Taking jobs in from another store, as the memory store does it, and what every in-process store does in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.stores.inprocess.memory_records import MemoryEntry
+from comfyfleet.stores.inprocess.queue_state import Ending, Entry, Kept
+
+E = TypeVar("E", bound=Entry)
+
+
+def place(kept: Kept[E], entry: E, whole: WholeJob, now: float) -> E:
+    """Puts a job that came from elsewhere behind everything that is here."""
+    assert whole.dispatch.lease is None, "a leased job does not move"
+    kept.sequence += 1
+    entry.dispatch = msgspec.structs.replace(whole.dispatch, sequence=kept.sequence)
+    entry.attempts, entry.fact_count = whole.attempts, len(whole.facts)
+    if entry.dispatch.phase.is_final:
+        kept.endings += 1
+        entry.ending = Ending(kept.endings, now)
+    kept.take_in(entry)
+    return entry
+
+
+def is_as_read(found: Dispatch | None, read: Dispatch) -> bool:
+    return found is not None and found.lease is None and found.revision == read.revision
+
+
+class MemoryMoving:
+    def __init__(
+        self,
+        kept: Kept[MemoryEntry],
+        now: Callable[[], float],
+        note_end: Callable[[MemoryEntry], None],
+        forget: Callable[[MemoryEntry], None],
+    ) -> None:
+        self._kept = kept
+        self._now = now
+        self._note_end = note_end
+        self._forget = forget
+
+    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
+        kept = self._kept
+        if not all(kept.has_classes(each.dispatch) for each in jobs):
+            return None
+        return [self._adopt(each).dispatch for each in jobs]
+
+    def _adopt(self, whole: WholeJob) -> MemoryEntry:
+        job = whole.job
+        known: JobId | None = job.job_id
+        if job.job_id not in self._kept.entries and job.reference is not None:
+            known = self._kept.references.get((job.tenant, job.reference))
+        if known is not None and (found := self._kept.entries.get(known)) is not None:
+            return found
+        entry = place(self._kept, MemoryEntry(dispatch=whole.dispatch, job=job), whole, self._now())
+        entry.facts = whole.facts
+        self._note_end(entry)
+        return entry
+
+    async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
+        answers = []
+        for read in jobs:
+            entry = self._kept.entries.get(read.job_id)
+            answers.append(is_as_read(None if entry is None else entry.dispatch, read))
+            if entry is not None and answers[-1]:
+                self._forget(entry)
+        return answers
+
+    async def lessons(self) -> list[Lesson]:
+        return self._kept.lessons.listing()

@@ -1,0 +1,492 @@
+"""What an in-process store knows, and the effect of every call on it: open jobs, the table, workers, blocks, lessons.
+
+The memory and the SQLite store share it, so no guard and no order is written twice. Every method runs without a pause
+between its first and last line, so each is atomic for whoever shares the event loop. Jobs' records, their facts and
+what has ended are kept by the store itself: in memory or on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from itertools import islice
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from comfyfleet.model.block import Pair
+from comfyfleet.model.dispatch import (
+    Attempt,
+    AttemptEnd,
+    AttemptOutcome,
+    Candidate,
+    Dispatch,
+    LaneKey,
+    Lease,
+    LeaseOffer,
+    LeaseRef,
+    Phase,
+    Standing,
+    Write,
+    Written,
+)
+from comfyfleet.model.fact import Fact, FactDraft
+from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
+from comfyfleet.model.requirement import RequirementClass
+from comfyfleet.model.worker import WorkerRecord
+from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.stores.guards import extended, granted, holds, is_held
+from comfyfleet.stores.inprocess.blocks import BlockShelf, LessonShelf
+from comfyfleet.stores.inprocess.due_times import DueTimes
+from comfyfleet.stores.inprocess.fair_share import ShareBook
+from comfyfleet.stores.inprocess.lane_index import LaneIndex
+
+
+class Ending(NamedTuple):
+    number: int
+    """Two jobs that end at one moment still end one after the other."""
+    at: float
+
+
+class Entry(msgspec.Struct, kw_only=True, eq=False, gc=False):
+    """What every in-process store keeps of a job. Stores add what else they hold of it.
+
+    There are hundreds of thousands: each is as small as can be, and nothing in it refers back to it.
+    """
+
+    dispatch: Dispatch
+    attempts: tuple[Attempt, ...] = ()
+    fact_count: int = 0
+    ending: Ending | None = None
+
+    @property
+    def reference(self) -> str | None:
+        raise NotImplementedError
+
+
+E = TypeVar("E", bound=Entry)
+
+# Asked for at every step: to read a name of a module is several times as fast as to ask an enum.
+_QUEUED, _LEASED, _IN_LANE = Phase.QUEUED, Phase.LEASED, Standing.IN_LANE
+_NOTHING: frozenset[int] = frozenset()
+_SET_S = 1.0
+"""Two clocks that differ by less than this more than before have been asked one after the other."""
+
+
+class Kept(Generic[E]):
+    def __init__(self, clock: Clock, epoch: int) -> None:
+        self.epoch = epoch
+        self.entries: dict[JobId, E] = {}
+        self.references: dict[tuple[TenantId, str], JobId] = {}
+        self.classes: dict[ClassKey, RequirementClass] = {}
+        self.table_version = 0
+        self.workers: dict[WorkerId, WorkerRecord] = {}
+        self.blocks = BlockShelf()
+        self.lessons = LessonShelf()
+        self.by_phase = dict.fromkeys(Phase, 0)
+        self.payload_bytes = 0
+        self.sequence = 0
+        self.endings = 0
+        self.highest_id = ""
+        """No job had an id beyond this one. Ids grow with time, so most new ones are known for new by this alone."""
+        self.is_paused = False
+        self.forgotten: list[Pair] = []
+        """Pairs that the blocks of the latest write pushed out."""
+        self.index = LaneIndex()
+        self.shares = ShareBook(self.index)
+        self._clock = clock
+        self._began = clock.now() - clock.monotonic()
+        """By the clock as it is set now, when the one that nobody sets stood at 0."""
+        self.longest_ttl_s = 0.0
+        """For which a lease was ever given or extended."""
+        self.is_ttl_new = False
+        self._by_sequence: dict[int, JobId] = {}
+        self._leases_of: dict[WorkerId, dict[JobId, None]] = {}
+        self._polls: dict[PollId, JobId] = {}
+        self._due = DueTimes(self._due_at)
+        self._by_standing = dict.fromkeys(Standing, 0)
+
+    # the table profile × class
+
+    def table(self) -> Table:
+        return Table(self.table_version, MappingProxyType(self.classes), frozenset(self.index.profiles()))
+
+    def put_class(
+        self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int
+    ) -> list[ClassKey] | None:
+        """The classes that were dropped to make room; None if the version is an old one."""
+        if version != self.table_version:
+            return None
+        self.table_version += 1
+        self.classes[cls.key] = cls
+        dropped = self.index.add_class(cls.key, fits)
+        for class_key in dropped:
+            del self.classes[class_key]
+        return dropped
+
+    def put_profile(self, profile: ProfileKey, fits: Collection[ClassKey], *, version: int) -> bool:
+        if version != self.table_version:
+            return False
+        self.table_version += 1
+        self.index.add_profile(profile, fits)
+        return True
+
+    # jobs
+
+    def enqueue(self, entry: E, drafts: Sequence[FactDraft]) -> Written | None:
+        """Its place in line is given here. Whether its id or reference is taken was asked before."""
+        dispatch = entry.dispatch
+        if not self.has_classes(dispatch):
+            return None
+        assert dispatch.job_id not in self.entries, "whether it is here was asked before"
+        self.sequence += 1
+        entry.dispatch = dispatch = msgspec.structs.replace(dispatch, sequence=self.sequence)
+        self._know(entry)
+        self._note_end(entry)
+        self._arrive(entry, is_newcomer=not self.shares.is_open(dispatch.tenant))
+        return Written(dispatch, self._note(entry, drafts))
+
+    def has_classes(self, dispatch: Dispatch) -> bool:
+        """Whether the table has a row for all the classes an open job may be of."""
+        if dispatch.phase is not _QUEUED and dispatch.phase is not _LEASED:
+            return True
+        relaxed = dispatch.relaxed_class
+        return self.index.has_class(dispatch.class_key) and (relaxed is None or self.index.has_class(relaxed))
+
+    def peek(self, query: Peek) -> list[Candidate]:
+        if self.is_paused:
+            return []
+        now = self._now()
+        self.shares.end_holds(now)
+        blocked = self.blocks.blocked_targets(query.worker_id, now)
+        found = self.index.window(
+            query.profile,
+            slots=query.slots,
+            lanes=query.lanes,
+            quantum_s=query.quantum_s,
+            skip=blocked | query.skip if query.skip else blocked,
+            skip_jobs=self._kept_off(blocked),
+        )
+        return [
+            Candidate(
+                job_id := self._by_sequence[sequence],
+                lane,
+                sequence,
+                self.entries[job_id].dispatch.queued_at,
+                virtual_time,
+                self.shares.weight(lane.tenant),
+            )
+            for lane, sequence, virtual_time in found
+        ]
+
+    def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+        entry = self.entries.get(job_id)
+        if entry is None or not entry.dispatch.stands_in_lane or self.is_paused:
+            return None
+        if not self._is_as_matched(offer):
+            return None
+        if not self.index.may_take(offer.profile, entry.dispatch.class_key):
+            return None
+        now = self._now()
+        self.shares.end_holds(now)
+        if self.index.is_out(entry.dispatch.tenant):
+            return None
+        blocked = self.blocks.blocked_targets(offer.worker_id, now)
+        if blocked and not blocked.isdisjoint(entry.dispatch.block_targets):
+            return None
+        return self._grant(entry, entry.dispatch.lane, offer)
+
+    def lease_next(self, offer: LeaseOffer) -> Written | None:
+        if self.is_paused or not self._is_as_matched(offer):
+            return None
+        now = self._now()
+        self.shares.end_holds(now)
+        blocked = self.blocks.blocked_targets(offer.worker_id, now)
+        chosen = self.index.first(offer.profile, blocked, self._kept_off(blocked))
+        if chosen is None:
+            return None
+        lane, sequence = chosen
+        return self._grant(self.entries[self._by_sequence[sequence]], lane, offer)
+
+    def _is_as_matched(self, offer: LeaseOffer) -> bool:
+        """It may have registered anew since then, with other tenants perhaps."""
+        worker = self.workers.get(offer.worker_id)
+        return worker is None or worker.profile == offer.profile
+
+    def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
+        job_id = self._polls.get(poll_id)
+        return None if job_id is None else self.entries[job_id].dispatch
+
+    def write(self, write: Write) -> Written | None:
+        """All but the job's record, which is the store's own."""
+        entry = self.entries.get(write.job_id)
+        if entry is None or not holds(entry.dispatch, write):
+            return None
+        before = entry.dispatch
+        after = write.change.apply(before)
+        if not self.has_classes(after):
+            return None
+        lease = before.lease if after.lease is None else None
+        end = None if lease is None else write.attempt_end
+        assert lease is None or end is not None, "whoever ends a lease says how its attempt ended"
+        # From here on nothing can fail: all of the write happens, or nothing has.
+        was_open = self.shares.is_open(before.tenant)
+        self._depart(before)
+        if lease is not None and end is not None:
+            self._end_lease(entry, lease, end)
+        entry.dispatch = after
+        self._note_end(entry)
+        self._arrive(entry, is_newcomer=not was_open)
+        if write.blocks:
+            self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]
+        for pair in write.lifted:
+            self.blocks.lift(pair)
+        return Written(after, self._note(entry, write.facts))
+
+    def heartbeat(self, ref: LeaseRef, ttl_s: float) -> LeaseState:
+        entry = self.entries.get(ref.job_id)
+        if entry is None or not is_held(entry.dispatch, ref):
+            return LeaseState(ref, is_alive=False)
+        now = self._now()
+        dispatch = entry.dispatch
+        self._note_ttl(ttl_s)
+        entry.dispatch = extended(dispatch, now, ttl_s)
+        return LeaseState(ref, True, dispatch.stop is not None)
+
+    def mark_late(self, ref: LeaseRef) -> bool:
+        """Whether there was anything to note."""
+        entry = self.entries.get(ref.job_id)
+        if entry is None:
+            return False
+        before = entry.attempts
+        entry.attempts = tuple(
+            msgspec.structs.replace(attempt, reported_late=True)
+            if attempt.attempt_id == ref.attempt_id and attempt.outcome is not AttemptOutcome.RUNNING
+            else attempt
+            for attempt in before
+        )
+        return entry.attempts != before
+
+    def leases_of(self, worker_ids: Iterable[WorkerId]) -> list[Dispatch]:
+        held = (job_id for worker_id in worker_ids for job_id in self._leases_of.get(worker_id, ()))
+        return [self.entries[job_id].dispatch for job_id in held]
+
+    def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
+        last = (float("-inf"), "") if after is None else (after.due_at or 0.0, after.job_id)
+        found = islice(self._due.until(self._now(), last), limit)
+        return [self.entries[job_id].dispatch for job_id in found]
+
+    def _due_at(self, job_id: JobId) -> float | None:
+        entry = self.entries.get(job_id)
+        return None if entry is None else entry.dispatch.due_at
+
+    def next_due(self) -> float | None:
+        return self._due.next()
+
+    def counts(self) -> Counts:
+        return Counts(
+            waiting=self._by_standing[Standing.IN_LANE],
+            delayed=self._by_standing[Standing.DELAYED],
+            paused=self._by_standing[Standing.PAUSED],
+            by_phase=dict(self.by_phase),
+            payload_bytes=self.payload_bytes,
+        )
+
+    def position(self, job_id: JobId) -> int | None:
+        entry = self.entries.get(job_id)
+        if entry is None or not entry.dispatch.stands_in_lane:
+            return None
+        return self.index.position(entry.dispatch.lane, entry.dispatch.sequence)
+
+    # coming and going without a change
+
+    def take_in(self, entry: E) -> None:
+        """A job as it was kept elsewhere, counted anew."""
+        dispatch = entry.dispatch
+        self._know(entry)
+        if dispatch.lease is not None:
+            self._begin_lease(dispatch, dispatch.lease)
+        self._arrive(entry)
+
+    def bring_back(self, entry: E) -> None:
+        """A job that has ended, known here no more but still counted."""
+        self.by_phase[entry.dispatch.phase] -= 1
+        self.take_in(entry)
+
+    def let_go(self, entry: E) -> None:
+        """A job that has ended and is kept elsewhere: it still counts."""
+        del self.entries[entry.dispatch.job_id]
+        if entry.reference is not None:
+            self.references.pop((entry.dispatch.tenant, entry.reference), None)
+
+    def forget(self, entry: E) -> None:
+        """As if it had never been."""
+        dispatch = entry.dispatch
+        self._depart(dispatch)
+        if dispatch.lease is not None:
+            self._drop_lease(dispatch, dispatch.lease)
+        self.let_go(entry)
+
+    # keeping everything in step
+
+    def _know(self, entry: E) -> None:
+        job_id = entry.dispatch.job_id
+        self.entries[job_id] = entry
+        self.highest_id = max(self.highest_id, job_id)
+        if entry.reference is not None:
+            self.references[entry.dispatch.tenant, entry.reference] = job_id
+
+    def _arrive(self, entry: E, *, is_newcomer: bool = False) -> None:
+        """`is_newcomer`: of a tenant that had nothing waiting or running until now."""
+        dispatch = entry.dispatch
+        phase = dispatch.phase
+        self.by_phase[phase] += 1
+        is_queued = phase is _QUEUED
+        if is_queued or phase is _LEASED:
+            self.payload_bytes += dispatch.payload_bytes
+            self.index.pin(dispatch.class_key)
+            if dispatch.relaxed_class is not None:
+                self.index.pin(dispatch.relaxed_class)
+        if is_queued:
+            self._by_standing[dispatch.standing] += 1
+            if dispatch.standing is _IN_LANE:
+                self._by_sequence[dispatch.sequence] = dispatch.job_id
+                if self.shares.is_fair:
+                    if is_newcomer:
+                        self.shares.begin_to_wait(dispatch.tenant)
+                    self.shares.count_waiting(dispatch.tenant, 1)
+                self.index.add(dispatch.lane, dispatch.sequence)
+        self._watch(dispatch)
+
+    def _depart(self, dispatch: Dispatch) -> None:
+        phase = dispatch.phase
+        self.by_phase[phase] -= 1
+        is_queued = phase is _QUEUED
+        if is_queued:
+            self._by_standing[dispatch.standing] -= 1
+            if dispatch.standing is _IN_LANE:
+                self.index.remove(dispatch.lane, dispatch.sequence)
+                del self._by_sequence[dispatch.sequence]
+                if self.shares.is_fair:
+                    self.shares.count_waiting(dispatch.tenant, -1)
+        if is_queued or phase is _LEASED:
+            self.payload_bytes -= dispatch.payload_bytes
+            self.index.unpin(dispatch.class_key)
+            if dispatch.relaxed_class is not None:
+                self.index.unpin(dispatch.relaxed_class)
+
+    def _note_end(self, entry: E) -> None:
+        """A job that has ended and is written once more ends anew: it is kept from then on."""
+        phase, entry.ending = entry.dispatch.phase, None
+        if phase is not _QUEUED and phase is not _LEASED:
+            self.endings += 1
+            entry.ending = Ending(self.endings, self._now())
+
+    def _now(self) -> float:
+        """A lease ends when it has lasted long enough, also if somebody sets the clock meanwhile."""
+        now = self._clock.now()
+        began = now - self._clock.monotonic()
+        if abs(began - self._began) > _SET_S:
+            by, self._began = began - self._began, began
+            for jobs in self._leases_of.values():
+                for job_id in jobs:
+                    self._move_lease(job_id, by=by)
+        return now
+
+    def _note_ttl(self, ttl_s: float) -> None:
+        if ttl_s > self.longest_ttl_s:
+            self.longest_ttl_s, self.is_ttl_new = ttl_s, True
+
+    def end_leases_within(self, ttl_s: float) -> None:
+        """None lasts longer than one that is given now. When these were given, the clock may have been ahead."""
+        latest = self._now() + ttl_s
+        for jobs in self._leases_of.values():
+            for job_id in jobs:
+                lease = self.entries[job_id].dispatch.lease
+                if lease is not None and lease.expires_at > latest:
+                    self._move_lease(job_id, by=latest - lease.expires_at)
+
+    def _move_lease(self, job_id: JobId, by: float) -> None:
+        entry = self.entries[job_id]
+        lease = entry.dispatch.lease
+        assert lease is not None, "those of a worker are leased"
+        moved = msgspec.structs.replace(
+            lease, leased_at=lease.leased_at + by, expires_at=lease.expires_at + by
+        )
+        entry.dispatch = msgspec.structs.replace(entry.dispatch, lease=moved)
+        self._watch(entry.dispatch)
+
+    def _watch(self, dispatch: Dispatch) -> None:
+        if (at := dispatch.due_at) is not None:
+            self._due.add(dispatch.job_id, at)
+
+    def _note(self, entry: E, drafts: Sequence[FactDraft]) -> tuple[Fact, ...]:
+        now, number, dispatch = self._now(), entry.fact_count, entry.dispatch
+        job_id, round_ = dispatch.job_id, dispatch.round
+        facts = []
+        for draft in drafts:
+            number += 1
+            facts.append(Fact(job_id, number, draft.kind, now, round_, draft.data))
+        entry.fact_count = number
+        return tuple(facts)
+
+    def _grant(self, entry: E, lane: LaneKey, offer: LeaseOffer) -> Written:
+        now = self._now()
+        before = entry.dispatch
+        self._note_ttl(max(offer.ttl_s, offer.acknowledge_s))
+        after, lease, attempt, fact = granted(before, offer, self.epoch, now, entry.fact_count)
+        entry.dispatch = after
+        # From its lane to a worker: it stays open, so its classes stay pinned.
+        self.by_phase[_QUEUED] -= 1
+        self.by_phase[_LEASED] += 1
+        self._by_standing[_IN_LANE] -= 1
+        self.index.remove(lane, before.sequence)
+        del self._by_sequence[before.sequence]
+        self._watch(after)
+        if self.shares.is_fair:
+            self.shares.count_waiting(after.tenant, -1)
+            self.shares.charge(after.job_id, after.tenant, offer.charge_s)
+        self._begin_lease(after, lease)
+        entry.attempts += (attempt,)
+        entry.fact_count += 1
+        return Written(after, (fact,))
+
+    def _begin_lease(self, dispatch: Dispatch, lease: Lease) -> None:
+        self._leases_of.setdefault(lease.worker_id, {})[dispatch.job_id] = None
+        self._polls[lease.poll_id] = dispatch.job_id
+        if self.shares.is_fair:
+            self.shares.count_leased(dispatch.tenant, 1, self._now())
+
+    def _drop_lease(self, dispatch: Dispatch, lease: Lease) -> None:
+        job_id = dispatch.job_id
+        mine = self._leases_of.get(lease.worker_id, {})
+        mine.pop(job_id, None)
+        if not mine:
+            self._leases_of.pop(lease.worker_id, None)
+        if self._polls.get(lease.poll_id) == job_id:
+            del self._polls[lease.poll_id]
+        if self.shares.is_fair:
+            self.shares.count_leased(dispatch.tenant, -1, self._now())
+
+    def _end_lease(self, entry: E, lease: Lease, end: AttemptEnd) -> None:
+        if self.shares.is_fair:
+            self.shares.settle(entry.dispatch.job_id, entry.dispatch.tenant, end.used_s)
+        self._drop_lease(entry.dispatch, lease)
+        ended = msgspec.structs.replace(
+            entry.attempts[-1],
+            outcome=end.outcome,
+            ended_at=self._now(),
+            charged_to=end.charged_to,
+            failure=end.failure,
+        )
+        entry.attempts = (*entry.attempts[:-1], ended)
+
+    def _kept_off(self, blocked: frozenset[str]) -> frozenset[int]:
+        """The sequence numbers of the jobs among the blocked targets that stand in a lane."""
+        if not blocked:
+            return _NOTHING
+        return frozenset(
+            entry.dispatch.sequence
+            for target in blocked
+            if (entry := self.entries.get(JobId(target))) is not None and entry.dispatch.stands_in_lane
+        )

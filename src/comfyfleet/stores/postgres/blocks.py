@@ -1,0 +1,170 @@
+"""Blocks and lessons as PostgreSQL keeps them: bounded, listed in the order in which they were put. And workers, where
+what is written must not put one back that was removed, nor undo what it has registered since."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from comfyfleet.model.block import Block, Pair
+from comfyfleet.model.ids import WorkerId, WorkflowHash
+from comfyfleet.model.worker import WorkerDelta, WorkerRecord
+from comfyfleet.model.workflow_stats import Lesson, LessonDelta
+from comfyfleet.stores.inprocess.blocks import MAX_LESSONS, MAX_PAIRS_PER_WORKER
+from comfyfleet.stores.postgres import codec
+from comfyfleet.stores.postgres.connections import Step
+
+_PUT_BLOCK = """
+INSERT INTO comfyfleet.blocks (worker_id, target, worker_order, number, blocked_until, body)
+SELECT %(worker_id)s, %(target)s,
+    coalesce((SELECT worker_order FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s LIMIT 1), number),
+    number, %(blocked_until)s, %(body)s
+FROM nextval('comfyfleet.block_order') AS number
+ON CONFLICT (worker_id, target) DO UPDATE
+SET number = excluded.number, blocked_until = excluded.blocked_until, body = excluded.body
+"""
+
+# A count towards a block is forgotten before a block in force.
+_BOUND_BLOCKS = """
+DELETE FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s AND target IN (
+    SELECT target FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s
+    ORDER BY blocked_until IS NOT NULL, number
+    LIMIT greatest((SELECT count(*) FROM comfyfleet.blocks WHERE worker_id = %(worker_id)s) - %(most)s, 0)
+)
+"""
+
+_LIFT = "DELETE FROM comfyfleet.blocks WHERE worker_id = %s AND target = %s RETURNING body"
+
+_PUT_LESSON = """
+INSERT INTO comfyfleet.lessons (workflow_hash, number, body) VALUES (%s, nextval('comfyfleet.lesson_order'), %s)
+ON CONFLICT (workflow_hash) DO UPDATE SET number = excluded.number, body = excluded.body RETURNING number
+"""
+
+_BEGIN_LESSON = """
+INSERT INTO comfyfleet.lessons (workflow_hash, number, body) VALUES (%s, nextval('comfyfleet.lesson_order'), %s)
+ON CONFLICT (workflow_hash) DO NOTHING RETURNING number
+"""
+_HOLD_LESSON = "SELECT body FROM comfyfleet.lessons WHERE workflow_hash = %s FOR UPDATE"
+
+_BOUND_LESSONS = """
+DELETE FROM comfyfleet.lessons WHERE number <= (
+    SELECT number FROM comfyfleet.lessons ORDER BY number DESC OFFSET %s LIMIT 1
+)
+"""
+_BOUND_LESSONS_EVERY = 1000
+_PUT_WORKER = """
+INSERT INTO comfyfleet.workers (worker_id, body) VALUES (%s, %s)
+ON CONFLICT (worker_id) DO UPDATE SET body = excluded.body
+"""
+_ADD_WORKER = """
+INSERT INTO comfyfleet.workers (worker_id, body) VALUES (%s, %s)
+ON CONFLICT (worker_id) DO NOTHING RETURNING worker_id
+"""
+
+
+async def _held_worker(step: Step, worker_id: WorkerId) -> WorkerRecord | None:
+    row = await step.row("SELECT body FROM comfyfleet.workers WHERE worker_id = %s FOR UPDATE", (worker_id,))
+    return None if row is None else codec.decode_worker(row[0])
+
+
+def _write_worker(step: Step, worker: WorkerRecord) -> None:
+    values = (codec.encode(worker), worker.worker_id)
+    step.add("UPDATE comfyfleet.workers SET body = %s WHERE worker_id = %s", values)
+
+
+async def put_worker(step: Step, worker: WorkerRecord) -> None:
+    step.add(_PUT_WORKER, (worker.worker_id, codec.encode(worker)))
+
+
+async def add_worker(step: Step, worker: WorkerRecord) -> bool:
+    values = (worker.worker_id, codec.encode(worker))
+    return await step.row(_ADD_WORKER, values) is not None
+
+
+async def replace_worker(step: Step, worker: WorkerRecord) -> bool:
+    stored = await _held_worker(step, worker.worker_id)
+    if stored is None or stored.revision != worker.revision:
+        return False
+    _write_worker(step, worker.over(stored))
+    return True
+
+
+async def note_worker(step: Step, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+    stored = await _held_worker(step, worker_id)
+    if stored is None:
+        return None
+    noted = delta.apply(stored)
+    _write_worker(step, noted)
+    return noted
+
+
+async def get_block(step: Step, pair: Pair) -> Block | None:
+    row = await step.row("SELECT body FROM comfyfleet.blocks WHERE worker_id = %s AND target = %s", pair)
+    return None if row is None else codec.decode_block(row[0])
+
+
+async def list_blocks(step: Step, worker_id: WorkerId | None) -> list[Block]:
+    found = await step.rows(
+        "SELECT body FROM comfyfleet.blocks WHERE %(worker_id)s::text IS NULL OR worker_id = %(worker_id)s "
+        "ORDER BY worker_order, number",
+        {"worker_id": worker_id},
+    )
+    return [codec.decode_block(row[0]) for row in found]
+
+
+def put_block(step: Step, block: Block) -> None:
+    step.add(
+        _PUT_BLOCK,
+        {
+            "worker_id": block.worker_id,
+            "target": block.target,
+            "blocked_until": block.blocked_until,
+            "body": codec.encode(block),
+        },
+    )
+    step.add(_BOUND_BLOCKS, {"worker_id": block.worker_id, "most": MAX_PAIRS_PER_WORKER})
+
+
+async def lift(step: Step, pairs: Sequence[Pair]) -> list[Block]:
+    if not pairs:
+        return []
+    answers = await step.ask(*((_LIFT, pair) for pair in pairs))
+    return [codec.decode_block(row[0]) for found in answers for row in found]
+
+
+def lift_unseen(step: Step, pairs: Sequence[Pair]) -> None:
+    for pair in pairs:
+        step.add(_LIFT, pair)
+
+
+async def take_expired(step: Step, now: float) -> list[Block]:
+    found = await step.rows("DELETE FROM comfyfleet.blocks WHERE blocked_until <= %s RETURNING body", (now,))
+    expired = [codec.decode_block(row[0]) for row in found]
+    return sorted(expired, key=lambda block: (block.blocked_until or 0.0, block.worker_id, block.target))
+
+
+async def next_end(step: Step) -> float | None:
+    row = await step.row("SELECT min(blocked_until) FROM comfyfleet.blocks")
+    return None if row is None else row[0]
+
+
+async def get_lesson(step: Step, workflow_hash: WorkflowHash) -> Lesson | None:
+    row = await step.row("SELECT body FROM comfyfleet.lessons WHERE workflow_hash = %s", (workflow_hash,))
+    return None if row is None else codec.decode_lesson(row[0])
+
+
+async def put_lesson(step: Step, lesson: Lesson) -> None:
+    row = await step.row(_PUT_LESSON, (lesson.workflow_hash, codec.encode(lesson)))
+    # The longest unused are forgotten now and then: counting them at every lesson would cost more than they do.
+    if row is not None and row[0] % _BOUND_LESSONS_EVERY == 0:
+        step.add(_BOUND_LESSONS, (MAX_LESSONS,))
+
+
+async def learn(step: Step, delta: LessonDelta) -> Lesson:
+    # There must be a row to hold, or two that learn the first lesson would each write their own.
+    empty = codec.encode(Lesson(delta.workflow_hash))
+    found = await step.ask(
+        (_BEGIN_LESSON, (delta.workflow_hash, empty)), (_HOLD_LESSON, (delta.workflow_hash,))
+    )
+    lesson = delta.apply(codec.decode_lesson(found[1][0][0]))
+    await put_lesson(step, lesson)
+    return lesson

@@ -1,0 +1,66 @@
+"""Small documents in a table of their own; each write is one transaction, compared with the version under its lock."""
+
+from __future__ import annotations
+
+from comfyfleet.ports import Document
+from comfyfleet.stores.documents import check_document, check_start, is_name
+from comfyfleet.stores.postgres.connections import Pool, Row, Step, Values
+
+_GET = "SELECT name, body, version FROM comfyfleet.documents WHERE drawer = %s AND name = %s"
+
+_PUT_NEW = """
+INSERT INTO comfyfleet.documents (drawer, name, version, body) VALUES (%(drawer)s, %(name)s, 1, %(body)s)
+ON CONFLICT (drawer, name) DO NOTHING RETURNING version
+"""
+
+_PUT = """
+INSERT INTO comfyfleet.documents AS d (drawer, name, version, body) VALUES (%(drawer)s, %(name)s, 1, %(body)s)
+ON CONFLICT (drawer, name) DO UPDATE SET version = d.version + 1, body = excluded.body RETURNING version
+"""
+
+_PUT_OVER = """
+UPDATE comfyfleet.documents SET version = version + 1, body = %(body)s
+WHERE drawer = %(drawer)s AND name = %(name)s AND version = %(version)s RETURNING version
+"""
+
+_REMOVE = "DELETE FROM comfyfleet.documents WHERE drawer = %s AND name = %s RETURNING version"
+
+_LIST = """
+SELECT name, body, version FROM comfyfleet.documents WHERE drawer = %s AND name > %s ORDER BY name LIMIT %s
+"""
+
+_DRAWERS = "SELECT DISTINCT drawer FROM comfyfleet.documents ORDER BY drawer"
+
+
+class PostgresCabinet:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    async def get(self, drawer: str, name: str) -> Document | None:
+        found = await self._read(_GET, (drawer, name)) if is_name(name) else []
+        return Document(*found[0]) if found else None
+
+    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(drawer, name, body)
+        query = _PUT if version is None else _PUT_NEW if version == 0 else _PUT_OVER
+        values = {"drawer": drawer, "name": name, "body": body, "version": version}
+        return await self._has_changed(query, values)
+
+    async def remove(self, drawer: str, name: str) -> bool:
+        return is_name(name) and await self._has_changed(_REMOVE, (drawer, name))
+
+    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+        check_start(after)
+        return [Document(*row) for row in await self._read(_LIST, (drawer, after, limit))]
+
+    async def drawers(self) -> list[str]:
+        return [row[0] for row in await self._read(_DRAWERS, ())]
+
+    async def _read(self, query: str, values: Values) -> list[Row]:
+        return await self._pool.read(lambda step: step.rows(query, values))
+
+    async def _has_changed(self, query: str, values: Values) -> bool:
+        async def change(step: Step) -> bool:
+            return await step.row(query, values) is not None
+
+        return await self._pool.transact(change)

@@ -1,0 +1,292 @@
+"""Tenants' shares in PostgreSQL: their terms, what they are charged, who is out, who begins to wait.
+
+Whoever leases or sets terms does so under one lock (`HOLD`): leases are given one after the other, by exact virtual
+times and caps. Whoever ends a lease does not take it; he adds to his tenant's row, by one statement, and can only let
+the tenant have more. Locks are taken in one order, so nobody waits in a circle: the job, `HOLD`, tenants, lanes, and
+the counters last; under `HOLD` a job that somebody holds is stepped over. A transaction that finds out too late that
+tenants have terms by now raises `NowFair` and is run again with the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from comfyfleet.model.dispatch import AttemptEnd, LeaseOffer, Written
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import TenantId
+from comfyfleet.model.tenant import Share, TenantTerms, start_among
+from comfyfleet.stores.postgres import rows
+from comfyfleet.stores.postgres.connections import Later, Pool, Row, Step
+from comfyfleet.stores.postgres.notifications import Hints
+
+HOLD = "SELECT pg_advisory_xact_lock(7238261)"
+
+IS_FAIR = "SELECT is_fair FROM comfyfleet.state"
+
+# How many wait is asked of the lanes: a counter would make all enqueues of a tenant queue up for its row.
+_WAITING = (
+    "FROM comfyfleet.lanes l JOIN comfyfleet.dispatches d ON d.lane_id = l.lane_id WHERE l.tenant = t.tenant"
+)
+
+_SHARE = """
+SELECT t.tenant, t.virtual_time, t.credit, t.leased, t.is_behind, t.has_terms, t.weight, t.max_leased, t.held_until
+"""
+
+_ALL = f"{_SHARE}, EXISTS (SELECT {_WAITING})::integer FROM comfyfleet.tenants t"
+
+_ONE = f"{_SHARE}, 1 FROM comfyfleet.tenants t WHERE t.tenant = %s"
+
+_COUNTED = (
+    f"{_SHARE}, (SELECT count(*) {_WAITING}), state.is_fair FROM comfyfleet.tenants t, comfyfleet.state"
+)
+
+_IS_OPEN = f"""
+SELECT EXISTS (SELECT {_WAITING})
+    OR EXISTS (SELECT FROM comfyfleet.tenants s WHERE s.tenant = t.tenant AND s.leased > 0)
+FROM (VALUES (%s)) AS t (tenant)
+"""
+
+_WAITS = f"SELECT EXISTS (SELECT {_WAITING}) FROM (VALUES (%s)) AS t (tenant)"
+
+# `Share.started`, `Share.charged` and `Share.is_at_cap`, of the row as it is by then: whoever ends a lease of the
+# tenant may have changed it since it was read.
+_LEASED = """
+INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time, leased) VALUES (%(tenant)s, %(by)s, 1)
+ON CONFLICT (tenant) DO UPDATE SET
+    virtual_time = greatest(t.virtual_time, %(start)s::float8) + greatest(0, %(by)s - t.credit),
+    credit = greatest(0, t.credit - %(by)s), leased = t.leased + 1,
+    is_behind = t.max_leased IS NOT NULL AND t.leased + 1 >= t.max_leased
+"""
+
+# The same for the end of a lease. Where the estimate or what it took is not known, nothing is put right.
+_BY = "coalesce(%(used_s)s::float8 / t.weight - %(charge)s::float8, 0)"
+_ENDED = f"""
+UPDATE comfyfleet.tenants t SET virtual_time = t.virtual_time + greatest(0, {_BY} - t.credit),
+    credit = greatest(0, t.credit - {_BY}), leased = t.leased - 1,
+    is_behind = t.is_behind OR (t.max_leased IS NOT NULL AND t.leased - 1 >= t.max_leased)
+        OR (t.held_until IS NOT NULL AND t.held_until > %(now)s)
+WHERE t.tenant = %(tenant)s
+RETURNING t.leased + 1 = t.max_leased AND (t.held_until IS NULL OR t.held_until <= %(now)s)
+"""
+
+_START = """
+INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time) VALUES (%s, %s)
+ON CONFLICT (tenant) DO UPDATE SET virtual_time = greatest(t.virtual_time, excluded.virtual_time)
+"""
+
+_CHARGE = """
+INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time) VALUES (%s, %s)
+ON CONFLICT (tenant) DO UPDATE SET virtual_time = t.virtual_time + excluded.virtual_time
+"""
+
+# Whoever is leasing now has not counted it: it is waited for, and what comes later sees that tenants have terms.
+_BEGIN = (
+    "LOCK TABLE comfyfleet.dispatches IN EXCLUSIVE MODE",
+    "UPDATE comfyfleet.state SET is_fair = true",
+    """
+    INSERT INTO comfyfleet.tenants (tenant, virtual_time)
+    SELECT DISTINCT j.tenant, 0::float8 FROM comfyfleet.dispatches d JOIN comfyfleet.jobs j USING (job_id)
+    ON CONFLICT DO NOTHING
+    """,
+    """
+    UPDATE comfyfleet.tenants t SET leased = (
+        SELECT count(*) FROM comfyfleet.dispatches d JOIN comfyfleet.jobs j USING (job_id)
+        WHERE d.phase = 'leased' AND j.tenant = t.tenant
+    )
+    """,
+)
+
+_PUT_TERMS = """
+INSERT INTO comfyfleet.tenants (tenant, virtual_time, has_terms, weight, max_leased, held_until)
+VALUES (%s, 0, true, %s, %s, %s)
+ON CONFLICT (tenant) DO UPDATE SET has_terms = true, weight = excluded.weight, max_leased = excluded.max_leased,
+    held_until = excluded.held_until
+"""
+
+_REMOVE_TERMS = """
+UPDATE comfyfleet.tenants SET has_terms = false, weight = 1, max_leased = NULL, held_until = NULL WHERE tenant = %s
+"""
+
+
+class NowFair(Exception):
+    """Tenants have terms by now: leases are charged, which this transaction was not prepared for."""
+
+
+def share_of(row: Row) -> Share:
+    """Of the columns of `lanes.SHARE`, of a tenant that has something waiting."""
+    return _share((*row, 1))
+
+
+def _share(row: Row) -> Share:
+    tenant, virtual_time, credit, leased, is_behind, has_terms, weight, max_leased, held_until, waiting = row[
+        :10
+    ]
+    terms = TenantTerms(tenant, weight, max_leased, held_until) if has_terms else None
+    return Share(TenantId(tenant), virtual_time, credit, waiting, leased, is_behind, terms)
+
+
+async def _everyone(step: Step) -> dict[TenantId, Share]:
+    found = map(_share, await step.rows(_ALL))
+    return {share.tenant: share for share in found}
+
+
+def _start(everyone: Mapping[TenantId, Share], tenant: TenantId) -> float:
+    greatest = max((share.virtual_time for share in everyone.values()), default=0.0)
+    return start_among((share for share in everyone.values() if share.tenant != tenant), greatest)
+
+
+async def begin_to_wait(step: Step, tenant: TenantId) -> None:
+    """Before a job enters its lane. Nothing happens to one that has others waiting or running."""
+    row = await step.row(_IS_OPEN, (tenant,))
+    if row is not None and not row[0]:
+        step.add(_START, (tenant, _start(await _everyone(step), tenant)))
+
+
+class Charge(msgspec.Struct, frozen=True):
+    """What a lease costs its tenant, in virtual time."""
+
+    tenant: TenantId
+    by: float
+    start: float | None
+    """Where it was kept out before: the virtual time at which it starts anew."""
+
+
+class Standings:
+    """Tenants' shares under the lock, as they will be with the leases that were chosen so far."""
+
+    def __init__(self, step: Step, known: Iterable[Share]) -> None:
+        self._step = step
+        self._known = {share.tenant: share for share in known}
+        self._everyone: dict[TenantId, Share] | None = None
+
+    def __getitem__(self, tenant: TenantId) -> Share:
+        return self._known[tenant]
+
+    async def lease(self, tenant: TenantId, offer: LeaseOffer) -> Charge:
+        share, start = self._known[tenant], None
+        if share.is_behind:
+            if self._everyone is None:
+                self._everyone = await _everyone(self._step)
+            start = _start({**self._everyone, **self._known}, tenant)
+            share = share.started(start)
+        by = offer.charge_s / share.weight
+        share = msgspec.structs.replace(share.charged(by), leased=share.leased + 1)
+        self._known[tenant] = msgspec.structs.replace(share, is_behind=share.is_at_cap)
+        return Charge(tenant, by, start)
+
+
+def take(step: Step, charge: Charge) -> float:
+    """Under the lock, with the lease. Answers what the lease is charged with."""
+    step.add(_LEASED, {"tenant": charge.tenant, "by": charge.by, "start": charge.start})
+    return charge.by
+
+
+async def lease(
+    step: Step, tenant: TenantId, offer: LeaseOffer, test_now: float | None
+) -> tuple[float, float] | None:
+    """Takes the lock. The time under it, and what the lease is charged with. None: the tenant may have nothing now."""
+    _, ((now,),), found = await step.ask((HOLD, ()), rows.moment(test_now), (_ONE, (tenant,)))
+    share = _share(found[0]) if found else Share(tenant, waiting=1)
+    if share.is_out(now):
+        return None
+    return now, take(step, await Standings(step, [share]).lease(tenant, offer))
+
+
+def end(step: Step, opened: rows.Opened, attempt_end: AttemptEnd) -> Later:
+    """With the end of a lease: its tenant's row alone is locked, and briefly, so this waits for no other tenant. The
+    answer is one row, true where the tenant was at its cap and is not kept out any more."""
+    values = {
+        "tenant": opened.held.dispatch.tenant,
+        "used_s": attempt_end.used_s,
+        "charge": opened.charge,
+        "now": opened.now,
+    }
+    return step.add_question(_ENDED, values)
+
+
+class PostgresShares:
+    def __init__(self, pool: Pool, now: Callable[[], float | None], hints: Hints) -> None:
+        self._pool = pool
+        self._now = now
+        """None: time is the server's."""
+        self._hints = hints
+
+    async def put_terms(self, terms: TenantTerms) -> None:
+        async def put(step: Step) -> None:
+            _, ((is_fair,),) = await step.ask((HOLD, ()), (IS_FAIR, ()))
+            if not is_fair:
+                for statement in _BEGIN:
+                    step.add(statement)
+            values = (terms.tenant, terms.weight, terms.max_leased, terms.held_until)
+            step.add(_PUT_TERMS, values)
+            now = (await step.rows(*rows.moment(self._now())))[0][0]
+            found = await step.rows(_ONE, (terms.tenant,))
+            if _share(found[0]).is_out(now):
+                step.add("UPDATE comfyfleet.tenants SET is_behind = true WHERE tenant = %s", (terms.tenant,))
+
+        await self._pool.transact(put)
+        self._hints.tell_all()
+
+    async def remove_terms(self, tenant: TenantId) -> None:
+        async def remove(step: Step) -> None:
+            step.add(HOLD)
+            step.add(_REMOVE_TERMS, (tenant,))
+
+        await self._pool.transact(remove)
+        self._hints.tell_all()
+
+    async def terms(self) -> list[TenantTerms]:
+        async def read(step: Step) -> list[TenantTerms]:
+            found = await step.rows(f"{_ALL} WHERE t.has_terms ORDER BY t.tenant")
+            return [terms for row in found if (terms := _share(row).terms) is not None]
+
+        return await self._pool.read(read)
+
+    async def charge(self, tenant: TenantId, seconds: float) -> None:
+        assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
+
+        async def charge(step: Step) -> None:
+            step.add(_CHARGE, (tenant, seconds))
+
+        await self._pool.transact(charge)
+
+    async def of(self, tenant: TenantId) -> Share:
+        async def read(step: Step) -> Share:
+            row = await step.row(f"{_COUNTED} WHERE t.tenant = %s", (tenant,))
+            if row is None:
+                return Share(tenant)
+            return _share(row) if row[10] else Share(tenant, row[1])
+
+        return await self._pool.read(read)
+
+    async def tell_of(self, written: Written | None, freed: Later | None) -> None:
+        """After a write was committed: others hear of what may be leased with it."""
+        if written is None:
+            return
+        if freed is not None and await self._may_take_more(written.dispatch.tenant, freed):
+            self._hints.tell_all()
+        elif written.dispatch.stands_in_lane:
+            self._hints.tell()
+
+    async def _may_take_more(self, tenant: TenantId, freed: Later) -> bool:
+        """What waits is asked now: of what comes later its own enqueue tells, and finds the tenant free."""
+        if freed.rows != [(True,)]:
+            return False
+        try:
+            found = await self._pool.read(lambda step: step.rows(_WAITS, (tenant,)))
+        except Fault:
+            # The end stands all the same. Who is told for nothing looks once.
+            return True
+        return bool(found[0][0])
+
+    async def next_hold_end(self) -> float | None:
+        async def read(step: Step) -> float | None:
+            (now,) = (await step.rows(*rows.moment(self._now())))[0]
+            row = await step.row(
+                "SELECT min(held_until) FROM comfyfleet.tenants WHERE held_until > %s", (now,)
+            )
+            return None if row is None else row[0]
+
+        return await self._pool.read(read)

@@ -1,0 +1,80 @@
+"""Jobs that come from, or go to, another store: a page of them is one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.dispatch import Dispatch
+from comfyfleet.model.ids import JobId
+from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.stores.postgres import codec, rows
+from comfyfleet.stores.postgres.connections import Pool, Step
+
+_INSERT_JOB = """
+INSERT INTO comfyfleet.jobs (job_id, sequence, tenant, reference, record, payload, result)
+VALUES (%s, nextval('comfyfleet.job_sequence'), %s, %s, %s, %s, %s) ON CONFLICT DO NOTHING RETURNING sequence
+"""
+
+_KNOWN = """
+SELECT envelope FROM (
+    SELECT 1 AS place, job_id FROM comfyfleet.jobs WHERE job_id = %(job_id)s
+    UNION ALL SELECT 2, job_id FROM comfyfleet.jobs WHERE tenant = %(tenant)s AND reference = %(reference)s
+) AS known JOIN (
+    SELECT job_id, envelope FROM comfyfleet.dispatches UNION ALL SELECT job_id, envelope FROM comfyfleet.ended
+) AS kept USING (job_id) ORDER BY place LIMIT 1
+"""
+
+
+class PostgresMoving:
+    def __init__(self, pool: Pool, now: Callable[[], float | None], tell: Callable[[], None]) -> None:
+        self._pool = pool
+        self._now = now
+        """None: time is the server's."""
+        self._tell = tell
+
+    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
+        async def adopt(step: Step) -> list[Dispatch] | None:
+            classes = [key for each in jobs for key in rows.classes_of(each.dispatch)]
+            if classes and not await rows.has_classes(step, classes):
+                return None
+            now = (await step.rows(*rows.moment(self._now())))[0][0]
+            return [await _adopt(step, each, now) for each in jobs]
+
+        adopted = await self._pool.transact(adopt)
+        if adopted:
+            self._tell()
+        return adopted
+
+    async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
+        async def discard(step: Step) -> list[bool]:
+            answers: dict[JobId, bool] = {}
+            # In one order, as whoever locks several jobs does.
+            for each in sorted(jobs, key=lambda job: job.job_id):
+                answers[each.job_id] = await rows.discard(step, each.job_id, each.revision)
+            return [answers[each.job_id] for each in jobs]
+
+        return await self._pool.transact(discard)
+
+    async def lessons(self) -> list[Lesson]:
+        async def read(step: Step) -> list[Lesson]:
+            found = await step.rows("SELECT body FROM comfyfleet.lessons ORDER BY number")
+            return [codec.decode_lesson(row[0]) for row in found]
+
+        return await self._pool.read(read)
+
+
+async def _adopt(step: Step, whole: WholeJob, now: float) -> Dispatch:
+    assert whole.dispatch.lease is None, "a leased job does not move"
+    job = whole.job
+    record, payload = codec.encode_record(job), codec.encode(job.payload)
+    values = (job.job_id, job.tenant, job.reference, record, payload, codec.encode_or_none(job.result))
+    names = {"job_id": job.job_id, "tenant": job.tenant, "reference": job.reference}
+    while True:
+        inserted = await step.row(_INSERT_JOB, values)
+        if inserted is not None:
+            return await rows.adopt(step, whole, inserted[0], now)
+        row = await step.row(_KNOWN, names)
+        if row is not None:
+            return codec.decode_dispatch(row[0])
+        # What was in the way has been purged since.

@@ -1,0 +1,163 @@
+"""Hints between processes over LISTEN and NOTIFY: "something may wait now", "the table is new", "this worker is told".
+
+Polling is the truth; a hint may be lost. A notice is sent apart from the change it tells of, and many changes share
+one: NOTIFY inside a transaction makes all commits of a database queue up. The listening connection is the only one with
+a state of its own; behind a transaction pooler it hears nothing, and nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from uuid import uuid4
+
+import msgspec
+import psycopg
+
+from comfyfleet.model.calls import Command
+from comfyfleet.model.errors import ComfyFleetError
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.stores.postgres.connections import Pool, Step
+
+CHANNEL = "comfyfleet_waiting"
+TABLE = "comfyfleet_table"
+COMMANDS = "comfyfleet_commands"
+MIN_GAP_S = 0.02
+MAX_RETRY_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+Hear = Callable[[WorkerId, Command], None]
+# A notice holds less than 8000 bytes.
+_MAX_REASON = 1000
+
+
+class _Told(msgspec.Struct, frozen=True):
+    worker_id: WorkerId
+    command: Command
+    sender: str
+
+
+_told = msgspec.json.Decoder(_Told)
+
+
+class Hints:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._sender_id = uuid4().hex
+        self._listeners: list[Callable[[], None]] = []
+        self._hearers: list[Hear] = []
+        self._learners: list[Callable[[], None]] = []
+        self._sender: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._due: set[str] = set()
+        """Channels on which something is to be told."""
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+        self._read()
+
+    def listen(
+        self, wake: Callable[[], None], hear: Hear | None = None, relearn: Callable[[], None] | None = None
+    ) -> None:
+        self._listeners.append(wake)
+        if relearn is not None:
+            self._learners.append(relearn)
+        if hear is not None:
+            self._hearers.append(hear)
+        self._read()
+
+    def _read(self) -> None:
+        if self._is_open and self._listeners and self._reader is None:
+            self._reader = asyncio.create_task(self._keep_reading(), name="comfyfleet-postgres-hints")
+
+    def tell(self, channel: str = CHANNEL) -> None:
+        """Something may wait now, or is new. Sent at once, or together with others a moment later."""
+        self._due.add(channel)
+        if self._is_open and (self._sender is None or self._sender.done()):
+            self._sender = asyncio.create_task(self._send(), name="comfyfleet-postgres-notify")
+
+    def tell_all(self) -> None:
+        """Here too: nobody hears himself."""
+        self.tell()
+        self._wake()
+
+    async def tell_worker(self, worker_id: WorkerId, command: Command) -> None:
+        command = msgspec.structs.replace(command, reason=command.reason[:_MAX_REASON])
+        text = msgspec.json.encode(_Told(worker_id, command, self._sender_id)).decode()
+
+        async def notify(step: Step) -> None:
+            step.add("SELECT pg_notify(%s, %s)", (COMMANDS, text))
+
+        await self._pool.transact(notify)
+
+    async def _send(self) -> None:
+        while self._due:
+            due, self._due = self._due, set()
+            try:
+                await self._pool.transact(partial(_notify, self._sender_id, due))
+            except ComfyFleetError as error:
+                _log.debug("a hint was not sent: %s", error)
+            await asyncio.sleep(MIN_GAP_S)
+
+    async def _keep_reading(self) -> None:
+        delay_s = 0.1
+        while True:
+            try:
+                connection = await self._pool.connect()
+                async with connection:
+                    for channel in (CHANNEL, COMMANDS, TABLE):
+                        await connection.execute(f"LISTEN {channel}")
+                    delay_s = 0.1
+                    # What was told while nobody listened is unknown: look once.
+                    self._wake()
+                    async for notice in connection.notifies():
+                        if notice.channel == COMMANDS:
+                            self._take(notice.payload)
+                        elif notice.payload == self._sender_id:
+                            continue
+                        elif notice.channel == TABLE:
+                            self._relearn()
+                        else:
+                            self._wake()
+            except (psycopg.Error, ComfyFleetError) as error:
+                _log.debug("listening for hints was interrupted: %s", error)
+            await asyncio.sleep(delay_s)
+            delay_s = min(delay_s * 2, MAX_RETRY_S)
+
+    def _take(self, text: str) -> None:
+        try:
+            told = _told.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            # Of a newer version, or nobody's: whoever it was for hears of it with its next heartbeat.
+            _log.debug("a command could not be read: %r", error)
+            return
+        if told.sender != self._sender_id:
+            for hear in self._hearers:
+                hear(told.worker_id, told.command)
+
+    def _relearn(self) -> None:
+        for relearn in self._learners:
+            relearn()
+
+    def _wake(self) -> None:
+        for wake in self._listeners:
+            wake()
+
+    async def close(self) -> None:
+        self._is_open = False
+        for task in (self._sender, self._reader):
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        self._sender = self._reader = None
+
+
+async def _notify(sender: str, channels: set[str], step: Step) -> None:
+    for channel in channels:
+        step.add("SELECT pg_notify(%s, %s)", (channel, sender))

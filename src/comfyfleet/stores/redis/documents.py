@@ -1,0 +1,53 @@
+"""Small documents as calls of the library. A document is kept with its version before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from comfyfleet.ports import Document
+from comfyfleet.stores.documents import check_document, check_start
+from comfyfleet.stores.redis.address import cabinet_key
+from comfyfleet.stores.redis.codec import as_list
+
+if TYPE_CHECKING:
+    from comfyfleet.stores.redis.store import RedisStore
+
+
+class RedisCabinet:
+    def __init__(self, store: RedisStore) -> None:
+        self._store = store
+        self._key = cabinet_key(store.prefix)
+
+    async def get(self, drawer: str, name: str) -> Document | None:
+        text = await self._store.diagnose("HGET", f"{self._key}:{drawer}", name)
+        return None if text is None else _document(name, text)
+
+    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(drawer, name, body)
+        expected = "" if version is None else version
+        return await self._store._do("cabinet_put", drawer, name, expected, body) is not None
+
+    async def remove(self, drawer: str, name: str) -> bool:
+        return await self._store._do("cabinet_remove", drawer, name) is not None
+
+    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+        check_start(after)
+        if limit < 1:
+            return []
+        found = as_list(await self._store._ask("cabinet_list", drawer, after, limit))
+        names = [_bytes(name).decode() for name in found[::2]]
+        return [_document(name, text) for name, text in zip(names, found[1::2], strict=True)]
+
+    async def drawers(self) -> list[str]:
+        found = as_list(await self._store.diagnose("SMEMBERS", self._key))
+        return sorted(_bytes(name).decode() for name in found)
+
+
+def _document(name: str, text: object) -> Document:
+    version, _, body = _bytes(text).partition(b" ")
+    return Document(name, body, int(version))
+
+
+def _bytes(text: object) -> bytes:
+    assert isinstance(text, bytes)
+    return text

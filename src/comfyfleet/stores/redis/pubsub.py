@@ -1,0 +1,252 @@
+"""Hints from other processes: one subscription on a connection of its own.
+
+A hint that is lost costs a moment, never a job. What a message means is said by the channel it comes on.
+
+What engines on this server say to each other: one channel, read on the connection that hears the hints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from comfyfleet.model.calls import Action, Command
+from comfyfleet.model.fact import Fact, FactKind, News, NewsKind, RunNote
+from comfyfleet.model.ids import JobId, WorkerId
+from comfyfleet.stores.redis.address import Address
+from comfyfleet.stores.redis.codec import as_list
+from comfyfleet.stores.redis.dispatches import as_bytes
+
+PEER_CHANNEL = "channel:news"
+HINTS = "channel:hub:events"
+_KEEP_S = 3600
+_NOTES_KEPT = 100
+_WATCHED_S = 15
+
+
+class _Run(msgspec.Struct, frozen=True):
+    """What a worker without an engine did, as the library tells it."""
+
+    event: str
+    job_id: JobId
+    worker_id: WorkerId
+    lease: int
+    round: int
+    timestamp: float
+    number: int = 0
+    """Of a fact. News has none."""
+    data: dict[str, Any] = {}
+
+
+_run = msgspec.json.Decoder(_Run)
+
+
+class RedisRelay:
+    """`me` stands before each message, so that nobody hears himself. `call` is for what may be sent twice."""
+
+    def __init__(self, call: Callable[..., Awaitable[object]], prefix: str, me: str) -> None:
+        self._call = call
+        self._prefix = prefix
+        self._me = me.encode() + b" "
+        self._hear: Callable[[bytes], None] | None = None
+        self._hear_run: Callable[[Fact | News], None] | None = None
+
+    def listen(self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | News], None]) -> None:
+        self._hear = hear
+        self._hear_run = hear_run
+
+    def heard(self, message: bytes) -> None:
+        if self._hear is not None and not message.startswith(self._me):
+            self._hear(message.partition(b" ")[2])
+
+    def heard_run(self, message: bytes) -> None:
+        if self._hear_run is None:
+            return
+        run = _run.decode(message)
+        if run.number:
+            kind = FactKind(run.event)
+            self._hear_run(Fact(run.job_id, run.number, kind, run.timestamp, run.round, run.data or None))
+        else:
+            news = NewsKind(run.event)
+            self._hear_run(News(run.job_id, news, run.timestamp, run.worker_id, run.lease, run.data))
+
+    async def watch(self) -> None:
+        await self._call("SET", self._prefix + "watched", "1", "EX", _WATCHED_S)
+
+    async def say(self, message: bytes) -> None:
+        await self._call("PUBLISH", self._prefix + PEER_CHANNEL, self._me + message)
+
+    async def announce(self, message: bytes) -> None:
+        await self._call("PUBLISH", self._prefix + HINTS, message)
+
+    async def keep_progress(self, job_id: JobId, note: RunNote) -> None:
+        if note.progress is not None:
+            await self._call("SET", f"{self._prefix}job:{job_id}:progress", note.progress, "EX", _KEEP_S)
+        stream = f"{self._prefix}progress:{job_id}"
+        told = ["worker_id", note.worker_id or "", "timestamp", repr(note.at), "status", note.status]
+        if note.percentage is not None:
+            told += ["percentage", f"{note.percentage:g}"]
+        if note.message is not None:
+            told += ["message", note.message]
+        await self._call(
+            "XADD", stream, "MAXLEN", "~", _NOTES_KEPT, "*", "progress", note.progress or b"{}", *told
+        )
+        await self._call("EXPIRE", stream, _KEEP_S)
+
+    async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]:
+        if not job_ids:
+            return []
+        found = await self._call("MGET", *(f"{self._prefix}job:{job_id}:progress" for job_id in job_ids))
+        return [None if text is None else as_bytes(text) for text in as_list(found)]
+
+
+_LOG = logging.getLogger(__name__)
+
+EVENT_CHANNEL = "channel:hub:events"
+COMMANDS = "channel:workers:all"
+_PAUSE_S = 1.0
+# Left by a worker without an engine; whatever else comes on the channel is a class of which something waits.
+_FROM_WORKERS = (b"worker", b"report")
+# Put a class into the table: who did follows.
+_TABLE = b"table "
+# An event of the fleet, for readers that are no engines.
+_EVENT = b"{"
+# What a worker without an engine did; whatever else comes on the channel of commands is one.
+_RUN = b'{"event":'
+
+Hear = Callable[[WorkerId, Command], None]
+
+
+class _Told(msgspec.Struct, frozen=True):
+    worker_id: WorkerId
+    action: Action
+    job_id: str = ""
+    lease: int = 0
+    reason: str = ""
+    sender: str = msgspec.field(default="", name="from")
+
+
+_told = msgspec.json.Decoder(_Told)
+
+
+class Listener:
+    """`me` is whose own commands and classes are not heard."""
+
+    def __init__(
+        self,
+        address: Address,
+        me: str,
+        wake: Callable[[], None],
+        wake_for_workers: Callable[[], None],
+        hear: Hear | None,
+        relearn: Callable[[], None] | None,
+        hear_news: Callable[[bytes], None],
+        hear_run: Callable[[bytes], None],
+    ) -> None:
+        self._address = address
+        self._me = me
+        self._wake = wake
+        self._wake_for_workers = wake_for_workers
+        self._hear = hear
+        self._relearn = relearn
+        self._hear_news = hear_news
+        self._hear_run = hear_run
+        self._task: asyncio.Task[None] | None = None
+        self.is_listening = asyncio.Event()
+
+    def start(self) -> None:
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run(), name="redis hints")
+
+    async def stop(self) -> None:
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _run(self) -> None:
+        while True:
+            with contextlib.suppress(RedisError, OSError):
+                await self._listen()
+            self.is_listening.clear()
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _listen(self) -> None:
+        address = self._address
+        # No retries and no timeout: by its defaults the library repeats commands and ends blocking reads.
+        redis = Redis(
+            host=address.host,
+            port=address.port,
+            db=address.database,
+            username=address.username,
+            password=address.password,
+            ssl=address.is_tls,
+            ssl_ca_certs=address.authority,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=None,
+            socket_keepalive=True,
+        )
+        try:
+            async with redis.pubsub() as subscription:
+                channels = (COMMANDS, PEER_CHANNEL, EVENT_CHANNEL)
+                await subscription.subscribe(*(address.prefix + channel for channel in channels))
+                async for message in subscription.listen():
+                    if message["type"] == "message":
+                        try:
+                            self._hear_message(message["channel"], message["data"])
+                        except Exception as error:
+                            # Whoever may publish may publish anything; those who listen go on.
+                            _LOG.info(
+                                "a message on %r could not be understood: %r", message["channel"], error
+                            )
+                    elif message["type"] == "subscribe" and message["channel"].endswith(
+                        EVENT_CHANNEL.encode()
+                    ):
+                        self.is_listening.set()
+                        # What was told while nobody listened is not told again.
+                        self._wake()
+                        self._wake_for_workers()
+        finally:
+            await redis.aclose()
+
+    def _hear_message(self, channel: bytes, text: bytes) -> None:
+        if channel.endswith(PEER_CHANNEL.encode()):
+            self._hear_news(text)
+        elif channel.endswith(COMMANDS.encode()):
+            if text.startswith(_RUN):
+                self._hear_run(text)
+            else:
+                self._take(text)
+        else:
+            self._look_for(text)
+
+    def _look_for(self, what: bytes) -> None:
+        if what in _FROM_WORKERS:
+            self._wake_for_workers()
+        elif what.startswith(_EVENT):
+            return
+        elif not what.startswith(_TABLE):
+            self._wake()
+        elif self._relearn is not None and what != _TABLE + self._me.encode():
+            self._relearn()
+
+    def _take(self, text: bytes) -> None:
+        try:
+            told = _told.decode(text)
+        except msgspec.DecodeError:
+            # Of a newer version, or nobody's: whoever it was for hears of it with its next heartbeat.
+            return
+        if self._hear is not None and told.sender != self._me:
+            job_id = JobId(told.job_id) if told.job_id else None
+            self._hear(told.worker_id, Command(told.action, job_id, told.lease, told.reason))

@@ -1,0 +1,109 @@
+"""Small documents in the file, written in the store's own groups. They are not kept in memory.
+
+What is being written is *reserved* here: it is what the next writer compares with, and whoever asks for it waits for
+its commit. If that fails the store says so, and the file is the truth again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from comfyfleet.ports import Document
+from comfyfleet.stores.documents import check_document, check_start
+from comfyfleet.stores.sqlite.reader import Disk
+from comfyfleet.stores.sqlite.writer import Area, Writer
+
+_PUT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?)"
+_REMOVE = "DELETE FROM documents WHERE drawer = ? AND name = ?"
+
+_Name = tuple[str, str]
+
+
+class _Reserved:
+    """What a document will be; None: it will be gone."""
+
+    __slots__ = ("document",)
+
+    def __init__(self, document: Document | None) -> None:
+        self.document = document
+
+
+class SqliteCabinet:
+    def __init__(self, disk: Disk, writer: Writer) -> None:
+        self._disk = disk
+        self._writer = writer
+        self._reserved: dict[_Name, _Reserved] = {}
+
+    async def get(self, drawer: str, name: str) -> Document | None:
+        while self._is_reserved(drawer, name):
+            await self._settle()
+        return self._disk.document(drawer, name)
+
+    async def put(self, drawer: str, name: str, body: bytes, *, version: int | None) -> bool:
+        check_document(drawer, name, body)
+        while True:
+            self._writer.check()
+            known = self._known(drawer, name)
+            current = 0 if known is None else known.version
+            if version in (None, current):
+                break
+            if not self._is_reserved(drawer, name):
+                return False
+            # The no would rest on something that is not written yet.
+            await self._settle()
+        document = Document(name, body, current + 1)
+        await self._write(drawer, name, document, _PUT, drawer, name, current + 1, body)
+        return True
+
+    async def remove(self, drawer: str, name: str) -> bool:
+        while True:
+            self._writer.check()
+            if self._known(drawer, name) is not None:
+                break
+            if not self._is_reserved(drawer, name):
+                return False
+            await self._settle()
+        await self._write(drawer, name, None, _REMOVE, drawer, name)
+        return True
+
+    async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
+        check_start(after)
+        await self._settle()
+        return self._disk.documents(drawer, after, limit)
+
+    async def drawers(self) -> list[str]:
+        await self._settle()
+        return self._disk.drawers()
+
+    def forget(self) -> None:
+        """A commit failed: nothing of what was reserved is written."""
+        self._reserved.clear()
+
+    def _is_reserved(self, drawer: str, name: str) -> bool:
+        return (drawer, name) in self._reserved and self._writer.is_pending(Area.CABINET)
+
+    def _known(self, drawer: str, name: str) -> Document | None:
+        reserved = self._reserved.get((drawer, name))
+        return self._disk.document(drawer, name) if reserved is None else reserved.document
+
+    async def _write(
+        self, drawer: str, name: str, document: Document | None, sql: str, *values: str | int | bytes
+    ) -> None:
+        reserved = self._reserved[drawer, name] = _Reserved(document)
+        batch = self._writer.batch()
+        batch.touch(Area.CABINET, sql, *values)
+        watcher = self._writer.settling(Area.CABINET)
+        assert watcher is not None, "the batch that was touched is open"
+        # Not when the caller goes on: one that was cancelled leaves its document to be written all the same.
+        watcher.add_done_callback(partial(self._let_go, (drawer, name), reserved))
+        await self._writer.written(batch)
+
+    def _let_go(self, name: _Name, reserved: _Reserved, _: asyncio.Future[bool]) -> None:
+        if self._reserved.get(name) is reserved:
+            del self._reserved[name]
+
+    async def _settle(self) -> None:
+        """Until what was reserved when it was asked for is written, or is not."""
+        if (watcher := self._writer.settling(Area.CABINET)) is not None:
+            await watcher

@@ -1,0 +1,78 @@
+"""Jobs that have ended: the file alone knows them. One that is written again is brought back to memory, and let go when
+that is on the disk."""
+
+from __future__ import annotations
+
+from heapq import merge
+from itertools import islice, takewhile
+from typing import TYPE_CHECKING
+
+from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.ids import JobId
+from comfyfleet.stores.guards import last_to_go
+from comfyfleet.stores.sqlite import codec
+from comfyfleet.stores.sqlite.writer import Batch
+
+if TYPE_CHECKING:
+    from comfyfleet.stores.sqlite.store import SqliteStore
+
+
+class Ended:
+    """A part of the store in a module of its own: it reserves and writes as the store does."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+
+    async def failed(self, limit: int, after: JobId | None) -> list[Dispatch]:
+        await self._store._wait(None)
+        return self._store._disk.failed(limit, after)
+
+    async def unsettled(self, limit: int, after: JobId | None) -> list[Dispatch]:
+        await self._store._wait(None)
+        return self._store._disk.unsettled(limit, after)
+
+    async def purge(self, phase: Phase, before: float, limit: int) -> int:
+        store = self._store
+        await store._wait(None)
+        store._writer.check()
+        settled_before = last_to_go(before, store._clock.now())
+        # Two lines: the young of one hold up nobody in the other.
+        plain = takewhile(lambda row: row.ended_at < before, store._disk.ended(phase, limit, False))
+        apart = takewhile(lambda row: row.ended_at < settled_before, store._disk.ended(phase, limit, True))
+        # One that is just being retried ends no more.
+        gone = [row for row in islice(merge(plain, apart), limit) if not store._writer.is_pending(row.job_id)]
+        if gone:
+            batch = store._writer.batch()
+            for row in gone:
+                codec.purge(batch, row.job_id, row.sequence)
+                store._kept.by_phase[phase] -= 1
+            codec.keep_place(batch, store._kept.sequence)
+            await store._writer.written(batch)
+        return len(gone)
+
+    def bring_back(self, job_id: JobId) -> None:
+        store = self._store
+        if job_id not in store._kept.entries and not store._writer.is_pending(job_id):
+            entry = store._disk.entry(job_id)
+            if entry is not None:
+                store._kept.bring_back(entry)
+
+    def let_go(self, job_id: JobId) -> None:
+        store = self._store
+        entry = store._kept.entries.get(job_id)
+        if entry is not None and entry.dispatch.phase.is_final and not store._writer.is_pending(job_id):
+            store._kept.let_go(entry)
+
+    def restore(self, job_id: JobId) -> None:
+        """A job as the file knows it, whether it has ended or not."""
+        kept = self._store._kept
+        if (entry := kept.entries.get(job_id)) is not None:
+            kept.forget(entry)
+        if (entry := self._store._disk.entry(job_id)) is not None:
+            kept.take_in(entry)
+            if entry.dispatch.phase.is_final:
+                kept.let_go(entry)
+
+    def committed(self, batch: Batch) -> None:
+        for job_id in batch.ended():
+            self.let_go(job_id)

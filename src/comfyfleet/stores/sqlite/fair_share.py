@@ -1,0 +1,101 @@
+"""Tenants' shares and terms in the file: each is written with the lease, the end or the job that has changed it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.tenant import Share, TenantTerms
+from comfyfleet.stores.inprocess.fair_share import ShareBook
+from comfyfleet.stores.sqlite.writer import Area, Batch
+
+if TYPE_CHECKING:
+    from comfyfleet.stores.sqlite.reader import Disk
+    from comfyfleet.stores.sqlite.store import SqliteStore
+
+_decode_terms = msgspec.msgpack.Decoder(TenantTerms).decode
+
+
+class SqliteShares:
+    """A part of the store in a module of its own: it reserves and writes as the store does."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+
+    @property
+    def _book(self) -> ShareBook:
+        return self._store._kept.shares
+
+    async def put_terms(self, terms: TenantTerms) -> None:
+        store = self._store
+        blob = store._check(terms)
+        jobs = [entry.dispatch for entry in store._kept.entries.values()]
+        self._book.put_terms(terms, store._clock.now(), jobs)
+        batch = store._writer.batch()
+        batch.touch(Area.TENANTS, "UPDATE meta SET value = 1 WHERE name = 'is_fair'")
+        batch.touch(Area.TENANTS, "INSERT OR REPLACE INTO terms VALUES (?, ?)", terms.tenant, blob)
+        self.note(batch)
+        await store._writer.written(batch)
+
+    async def remove_terms(self, tenant: TenantId) -> None:
+        store = self._store
+        store._check(tenant)
+        self._book.remove_terms(tenant, store._clock.now())
+        batch = store._writer.batch()
+        batch.touch(Area.TENANTS, "DELETE FROM terms WHERE tenant = ?", tenant)
+        self.note(batch)
+        await store._writer.written(batch)
+
+    async def terms(self) -> list[TenantTerms]:
+        await self._store._wait(Area.TENANTS)
+        return sorted(self._book.terms.values(), key=lambda each: each.tenant)
+
+    async def charge(self, tenant: TenantId, seconds: float) -> None:
+        store = self._store
+        store._check(tenant)
+        self._book.advance(tenant, seconds)
+        batch = store._writer.batch()
+        self.note(batch)
+        await store._writer.written(batch)
+
+    async def of(self, tenant: TenantId) -> Share:
+        await self._store._wait(Area.TENANTS)
+        return self._book.of(tenant)
+
+    async def next_hold_end(self) -> float | None:
+        return self._book.next_hold_end(self._store._clock.now())
+
+    def note(self, batch: Batch, job_id: JobId | None = None) -> None:
+        """What a call has changed of shares, and of what this job's lease is charged with."""
+        book = self._book
+        changed, book.changed = book.changed, {}
+        for tenant in changed:
+            _note_share(batch, book.of(tenant))
+        if not book.is_fair:
+            return
+        if job_id in book.charges:
+            batch.touch(job_id, "INSERT OR REPLACE INTO charges VALUES (?, ?)", job_id, book.charges[job_id])
+        elif job_id is not None:
+            batch.touch(job_id, "DELETE FROM charges WHERE job_id = ?", job_id)
+
+
+def _note_share(batch: Batch, share: Share) -> None:
+    batch.touch(
+        Area.TENANTS,
+        "INSERT OR REPLACE INTO tenants (tenant, virtual_time, credit, is_behind) VALUES (?, ?, ?, ?)",
+        share.tenant,
+        share.virtual_time,
+        share.credit,
+        int(share.is_behind),
+    )
+
+
+def load(book: ShareBook, disk: Disk, is_fair: bool) -> None:
+    """Before the jobs, which are counted as they come."""
+    book.is_fair = is_fair
+    for tenant, virtual_time, credit, is_behind in disk.shares():
+        book.take_in(Share(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
+    book.terms = {terms.tenant: terms for terms in map(_decode_terms, disk.terms())}
+    book.charges = disk.charges()

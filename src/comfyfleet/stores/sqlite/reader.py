@@ -1,0 +1,359 @@
+"""What is read from the file: everything that is open, at the start; ended jobs, records and facts when asked for.
+
+Reads happen in the event loop, by key or in bounded pages; lists of whole jobs in a thread (`reader.py`). They see
+what is committed, and nothing else.
+
+The tenant's side of the file: jobs with payload and result, read when asked for; in memory are the last to come.
+
+The records of the jobs that came last, as they are written: most jobs are leased while theirs is still here.
+
+It saves a look at the file and nothing else. What it holds never changes: what is said differently of a job by now
+stands with its entry. Whether a job is there at all is asked elsewhere first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.errors import Fault
+from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId
+from comfyfleet.model.job import Job
+from comfyfleet.ports import Clock, Document
+from comfyfleet.stores.inprocess.blocks import BlockShelf, LessonShelf
+from comfyfleet.stores.inprocess.queue_state import Kept
+from comfyfleet.stores.sqlite import codec, fair_share
+from comfyfleet.stores.sqlite.codec import SqliteEntry
+
+_PAGE = 2000
+_USUAL_TTL_MS = 60_000
+"""Of leases in a file from before it said so."""
+_STATES = "LEFT JOIN open_jobs USING (sequence) LEFT JOIN ended_jobs USING (sequence)"
+_STATE = "coalesce(open_jobs.state, ended_jobs.state)"
+_JOB = f"SELECT job, {_STATE}, result FROM jobs {_STATES} LEFT JOIN results USING (sequence)"
+_OPEN_PHASES = (Phase.QUEUED, Phase.LEASED)
+
+
+class EndedRow(NamedTuple):
+    ending: int
+    job_id: JobId
+    sequence: int
+    ended_at: float
+
+
+def closed() -> Fault:
+    return Fault("the store is closed; open it first")
+
+
+class Disk:
+    def __init__(self) -> None:
+        self._database: sqlite3.Connection | None = None
+        self._names: dict[str, str] = {}
+
+    def open(self, database: sqlite3.Connection) -> None:
+        self._database = database
+
+    def close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def _all(self, sql: str, *values: Any) -> list[Any]:
+        if self._database is None:
+            raise closed()
+        # All rows at once: a statement left half read keeps the log from being cut.
+        try:
+            return self._database.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise Fault(f"the store could not read: {error}. See to its disk and try again") from error
+
+    # one job
+
+    def has(self, job_id: JobId) -> bool:
+        return bool(self._all("SELECT 1 FROM jobs WHERE job_id = ?", job_id))
+
+    def entry(self, job_id: JobId) -> SqliteEntry | None:
+        row = self._row(job_id)
+        return None if row is None else codec.entry_of(*row, {})
+
+    def state(self, job_id: JobId) -> codec.State | None:
+        row = self._row(job_id)
+        return None if row is None else codec.decode_state(row[0])
+
+    def _row(self, job_id: JobId) -> tuple[bytes, int | None, float | None] | None:
+        rows = self._all(f"SELECT {_STATE}, ending, ended_at FROM jobs {_STATES} WHERE job_id = ?", job_id)
+        return rows[0] if rows else None
+
+    def job(self, job_id: JobId) -> Job | None:
+        rows = self._all(f"{_JOB} WHERE job_id = ?", job_id)
+        return codec.decode_job(*rows[0]) if rows else None
+
+    def by_reference(self, tenant: TenantId, reference: str) -> JobId | None:
+        rows = self._all("SELECT job_id FROM jobs WHERE tenant = ? AND reference = ?", tenant, reference)
+        return JobId(rows[0][0]) if rows else None
+
+    # several
+
+    def listing(
+        self,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        *,
+        newest_first: bool,
+    ) -> list[Job]:
+        beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
+        conditions: list[str] = []
+        values: list[Any] = []
+        if after is not None:
+            known = self._all("SELECT sequence FROM jobs WHERE job_id = ?", after)
+            # What the page ended with may be gone; its id still says when it was.
+            conditions.append(f"{'jobs.sequence' if known else 'job_id'} {beyond} ?")
+            values.append(known[0][0] if known else after)
+        if tenant is not None:
+            conditions.append("tenant = ?")
+            values.append(tenant)
+        if phase is not None:
+            # Whatever has another phase is not even looked at, where that can be told from the table.
+            table = "open_jobs" if phase in _OPEN_PHASES else "ended_jobs"
+            conditions.append(f"{table}.phase = ?")
+            values.append(phase.value)
+        where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
+        rows = self._all(f"{_JOB} {where} ORDER BY jobs.sequence {order} LIMIT ?", *values, limit)
+        return [codec.decode_job(*row) for row in rows]
+
+    def failed(self, limit: int, after: JobId | None) -> list[Dispatch]:
+        rows = self._all(
+            "SELECT state FROM ended_jobs CROSS JOIN jobs USING (sequence) WHERE phase = ? AND job_id > ? "
+            "ORDER BY job_id LIMIT ?",
+            Phase.FAILED.value,
+            after or "",
+            limit,
+        )
+        return [codec.decode_state(blob).dispatch for (blob,) in rows]
+
+    def unsettled(self, limit: int, after: JobId | None) -> list[Dispatch]:
+        # Said twice: the index is taken where the question has its very words.
+        rows = self._all(
+            "SELECT state FROM ended_jobs WHERE apart > '' AND apart > ? ORDER BY apart LIMIT ?",
+            after or "",
+            limit,
+        )
+        return [codec.decode_state(blob).dispatch for (blob,) in rows]
+
+    def ended(self, phase: Phase, limit: int, is_apart: bool) -> list[EndedRow]:
+        """Those that ended, or were settled, first."""
+        which = "apart = ''" if is_apart else "apart IS NULL"
+        rows = self._all(
+            "SELECT ending, job_id, sequence, ended_at FROM ended_jobs CROSS JOIN jobs USING (sequence) "
+            f"WHERE phase = ? AND {which} ORDER BY ending LIMIT ?",
+            phase.value,
+            limit,
+        )
+        return [EndedRow(*row) for row in rows]
+
+    # documents
+
+    def document(self, drawer: str, name: str) -> Document | None:
+        rows = self._all(
+            "SELECT name, body, version FROM documents WHERE drawer = ? AND name = ?", drawer, name
+        )
+        return Document(*rows[0]) if rows else None
+
+    def documents(self, drawer: str, after: str, limit: int) -> list[Document]:
+        rows = self._all(
+            "SELECT name, body, version FROM documents WHERE drawer = ? AND name > ? ORDER BY name LIMIT ?",
+            drawer,
+            after,
+            limit,
+        )
+        return [Document(*row) for row in rows]
+
+    def drawers(self) -> list[str]:
+        return [name for (name,) in self._all("SELECT DISTINCT drawer FROM documents ORDER BY drawer")]
+
+    # tenants
+
+    def shares(self) -> list[tuple[str, float, float, int]]:
+        return self._all("SELECT tenant, virtual_time, credit, is_behind FROM tenants")
+
+    def terms(self) -> list[bytes]:
+        return [terms for (terms,) in self._all("SELECT terms FROM terms")]
+
+    def charges(self) -> dict[JobId, float]:
+        return dict(self._all("SELECT job_id, charge FROM charges"))
+
+    # everything that is open
+
+    def load(self, clock: Clock, epoch: int) -> Kept[SqliteEntry]:
+        try:
+            return self._load(clock, epoch)
+        except (LookupError, ValueError, TypeError, msgspec.MsgspecError) as error:
+            raise Fault(
+                f"the store's file is damaged ({type(error).__name__}: {error}). `comfyfleet store check` says where; "
+                "restore a backup"
+            ) from error
+
+    def _load(self, clock: Clock, epoch: int) -> Kept[SqliteEntry]:
+        kept: Kept[SqliteEntry] = Kept(clock, epoch)
+        meta = dict(self._all("SELECT name, value FROM meta"))
+        kept.table_version = meta["table_version"]
+        ((ending,),) = self._all("SELECT coalesce(max(ending), 0) FROM ended_jobs")
+        kept.endings = ending
+        ((kept.highest_id,),) = self._all("SELECT coalesce(max(job_id), '') FROM jobs")
+        self.load_small(kept, meta)
+        fair_share.load(kept.shares, self, bool(meta["is_fair"]))
+        entries = list(self._open_entries())
+        pinned = self._load_table(kept, entries)
+        # Leases last, in the order in which they were given.
+        entries.sort(key=lambda entry: (entry.dispatch.lease is not None, _leased_at(entry)))
+        for entry in entries:
+            kept.take_in(entry)
+        for class_key in pinned:
+            kept.index.unpin(class_key)
+        for phase, count in self._all("SELECT phase, count(*) FROM ended_jobs GROUP BY phase"):
+            kept.by_phase[Phase(phase)] = count
+        kept.shares.resume(clock.now())
+        kept.longest_ttl_s = meta.get(codec.LEASE_TTL, _USUAL_TTL_MS) / 1000
+        # Given while the clock was ahead, they would outlast their workers by as much as it went back.
+        kept.end_leases_within(kept.longest_ttl_s)
+        now = clock.now()
+        for worker_id, worker in kept.workers.items():
+            if worker.last_seen_at > now:
+                kept.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=now)
+        return kept
+
+    def load_small(self, kept: Kept[SqliteEntry], meta: dict[str, int] | None = None) -> None:
+        """Workers, blocks, lessons, and the single values."""
+        if meta is None:
+            meta = dict(self._all("SELECT name, value FROM meta"))
+        ((last,),) = self._all("SELECT coalesce(max(sequence), 0) FROM jobs")
+        kept.sequence, kept.is_paused = max(last, meta["sequence"]), bool(meta["is_paused"])
+        records = [
+            codec.decode_worker(blob) for (blob,) in self._all("SELECT record FROM workers ORDER BY rowid")
+        ]
+        kept.workers = {record.worker_id: record for record in records}
+        kept.blocks, kept.lessons = BlockShelf(), LessonShelf()
+        for (blob,) in self._all("SELECT block FROM blocks ORDER BY rowid"):
+            kept.blocks.put(codec.decode_block(blob))
+        for (blob,) in self._all("SELECT lesson FROM lessons ORDER BY rowid"):
+            kept.lessons.put(codec.decode_lesson(blob))
+
+    def _open_entries(self) -> Iterator[SqliteEntry]:
+        # In pages: all rows at once would leave the process as large as the rows were.
+        last = 0
+        while rows := self._all(
+            "SELECT sequence, state FROM open_jobs WHERE sequence > ? ORDER BY sequence LIMIT ?", last, _PAGE
+        ):
+            for _, state in rows:
+                yield codec.entry_of(state, None, None, self._names)
+            last = rows[-1][0]
+
+    def _load_table(self, kept: Kept[SqliteEntry], entries: Iterable[SqliteEntry]) -> list[ClassKey]:
+        """Classes of open jobs come first and are pinned: idle ones may be dropped for room. Answers the pinned."""
+        for (profile,) in self._all("SELECT profile_key FROM profiles ORDER BY rowid"):
+            kept.index.add_profile(ProfileKey(profile), [])
+        fits: dict[str, list[ProfileKey]] = {}
+        for class_key, profile in self._all("SELECT class_key, profile_key FROM fits"):
+            fits.setdefault(class_key, []).append(ProfileKey(profile))
+        used = {entry.dispatch.class_key for entry in entries}
+        used.update(key for entry in entries if (key := entry.dispatch.relaxed_class) is not None)
+        pinned: list[ClassKey] = []
+        rows = self._all("SELECT class_key, definition FROM classes ORDER BY rowid")
+        for class_key, definition in sorted(rows, key=lambda row: row[0] not in used):
+            kept.classes[class_key] = codec.decode_class(definition)
+            for dropped in kept.index.add_class(class_key, fits.get(class_key, ())):
+                del kept.classes[dropped]
+            if class_key in used:
+                kept.index.pin(class_key)
+                pinned.append(class_key)
+        return pinned
+
+
+def _leased_at(entry: SqliteEntry) -> float:
+    return 0.0 if entry.dispatch.lease is None else entry.dispatch.lease.leased_at
+
+
+class SqliteRecords:
+    def __init__(
+        self,
+        disk: Disk,
+        find: Callable[[TenantId, str], JobId | None],
+        wait: Callable[[JobId | None], Awaitable[None]],
+        at_hand: Callable[[JobId], Job | None],
+    ) -> None:
+        self._disk = disk
+        self._find = find
+        self._wait = wait
+        """Until what is being written of a job (None: of any) is on the disk."""
+        self._at_hand = at_hand
+        """A job that need not be read from the file."""
+        self._lists = Disk()
+        """Read by one thread of its own: a page of jobs has whole payloads in it, and nobody waits for them."""
+        self._thread: ThreadPoolExecutor | None = None
+
+    def open(self, database: sqlite3.Connection) -> None:
+        self._lists.open(database)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lists")
+
+    def close(self) -> None:
+        """Waits for what is being read."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
+        self._lists.close()
+
+    async def get(self, job_id: JobId) -> Job | None:
+        await self._wait(job_id)
+        return self._at_hand(job_id) or self._disk.job(job_id)
+
+    async def by_reference(self, tenant: TenantId, reference: str) -> Job | None:
+        job_id = self._find(tenant, reference)
+        return None if job_id is None else await self.get(job_id)
+
+    async def listing(
+        self,
+        *,
+        tenant: TenantId | None,
+        phase: Phase | None,
+        limit: int,
+        after: JobId | None,
+        newest_first: bool = False,
+    ) -> list[Job]:
+        await self._wait(None)
+        if self._thread is None:
+            raise closed()
+        read = partial(self._lists.listing, tenant, phase, limit, after, newest_first=newest_first)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, read)
+
+
+_MAX_BYTES = 8 * 1024 * 1024
+
+
+class Recent:
+    def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        # Not a plain one: to find its first key, that looks at all that were removed before it.
+        self._records: OrderedDict[JobId, bytes] = OrderedDict()
+
+    def keep(self, job_id: JobId, record: bytes) -> None:
+        """The oldest make room. One that is larger than all the room is not kept."""
+        if len(record) > self._max_bytes:
+            return
+        self._records[job_id] = record
+        self._bytes += len(record)
+        while self._bytes > self._max_bytes:
+            self._bytes -= len(self._records.popitem(last=False)[1])
+
+    def get(self, job_id: JobId) -> bytes | None:
+        return self._records.get(job_id)

@@ -1,0 +1,123 @@
+"""A tenant database whose jobs are sealed: any other one, with payloads, results and failures sealed on their way in.
+
+The book of credits is plain: an account is compared in the database itself. The keys lie in the central store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from comfyfleet.model.fact import Fact, FactDraft, FactKind
+from comfyfleet.model.failure import FailureText
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.ledger import HoldId
+from comfyfleet.stores.crypto.keyring import Keyring
+from comfyfleet.stores.crypto.payload_cipher import Sealer
+from comfyfleet.stores.crypto.store import SealedRecords, Tenants, without_digest
+from comfyfleet.stores.crypto.value_cipher import CannotOpen
+from comfyfleet.tenancy.database.port import (
+    Ended,
+    Ending,
+    Entered,
+    Opened,
+    Opening,
+    OpenRound,
+    TenantDatabase,
+)
+
+
+def sealed_database(inner: TenantDatabase, keyring: Keyring) -> TenantDatabase:
+    return cast("TenantDatabase", SealedDatabase(inner, keyring))
+
+
+class SealedDatabase(SealedRecords):
+    def __init__(self, inner: TenantDatabase, keyring: Keyring) -> None:
+        super().__init__(inner, Sealer(keyring), Tenants())
+        self._database = inner
+        self._keyring = keyring
+
+    def __getattr__(self, name: str) -> Any:
+        # The book, the outbox and whatever else holds nothing of a job's content are the inner database's own.
+        return getattr(self._database, name)
+
+    async def open_round(self, opening: Opening) -> Opened:
+        job = opening.job
+        self._tenants.note(job.job_id, job.tenant)
+        dispatch = without_digest(opening.dispatch) if self._keyring.seals else opening.dispatch
+        sealed = msgspec.structs.replace(opening, job=await self._sealer.job(job), dispatch=dispatch)
+        opened = await self._database.open_round(sealed)
+        kept = job if opened.outcome is Entered.DONE else await self._opened(opened.job)
+        return msgspec.structs.replace(opened, job=kept)
+
+    async def leasable(self, hold_id: HoldId) -> Job | None:
+        return await self._opened(await self._database.leasable(hold_id))
+
+    async def put_payload(self, hold_id: HoldId, payload: Submission) -> bool:
+        tenant = await self._tenant_of(hold_id)
+        if tenant is None:
+            return False
+        changes = await self._sealer.changes(tenant, hold_id.job_id, {"payload": payload})
+        return await self._database.put_payload(hold_id, changes["payload"])
+
+    async def stage(self, hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> bool:
+        tenant = await self._tenant_of(hold_id)
+        if tenant is None:
+            return False
+        changes = await self._sealer.changes(tenant, hold_id.job_id, {"result": result})
+        return await self._database.stage(hold_id, attempt_id, changes["result"], at)
+
+    async def keep_failure(self, hold_id: HoldId, attempt_id: str, text: FailureText, at: float) -> bool:
+        tenant = await self._tenant_of(hold_id)
+        if tenant is None:
+            return False
+        sealer, job_id = self._sealer, hold_id.job_id
+        changes = await sealer.changes(tenant, job_id, {"failure": text.failure})
+        (draft,) = await sealer.drafts(tenant, job_id, (FactDraft(FactKind.FAILED, text.data),))
+        sealed = FailureText(changes["failure"], draft.data or {})
+        return await self._database.keep_failure(hold_id, attempt_id, sealed, at)
+
+    async def failures_of(self, job_ids: Sequence[JobId]) -> Mapping[str, FailureText]:
+        found = await self._database.failures_of(job_ids)
+        return {attempt_id: await self._opened_text(attempt_id, text) for attempt_id, text in found.items()}
+
+    async def _opened_text(self, attempt_id: str, text: FailureText) -> FailureText:
+        job_id = JobId(attempt_id.partition("/")[0])
+        tenant = await self._tenant_of(HoldId(job_id, 1))
+        if tenant is None:
+            return text
+        failure = await self._sealer.opened_failure(tenant, job_id, text.failure)
+        fact = await self._sealer.opened_fact(tenant, Fact(job_id, 0, FactKind.FAILED, 0.0, data=text.data))
+        return FailureText(failure, fact.data or {})
+
+    async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
+        found = await self._database.open_round_of(hold_id, attempt_id)
+        if found is None:
+            return None
+        job, result = await self._sealer.opened(found.job), found.result
+        if result is not None:
+            try:
+                result = await self._sealer.opened_result(job.tenant, job.job_id, result)
+            except CannotOpen:
+                # The round ends all the same, and is settled: what it left stays as unreadable as its payload is.
+                result = None
+        return msgspec.structs.replace(found, job=job, result=result)
+
+    async def end_round(self, ending: Ending) -> Ended:
+        tenant, job_id = ending.posting.tenant, ending.settlement.hold_id.job_id
+        changes = await self._sealer.changes(tenant, job_id, ending.changes)
+        return await self._database.end_round(msgspec.structs.replace(ending, changes=changes))
+
+    async def get_many(self, job_ids: Sequence[JobId]) -> Mapping[JobId, Job]:
+        found = await self._database.get_many(job_ids)
+        return {job_id: await self._sealer.opened(job) for job_id, job in found.items()}
+
+    async def _tenant_of(self, hold_id: HoldId) -> TenantId | None:
+        tenant = self._tenants.get(hold_id.job_id)
+        if tenant is None and (hold := await self._database.hold(hold_id)) is not None:
+            tenant = hold.tenant
+            self._tenants.note(hold_id.job_id, tenant)
+        return tenant

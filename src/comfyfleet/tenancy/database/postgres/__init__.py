@@ -1,0 +1,69 @@
+"""A tenant database in PostgreSQL, in a schema of its own; any number of processes share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import psycopg
+
+from comfyfleet.model.errors import Fault
+from comfyfleet.stores.migrations import migrations_of
+from comfyfleet.stores.postgres.connections import Pool, Step
+from comfyfleet.stores.postgres.schema import Schema, migrate
+from comfyfleet.tenancy.database.executor import Work, for_postgres
+from comfyfleet.tenancy.database.sql_database import SqlTenantDatabase
+
+_Answer = TypeVar("_Answer")
+
+# The number is "tenant" in ASCII: another than a store takes, which may lie in the same database.
+_TENANTS = Schema("comfyfleet_tenants", 0x74656E616E74)
+
+
+class PostgresTenantDatabase(SqlTenantDatabase):
+    def __init__(self, url: str, *, connections: int = 4) -> None:
+        super().__init__(PostgresCarrier(url, connections))
+
+
+class PostgresCarrier:
+    def __init__(self, url: str, connections: int) -> None:
+        self._pool = Pool(url, connections)
+
+    async def open(self) -> None:
+        connection = await self._pool.connect()
+        try:
+            async with connection:
+                await migrate(connection, migrations_of(__name__), _TENANTS)
+        except psycopg.Error as error:
+            raise Fault(
+                f"PostgreSQL at {self._pool.address} hung up while a tenant database was being opened: "
+                f"{' '.join(str(error).split())}; try again when it runs"
+            ) from error
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def transact(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
+        return await self._pool.transact(lambda step: _carry_out(step, begin()))
+
+    async def read(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
+        return await self._pool.read(lambda step: _carry_out(step, begin()))
+
+    async def snapshot(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
+        async def work(step: Step) -> _Answer:
+            step.add("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            return await _carry_out(step, begin())
+
+        return await self._pool.transact(work)
+
+
+async def _carry_out(step: Step, work: Work[_Answer]) -> _Answer:
+    try:
+        sql, values = next(work)
+        while True:
+            sql, values = work.send(await step.rows(for_postgres(sql), values))
+    except StopIteration as end:
+        answer: _Answer = end.value
+        return answer
+    finally:
+        work.close()

@@ -1,0 +1,380 @@
+"""Jobs and their rounds: opened with a hold, sent, ended with a settlement. Each function is one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from comfyfleet.model.dispatch import Dispatch, Phase
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.job import Job, JobResult, Submission
+from comfyfleet.model.ledger import HoldId, Price, RunEntry
+from comfyfleet.stores.documents import pack
+from comfyfleet.tenancy.database import ledger, tenant_export
+from comfyfleet.tenancy.database.executor import Row, Work, row, rows
+from comfyfleet.tenancy.database.port import (
+    BookClosed,
+    Ended,
+    Ending,
+    Entered,
+    Opened,
+    Opening,
+    OpenRound,
+    OutboxEntry,
+)
+
+_NO_PAYLOAD = Submission({})
+_jobs = msgspec.msgpack.Decoder(Job)
+_payloads = msgspec.msgpack.Decoder(Submission)
+_results = msgspec.msgpack.Decoder(JobResult)
+_dispatches = msgspec.msgpack.Decoder(Dispatch)
+_prices: msgspec.json.Decoder[Price] = msgspec.json.Decoder(Price)
+
+_INSERT_JOB = """
+INSERT INTO @jobs (job_id, tenant, reference, round, phase, record, payload, result)
+VALUES (:job_id, :tenant, :reference, :round, :phase, :record, :payload, NULL)
+ON CONFLICT DO NOTHING RETURNING job_id
+"""
+# Only a round that has ended without success is followed by another.
+_REOPEN_JOB = """
+UPDATE @jobs SET round = :round, phase = :phase, record = :record, result = NULL, ended_at = NULL
+WHERE job_id = :job_id AND tenant = :tenant AND round = :round - 1 AND phase IN ('failed', 'cancelled') RETURNING job_id
+"""
+_INSERT_ROUND = """
+INSERT INTO @rounds (job_id, round, tenant, phase, outbox, envelope, opened_at, price)
+VALUES (:job_id, :round, :tenant, 'open', 'unsent', :envelope, :opened_at, :price)
+"""
+_SELECT_JOB = "SELECT job_id, tenant, reference, round, phase, record, payload, result FROM @jobs"
+_END_ROUND = """
+UPDATE @rounds SET phase = :phase, outbox = 'closed', envelope = NULL, ended_at = :ended_at
+WHERE job_id = :job_id AND round = :round
+"""
+_END_JOB = """
+UPDATE @jobs SET phase = :phase, record = :record, result = :result, ended_at = :ended_at
+WHERE job_id = :job_id AND round = :round
+"""
+_OUTBOX = """
+SELECT job_id, round, tenant, opened_at, envelope FROM @rounds
+WHERE outbox = :outbox AND (job_id > :job_id OR (job_id = :job_id AND round > :round))
+ORDER BY job_id, round LIMIT :limit
+"""
+_COUNT_OPEN = """
+SELECT count(*) FROM (SELECT 1 FROM @rounds WHERE tenant = :tenant AND phase = 'open' LIMIT :most) AS found
+"""
+_MOVE = """
+UPDATE @rounds SET outbox = :outbox WHERE job_id = :job_id AND round = :round AND outbox <> 'closed'
+AND NOT EXISTS (SELECT 1 FROM @accounts a WHERE a.tenant = rounds.tenant AND a.fence IS NOT NULL) RETURNING outbox
+"""
+_OPEN = """
+FROM @rounds r JOIN @jobs j ON j.job_id = r.job_id AND j.round = r.round
+JOIN @holds h ON h.job_id = r.job_id AND h.round = r.round
+WHERE r.job_id = :job_id AND r.round = :round AND r.phase = 'open'
+AND NOT EXISTS (SELECT 1 FROM @settlements s WHERE s.job_id = r.job_id AND s.round = r.round)
+"""
+_OPEN_JOB = f"SELECT j.job_id, j.tenant, j.reference, j.round, j.phase, j.record, j.payload, j.result {_OPEN}"
+_PRICE = "SELECT price FROM @rounds WHERE job_id = :job_id AND round = :round"
+_TENANT = "SELECT tenant FROM @rounds WHERE job_id = :job_id AND round = :round"
+_PUT_PAYLOAD = """
+UPDATE @jobs SET payload = :payload WHERE job_id = :job_id AND round = :round
+AND EXISTS (SELECT 1 FROM @rounds r WHERE r.job_id = :job_id AND r.round = :round AND r.phase = 'open') RETURNING job_id
+"""
+_STAGE = """
+INSERT INTO @staged (job_id, round, attempt_id, result, at)
+SELECT job_id, round, :attempt_id, :result, :at FROM @rounds
+WHERE job_id = :job_id AND round = :round AND phase = 'open'
+ON CONFLICT (job_id, round, attempt_id) DO UPDATE SET result = excluded.result, at = excluded.at RETURNING job_id
+"""
+_STAGED = "SELECT result FROM @staged WHERE job_id = :job_id AND round = :round AND attempt_id = :attempt_id"
+_PHASES = "SELECT job_id, round, phase FROM @rounds WHERE (job_id, round) IN (VALUES {})"
+_RUN = """
+INSERT INTO @runs (number, job_id, round, tenant, workflow_hash, service, phase, at, worker_id, outputs,
+    gpu_milliseconds, consumed, cost_micros, verified_by)
+VALUES ((SELECT coalesce(max(number), 0) + 1 FROM @runs WHERE tenant = :tenant),
+    :job_id, :round, :tenant, :workflow_hash, :service, :phase, :at, :worker_id, :outputs, :gpu_milliseconds,
+    :consumed, :cost_micros, :verified_by)
+"""
+_RUNS = """
+SELECT job_id, round, tenant, workflow_hash, service, phase, at, worker_id, outputs, gpu_milliseconds, consumed,
+    cost_micros, verified_by, number FROM @runs WHERE tenant = :tenant AND number > :after ORDER BY number LIMIT :limit
+"""
+_FORGET = """
+DELETE FROM @inbox WHERE event_id IN (SELECT event_id FROM @inbox WHERE at < :before ORDER BY at LIMIT :limit)
+RETURNING event_id
+"""
+_ENDED = """
+SELECT job_id FROM @jobs WHERE phase = :phase AND ended_at IS NOT NULL AND ended_at < :before
+ORDER BY ended_at LIMIT :limit
+"""
+# Asked again: a job that goes on by now is not old any more.
+_FORGET_JOB = """
+DELETE FROM @jobs WHERE job_id = :job_id AND ended_at IS NOT NULL AND ended_at < :before RETURNING job_id
+"""
+
+
+def open_round(opening: Opening) -> Work[Opened]:
+    job, hold = opening.job, opening.hold
+    assert hold.hold_id == HoldId(job.job_id, job.round), "a round has a hold of its own"
+    assert job.tenant == hold.tenant == opening.posting.tenant, "a tenant pays for its own jobs"
+    assert (opening.posting.balance, opening.posting.held) == (0, hold.amount), (
+        "what is posted is what is held"
+    )
+    values = {
+        "job_id": job.job_id,
+        "tenant": job.tenant,
+        "round": job.round,
+        "phase": job.phase.value,
+        "record": pack(_record(job)),
+    }
+    if job.round == 1:
+        payload = pack(job.payload)
+        found = yield from row(_INSERT_JOB, **values, reference=job.reference, payload=payload)
+    else:
+        found = yield from row(_REOPEN_JOB, **values)
+    if found is None:
+        known = yield from _known(job)
+        is_known = known is not None and (known.job_id != job.job_id or known.round >= job.round)
+        account = yield from ledger.account(job.tenant)
+        return Opened(Entered.KNOWN if is_known else Entered.REFUSED, account, known)
+    yield from ledger.post(opening.posting)
+    yield from ledger.insert_hold(hold)
+    yield from rows(
+        _INSERT_ROUND,
+        job_id=job.job_id,
+        round=job.round,
+        tenant=job.tenant,
+        envelope=pack(opening.dispatch),
+        opened_at=hold.at,
+        price=None if opening.price is None else msgspec.json.encode(opening.price).decode(),
+    )
+    return Opened(Entered.DONE, (yield from ledger.account(job.tenant)), job)
+
+
+def _known(job: Job) -> Work[Job | None]:
+    """By its id, or else by its reference. Another tenant's job is nobody's business."""
+    known = yield from get(job.job_id)
+    if known is None and job.reference is not None:
+        known = yield from by_reference(job.tenant, job.reference)
+    return known if known is not None and known.tenant == job.tenant else None
+
+
+def end_round(ending: Ending) -> Work[Ended]:
+    settlement, hold_id = ending.settlement, ending.settlement.hold_id
+    is_new = yield from row(
+        "INSERT INTO @inbox (event_id, at) VALUES (:event_id, :at) ON CONFLICT DO NOTHING RETURNING event_id",
+        event_id=ending.event_id,
+        at=settlement.at,
+    )
+    hold = yield from ledger.hold(hold_id)
+    if hold is None:
+        # With the event, which was not taken in: the job may yet come back from a backup.
+        raise ledger.TakenBack(Entered.REFUSED)
+    posting = ending.posting
+    assert posting.tenant == hold.tenant, "a tenant pays for its own jobs"
+    assert (posting.balance, posting.held) == (-settlement.consumed, -hold.amount), (
+        "all that was held is let go"
+    )
+    if is_new is None or not (yield from ledger.insert_settlement(settlement, hold, ending.phase)):
+        return Ended(Entered.KNOWN, (yield from ledger.settlement(hold_id)))
+    yield from ledger.post(posting)
+    named = {"job_id": hold_id.job_id, "round": hold_id.round, "phase": ending.phase.value}
+    yield from rows(_END_ROUND, **named, ended_at=settlement.at)
+    job = yield from get(hold_id.job_id)
+    if job is not None and job.round == hold_id.round:
+        changed = msgspec.structs.replace(job, **{**ending.changes, "phase": ending.phase})
+        result = None if changed.result is None else pack(changed.result)
+        yield from rows(
+            _END_JOB, **named, record=pack(_record(changed)), result=result, ended_at=settlement.at
+        )
+        if "payload" in ending.changes:
+            yield from rows(
+                "UPDATE @jobs SET payload = :payload WHERE job_id = :job_id",
+                job_id=hold_id.job_id,
+                payload=pack(changed.payload),
+            )
+    yield from rows(
+        "DELETE FROM @staged WHERE job_id = :job_id AND round = :round",
+        job_id=hold_id.job_id,
+        round=hold_id.round,
+    )
+    if ending.run is not None:
+        # Behind the posting, which holds the account: so these numbers too are in the order of commits.
+        yield from rows(_RUN, **_run_values(ending.run))
+    return Ended(Entered.DONE, settlement)
+
+
+def _run_values(run: RunEntry) -> dict[str, object]:
+    values = msgspec.structs.asdict(run)
+    del values["number"], values["hold_id"]
+    return {**values, "job_id": run.hold_id.job_id, "round": run.hold_id.round}
+
+
+def outbox(is_sent: bool, after: HoldId | None, limit: int) -> Work[list[OutboxEntry]]:
+    last = after or HoldId(JobId(""), 0)
+    found = yield from rows(
+        _OUTBOX, outbox="sent" if is_sent else "unsent", job_id=last.job_id, round=last.round, limit=limit
+    )
+    return [
+        OutboxEntry(HoldId(JobId(job_id), number), TenantId(tenant), at, _dispatches.decode(envelope))
+        for job_id, number, tenant, at, envelope in found
+    ]
+
+
+def count_open(tenant: TenantId, most: int) -> Work[int]:
+    found = yield from row(_COUNT_OPEN, tenant=tenant, most=most)
+    return 0 if found is None else int(found[0])
+
+
+def mark(hold_id: HoldId, state: str) -> Work[bool]:
+    moved = yield from row(_MOVE, outbox=state, job_id=hold_id.job_id, round=hold_id.round)
+    return moved is not None
+
+
+def leasable(hold_id: HoldId) -> Work[Job | None]:
+    found = yield from row(_OPEN_JOB, job_id=hold_id.job_id, round=hold_id.round)
+    return None if found is None else _job(found)
+
+
+def put_payload(hold_id: HoldId, payload: Submission) -> Work[bool]:
+    named = {"job_id": hold_id.job_id, "round": hold_id.round}
+    yield from check_open(hold_id)
+    return (yield from row(_PUT_PAYLOAD, **named, payload=pack(payload))) is not None
+
+
+def stage(hold_id: HoldId, attempt_id: str, result: JobResult, at: float) -> Work[bool]:
+    named = {"job_id": hold_id.job_id, "round": hold_id.round, "attempt_id": attempt_id}
+    yield from check_open(hold_id)
+    return (yield from row(_STAGE, **named, result=pack(result), at=at)) is not None
+
+
+def check_open(hold_id: HoldId) -> Work[None]:
+    found = yield from row(_TENANT, job_id=hold_id.job_id, round=hold_id.round)
+    if found is not None:
+        yield from tenant_export.check_open(TenantId(found[0]))
+
+
+def open_round_of(hold_id: HoldId, attempt_id: str | None) -> Work[OpenRound | None]:
+    named = {"job_id": hold_id.job_id, "round": hold_id.round}
+    job = yield from leasable(hold_id)
+    hold = yield from ledger.hold(hold_id)
+    price = yield from row(_PRICE, **named)
+    if job is None or hold is None or price is None:
+        return None
+    staged = None if attempt_id is None else (yield from row(_STAGED, **named, attempt_id=attempt_id))
+    return OpenRound(
+        hold,
+        None if price[0] is None else _prices.decode(price[0]),
+        job,
+        None if staged is None else _results.decode(staged[0]),
+    )
+
+
+def phases(hold_ids: Sequence[HoldId]) -> Work[dict[HoldId, Phase | None]]:
+    if not hold_ids:
+        return {}
+    places = ", ".join(f"(:job_{place}, :round_{place})" for place in range(len(hold_ids)))
+    values: dict[str, object] = {}
+    for place, each in enumerate(hold_ids):
+        values[f"job_{place}"], values[f"round_{place}"] = each
+    found = yield from rows(_PHASES.format(places), **values)
+    return {
+        HoldId(JobId(job_id), number): None if phase == "open" else Phase(phase)
+        for job_id, number, phase in found
+    }
+
+
+def forget_events(before: float, limit: int) -> Work[int]:
+    return len((yield from rows(_FORGET, before=before, limit=limit)))
+
+
+def ended_jobs(phase: Phase, before: float, limit: int) -> Work[list[JobId]]:
+    found = yield from rows(_ENDED, phase=phase.value, before=before, limit=limit)
+    return [JobId(job_id) for (job_id,) in found]
+
+
+def forget_jobs(job_ids: Sequence[JobId], before: float) -> Work[int]:
+    forgotten, are_closed = 0, dict[str, bool]()
+    for job_id in job_ids:
+        found = yield from row("SELECT tenant FROM @jobs WHERE job_id = :job_id", job_id=job_id)
+        if found is None:
+            continue
+        (tenant,) = found
+        if tenant not in are_closed:
+            try:
+                yield from tenant_export.check_open(tenant)
+                are_closed[tenant] = False
+            except BookClosed:
+                # Its rows are on their way and must stay as they are; later, wherever they are then.
+                are_closed[tenant] = True
+        if not are_closed[tenant]:
+            gone = len((yield from rows(_FORGET_JOB, job_id=job_id, before=before)))
+            if gone:
+                yield from rows("DELETE FROM @failures WHERE job_id = :job_id", job_id=job_id)
+            forgotten += gone
+    return forgotten
+
+
+# records
+
+
+def get(job_id: JobId) -> Work[Job | None]:
+    found = yield from row(f"{_SELECT_JOB} WHERE job_id = :job_id", job_id=job_id)
+    return None if found is None else _job(found)
+
+
+def get_many(job_ids: Sequence[JobId]) -> Work[Mapping[JobId, Job]]:
+    if not job_ids:
+        return {}
+    values = {f"job_{place}": job_id for place, job_id in enumerate(job_ids)}
+    places = ", ".join(f":{name}" for name in values)
+    found = yield from rows(f"{_SELECT_JOB} WHERE job_id IN ({places})", **values)
+    return {job.job_id: job for job in map(_job, found)}
+
+
+def by_reference(tenant: TenantId, reference: str) -> Work[Job | None]:
+    found = yield from row(
+        f"{_SELECT_JOB} WHERE tenant = :tenant AND reference = :reference", tenant=tenant, reference=reference
+    )
+    return None if found is None else _job(found)
+
+
+def listing(
+    tenant: TenantId | None, phase: Phase | None, limit: int, after: JobId | None, newest_first: bool
+) -> Work[list[Job]]:
+    """Ids are ordered in time."""
+    beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
+    conditions = ["1 = 1"]
+    values: dict[str, object] = {"limit": limit}
+    for column, comparison, value in (
+        ("tenant", "=", tenant),
+        ("phase", "=", phase),
+        ("job_id", beyond, after),
+    ):
+        if value is not None:
+            conditions.append(f"{column} {comparison} :{column}")
+            values[column] = str(value)
+    found = yield from rows(
+        f"{_SELECT_JOB} WHERE {' AND '.join(conditions)} ORDER BY job_id {order} LIMIT :limit", **values
+    )
+    return [_job(each) for each in found]
+
+
+def runs(tenant: TenantId, after: int, limit: int) -> Work[list[RunEntry]]:
+    found = yield from rows(_RUNS, tenant=tenant, after=after, limit=limit)
+    return [RunEntry(HoldId(JobId(job_id), number), *rest) for job_id, number, *rest in found]
+
+
+def _record(job: Job) -> Job:
+    """Without what may be large and has a column of its own."""
+    return msgspec.structs.replace(job, payload=_NO_PAYLOAD, result=None)
+
+
+def _job(found: Row) -> Job:
+    _, _, _, number, phase, record, payload, result = found
+    return msgspec.structs.replace(
+        _jobs.decode(record),
+        round=number,
+        phase=Phase(phase),
+        payload=_payloads.decode(payload),
+        result=None if result is None else _results.decode(result),
+    )

@@ -1,0 +1,82 @@
+"""Everything about tenants that a hub has beside its engine: who they are, where they live, what keeps both sides true.
+
+Put round a store before the engine is made; the relay and the reconciler begin with the engine and end before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+from comfyfleet.model.ids import TenantId
+from comfyfleet.policy.rules import Retention
+from comfyfleet.ports import Cabinet, Clock, Store
+from comfyfleet.tenancy.database import open_tenant_database
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.tenancy.deletion import Forgetting
+from comfyfleet.tenancy.ledger_store import ApartStore
+from comfyfleet.tenancy.outbox_relay import Admit, OutboxRelay
+from comfyfleet.tenancy.reconciler import Reconciler
+from comfyfleet.tenancy.tenants import Homes, Tenants
+
+_NEWEST = 100
+
+
+class Estate:
+    """`pools` are addresses by name; `around` is put round each of their databases, as a seal is."""
+
+    def __init__(
+        self,
+        central: Store,
+        clock: Clock,
+        pools: Mapping[str, str],
+        open_database: Callable[[str], TenantDatabase] = open_tenant_database,
+        *,
+        around: Callable[[TenantDatabase], TenantDatabase] | None = None,
+        retention: Retention | None = None,
+    ) -> None:
+        self._central = central
+        self.tenants = Tenants(central.cabinet, clock, is_shared=central.is_shared)
+        self.pools = Pools(pools, clock, open_database, around)
+        self.homes = Homes(self.tenants, self.pools)
+        self.apart = ApartStore(central, self.homes)
+        self.reconciler = Reconciler(self.apart, clock)
+        self.forgetting = Forgetting(central, self.homes, retention or Retention())
+
+    @property
+    def cabinet(self) -> Cabinet:
+        """The central store's."""
+        return self._central.cabinet
+
+    @property
+    def store(self) -> Store:
+        """The engine's."""
+        return self.apart.as_store()
+
+    async def cabinet_of(self, tenant: TenantId) -> Cabinet:
+        """Where its documents lie."""
+        home = await self.homes.of(tenant)
+        return self._central.cabinet if home is None else home.database.cabinet(tenant)
+
+    async def remembers(self, tenant: TenantId) -> bool:
+        """Whether the store still has jobs of a tenant of this name whose own side lies, or lay, in a database."""
+        stubs = await self._central.records.listing(
+            tenant=tenant, phase=None, limit=_NEWEST, after=None, newest_first=True
+        )
+        there = await self._central.load_many([each.job_id for each in stubs])
+        return any(each is not None and each.is_apart for each in there)
+
+    @asynccontextmanager
+    async def kept(self, admit: Admit) -> AsyncIterator[None]:
+        relay = OutboxRelay(self.apart, admit)
+        relay.start()
+        self.reconciler.start()
+        try:
+            yield
+        finally:
+            await self.reconciler.close()
+            await relay.close()
+
+    async def close(self) -> None:
+        await self.pools.close()

@@ -1,0 +1,86 @@
+"""The terms of a tenant have changed: its waiting jobs are judged by them, page by page, by one hub at a time.
+
+What the central store must know of tenants to share the fleet out: their weights, their caps, and who is held.
+
+It follows from what an operator said of them. Whoever changes a tenant says it here at once; what was missed, because a
+hub died in between, is found by comparing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+
+from comfyfleet.model.dispatch import Phase
+from comfyfleet.model.ids import JobId, TenantId
+from comfyfleet.model.tenant import Tenant, TenantTerms
+from comfyfleet.policy import tenants as policy
+from comfyfleet.policy.tenants import terms_of
+from comfyfleet.ports import Shares, Store
+from comfyfleet.tenancy.claims import Claim
+from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
+
+_PAGE = 200
+
+JudgeAgain = Callable[[JobId, Tenant], Awaitable[None]]
+
+
+class TermsJudge:
+    """`judge_again` is the engine's."""
+
+    def __init__(
+        self,
+        central: Store,
+        tenants: Tenants,
+        judge_again: JudgeAgain,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._central = central
+        self._tenants = tenants
+        self._judge_again = judge_again
+        self._sleep = sleep
+
+    async def judge(self, tenant: Tenant, claim: Claim) -> Tenant:
+        """Every job that another hub took by the old terms is in the queue by then."""
+        await self._sleep(2 * REMEMBER_S)
+        for phase in (Phase.QUEUED, Phase.LEASED):
+            after: JobId | None = None
+            while True:
+                page = await self._central.records.listing(
+                    tenant=tenant.tenant_id, phase=phase, limit=_PAGE, after=after
+                )
+                for stub in page:
+                    await claim.keep()
+                    await self._judge_again(stub.job_id, tenant)
+                if len(page) < _PAGE:
+                    break
+                after = page[-1].job_id
+        return await self._tenants.change(
+            tenant.tenant_id, lambda found: policy.judged(found, tenant.terms_number)
+        )
+
+
+class ShareKeeper:
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+
+    async def keep(self, tenant: Tenant) -> None:
+        await self._shares.put_terms(terms_of(tenant))
+
+    async def forget(self, tenant_id: TenantId) -> None:
+        await self._shares.remove_terms(tenant_id)
+
+    async def compare(self, tenants: Iterable[Tenant]) -> None:
+        """All there are."""
+        known = {terms.tenant: terms for terms in await self._shares.terms()}
+        for tenant in tenants:
+            there = known.pop(tenant.tenant_id, None)
+            if there is None or _lasting(there) != terms_of(tenant):
+                await self.keep(tenant)
+        for tenant_id in known:
+            await self.forget(tenant_id)
+
+
+def _lasting(terms: TenantTerms) -> TenantTerms:
+    """Without a hold that ends by itself: its database is away for a moment."""
+    is_short = terms.held_until is not None and terms.held_until != float("inf")
+    return TenantTerms(terms.tenant, terms.weight, terms.max_leased) if is_short else terms

@@ -1,0 +1,49 @@
+"""The part of the contract of stores that is about what is counted and learned: added to, never written over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from comfyfleet.model.worker import Capabilities, LiveState, Service, WorkerDelta, WorkerRecord
+from comfyfleet.model.workflow_stats import Duration, Lesson, LessonDelta
+from comfyfleet.testing.contract.store_bench import FAST, HASH, A, Bench, tenant
+
+
+class LearningContract:
+    async def test_totals_are_added_to_and_undo_nothing_that_is_written_meanwhile(self, bench: Bench) -> None:
+        """By whoever read the record before."""
+        worker = WorkerRecord(
+            A, Capabilities((Service("comfyui"),)), FAST, 1, 1.0, 5.0, completed=3, busy_s=0.1
+        )
+        await bench.store.put_worker(worker)
+        live = LiveState(last_workflow=HASH)
+        noted = await bench.store.note_worker(A, WorkerDelta(1, 2, 0.2, 4.0, live))
+        assert noted == msgspec.structs.replace(worker, completed=4, failed=2, busy_s=0.1 + 0.2, live=live)
+        assert await bench.store.replace_worker(msgspec.structs.replace(worker, is_paused=True)) is True
+        paused = msgspec.structs.replace(
+            worker, is_paused=True, completed=4, failed=2, busy_s=0.1 + 0.2, revision=1
+        )
+        assert await bench.store.get_worker(A) == paused
+        noted = await bench.store.note_worker(A, WorkerDelta(completed=1, seen_at=9.0))
+        assert noted == msgspec.structs.replace(paused, completed=5, last_seen_at=9.0)
+        await asyncio.gather(*(bench.store.note_worker(A, WorkerDelta(completed=1)) for _ in range(20)))
+        assert await bench.store.workers() == [msgspec.structs.replace(noted, completed=25)]
+
+    async def test_what_several_learn_at_once_is_all_kept(self, bench: Bench) -> None:
+        store = bench.store
+        first = LessonDelta(HASH, "card", 3.0, 0.2, 2)
+        assert await store.learn(first) == Lesson(HASH, {"card": Duration(3.0, 1)})
+        runs = [LessonDelta(HASH, "card", 3.0, 0.2, 2) for _ in range(20)]
+        small = [
+            LessonDelta(HASH, tenant=tenant("ann"), memory_gb=gb, most_tenants=2) for gb in (8.0, 24.0, 12.0)
+        ]
+        await asyncio.gather(*(store.learn(delta) for delta in (*runs, *small)))
+        known = Lesson(HASH, {"card": Duration(3.0, 21)}, memory_by_tenant={tenant("ann"): 24.0})
+        assert await store.get_lesson(HASH) == known
+        after = await store.learn(LessonDelta(HASH, "card", 8.0, 0.2, 2))
+        assert after.durations == {"card": Duration(3.0 + 0.2 * 5.0, 22)}, "the newest counts, but not alone"
+        await store.learn(LessonDelta(HASH, "other", 1.0, 0.2, 2))
+        after = await store.learn(LessonDelta(HASH, "third", 1.0, 0.2, 2))
+        assert set(after.durations) == {"card", "other"}, "no more than are wanted"

@@ -1,0 +1,42 @@
+"""The part of the contract of tenants' databases that is about small documents, each tenant's own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from comfyfleet.model.ids import TenantId
+from comfyfleet.ports import Cabinet
+from comfyfleet.tenancy.database.port import TenantDatabase
+from comfyfleet.testing.contract.documents import CabinetContract
+
+_OURS, _THEIRS = TenantId("acme"), TenantId("borg")
+
+
+class TenantDocumentsContract(CabinetContract):
+    @pytest.fixture
+    async def database(self, connect: Callable[[], TenantDatabase]) -> AsyncIterator[TenantDatabase]:
+        database = connect()
+        await database.open()
+        yield database
+        await database.close()
+
+    @pytest.fixture
+    def cabinet(self, database: TenantDatabase) -> Cabinet:
+        return database.cabinet(_OURS)
+
+    async def test_documents_are_seen_by_their_tenant_alone(
+        self, database: TenantDatabase, connect: Callable[[], TenantDatabase]
+    ) -> None:
+        ours, theirs = database.cabinet(_OURS), database.cabinet(_THEIRS)
+        assert await ours.put("files", "a", b"ours", version=0)
+        assert await theirs.get("files", "a") is None and await theirs.drawers() == []
+        assert not await theirs.remove("files", "a")
+        assert await theirs.put("files", "a", b"theirs", version=0)
+        assert [each.body for each in await ours.listing("files")] == [b"ours"]
+        other = connect()
+        await other.open()
+        assert await other.cabinet(_OURS).put("files", "a", b"again", version=1)
+        await other.close()
+        assert not await ours.put("files", "a", b"late", version=1)

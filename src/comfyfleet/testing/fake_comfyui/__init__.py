@@ -1,0 +1,27 @@
+"""A fake ComfyUI server, faithful on the wire and free of torch.
+
+`FakeComfyUI` speaks ComfyUI's HTTP and websocket, simulates a card with models and memory, draws real small pictures
+and can be made to fail in every way a real server fails. It needs Pillow: `pip install 'comfyfleet[fake]'`.
+"""
+
+from comfyfleet.testing.fake_comfyui.catalogue import InputSpec, NodeClass, node_class_from_object_info
+from comfyfleet.testing.fake_comfyui.clock import Clock, HandClock, ScaledClock
+from comfyfleet.testing.fake_comfyui.faults import Faults, NodeFault
+from comfyfleet.testing.fake_comfyui.server import FakeComfyUI
+from comfyfleet.testing.fake_comfyui.settings import FakeSettings
+from comfyfleet.testing.fake_comfyui.stats import FakeStats, PromptRun
+
+__all__ = [
+    "Clock",
+    "FakeComfyUI",
+    "FakeSettings",
+    "FakeStats",
+    "Faults",
+    "HandClock",
+    "InputSpec",
+    "NodeClass",
+    "NodeFault",
+    "PromptRun",
+    "ScaledClock",
+    "node_class_from_object_info",
+]

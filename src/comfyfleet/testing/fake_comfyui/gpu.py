@@ -1,0 +1,68 @@
+"""The simulated card: which models are on it, what does not fit, what loading costs.
+
+Owns video memory and nothing else. It tells how many gigabytes had to be loaded; waiting for that long is the
+caller's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from comfyfleet.testing.fake_comfyui.errors import OutOfMemory
+from comfyfleet.testing.fake_comfyui.stats import FakeStats
+from comfyfleet.testing.fake_comfyui.values import FakeModel
+
+
+class Gpu:
+    """Models on a card, the least recently used first."""
+
+    def __init__(self, vram_gb: float, stats: FakeStats) -> None:
+        self.vram_gb = vram_gb
+        self._stats = stats
+        self._resident: dict[str, float] = {}
+
+    @property
+    def resident(self) -> tuple[str, ...]:
+        """Keys of the models on the card, as folder/name."""
+        return tuple(self._resident)
+
+    @property
+    def free_gb(self) -> float:
+        return self.vram_gb - sum(self._resident.values())
+
+    def bring_in(self, models: Iterable[FakeModel], working_gb: float = 0.0) -> float:
+        """Put these models on the card beside so much working memory; gives back the gigabytes that were loaded."""
+        needed: dict[str, float] = {}
+        for model in models:
+            needed.update(model.parts())
+        if sum(needed.values()) + working_gb > self.vram_gb:
+            raise OutOfMemory(
+                "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
+                f"Requested               : {sum(needed.values()) + working_gb:.2f} GiB\n"
+                f"Device limit            : {self.vram_gb:.2f} GiB"
+            )
+        loaded_gb = 0.0
+        for key, size_gb in needed.items():
+            if key in self._resident:
+                self._resident[key] = self._resident.pop(key)
+                continue
+            if self._evict(size_gb, needed):
+                self._stats.model_swaps += 1
+            self._resident[key] = size_gb
+            self._stats.model_loads += 1
+            loaded_gb += size_gb
+        self._evict(working_gb, needed)
+        return loaded_gb
+
+    def unload_all(self) -> None:
+        """What ComfyUI does after running out of memory, and at `/free`."""
+        self._resident.clear()
+
+    def _evict(self, room_gb: float, keep: dict[str, float]) -> bool:
+        evicted = False
+        for key in [key for key in self._resident if key not in keep]:
+            if self.free_gb >= room_gb:
+                break
+            del self._resident[key]
+            evicted = True
+        return evicted

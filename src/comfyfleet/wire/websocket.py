@@ -1,0 +1,291 @@
+"""What is spoken on `/hub`: the messages of callers, monitors and workers as one table, and how events look there.
+
+The names and the spelling of statuses are those that came before; what a message means is the same as over HTTP.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from comfyfleet.model.access import Role
+from comfyfleet.model.calls import LeasedJob
+from comfyfleet.model.errors import Refusal, RefusalCode
+from comfyfleet.model.failure import Failure, FailureKind
+from comfyfleet.model.job import JobResult
+from comfyfleet.wire.answers import asked_for
+from comfyfleet.wire.bodies import Name, Reason, Seconds, SpelledSubmit
+from comfyfleet.wire.progress import FactBody, FleetBody, NewsBody, ProgressBody
+from comfyfleet.wire.route import CALLERS, OPERATORS, READERS, WORKERS
+from comfyfleet.wire.status_names import Face, spell, understood
+from comfyfleet.wire.worker import LeaseBody, Load, Slots, Wait, lease_body
+
+_BESIDE = frozenset({"type", "request_id", "message_id", "timestamp", "client_id", "traceparent"})
+"""May stand in any message: what kind it is, and what its sender knows it by."""
+
+
+class _Said(msgspec.Struct, frozen=True):
+    """A field that is not known is passed over: these messages have been sent for long, with much beside."""
+
+
+class OfJob(_Said, frozen=True):
+    job_id: Name
+
+
+class CancelJob(OfJob, frozen=True):
+    reason: Reason = ""
+
+
+class Monitor(_Said, frozen=True):
+    job_id: Name | None = None
+    worker_id: Name | None = None
+    tenant: Name | None = None
+    kind: Name | None = None
+    metadata: dict[str, str] = {}
+
+
+class OfWorker(_Said, frozen=True):
+    worker_id: Name
+    """`*`: every worker."""
+
+
+class Nothing(_Said, frozen=True):
+    pass
+
+
+class RegisterWorker(_Said, frozen=True):
+    worker_id: Name
+    capabilities: dict[str, Any]
+    max_concurrency: Slots | None = None
+    slots: Slots | None = None
+    instance: Name | None = None
+
+
+class RequestJob(_Said, frozen=True):
+    """With capabilities it registers too, where the worker is not known or was known by others."""
+
+    worker_id: Name
+    capabilities: dict[str, Any] | None = None
+    poll_id: Name | None = None
+    wait_s: Wait = 0.0
+    current_load: Load | None = None
+
+
+class OfLease(_Said, frozen=True):
+    """Without its lease a job is the one this connection was given."""
+
+    job_id: Name
+    worker_id: Name | None = None
+    lease: LeaseBody | None = None
+
+
+class UpdateProgress(OfLease, frozen=True, kw_only=True):
+    progress: dict[str, Any] | float
+
+
+class Heartbeat(_Said, frozen=True):
+    worker_id: Name
+    leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=1_000)] = ()
+
+
+class CompleteJob(OfLease, frozen=True):
+    result: Any = None
+    seconds: Seconds = 0.0
+
+
+class FailJob(OfLease, frozen=True):
+    error: Any = None
+    seconds: Seconds = 0.0
+
+
+class ReleaseJob(OfLease, frozen=True):
+    reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
+
+
+class Kind(NamedTuple):
+    roles: frozenset[Role]
+    body: type[msgspec.Struct]
+    is_old: bool = False
+    """Callers and monitors have moved to HTTP and Server-Sent Events."""
+
+
+KINDS: dict[str, Kind] = {
+    "submit_job": Kind(CALLERS, SpelledSubmit, is_old=True),
+    "subscribe_progress": Kind(READERS, OfJob, is_old=True),
+    "unsubscribe_progress": Kind(READERS, OfJob, is_old=True),
+    "cancel_job": Kind(CALLERS, CancelJob, is_old=True),
+    "retry_job": Kind(CALLERS, OfJob, is_old=True),
+    "pause_job": Kind(CALLERS, OfJob, is_old=True),
+    "resume_job": Kind(CALLERS, OfJob, is_old=True),
+    "subscribe_monitor": Kind(READERS, Monitor, is_old=True),
+    "unsubscribe_monitor": Kind(READERS, Nothing, is_old=True),
+    "drain_worker": Kind(OPERATORS, OfWorker, is_old=True),
+    "pause_worker": Kind(OPERATORS, OfWorker, is_old=True),
+    "resume_worker": Kind(OPERATORS, OfWorker, is_old=True),
+    "pause_queue": Kind(OPERATORS, Nothing, is_old=True),
+    "resume_queue": Kind(OPERATORS, Nothing, is_old=True),
+    "register_worker": Kind(WORKERS, RegisterWorker),
+    "request_job": Kind(WORKERS, RequestJob),
+    "update_progress": Kind(WORKERS, UpdateProgress),
+    "heartbeat": Kind(WORKERS, Heartbeat),
+    "complete_job": Kind(WORKERS, CompleteJob),
+    "fail_job": Kind(WORKERS, FailJob),
+    "release_job": Kind(WORKERS, ReleaseJob),
+    "ping": Kind(READERS | WORKERS, Nothing),
+}
+
+AGENT_PROTOCOL = "comfyfleet.worker.v1"
+"""The subprotocol of agents: each message is a call of the workers' door with its body, each answer names its call."""
+
+AGENT_MESSAGE_BYTES = 1024 * 1024
+"""Every hub takes messages of this size. What is larger goes over HTTP: packed, and not in the way of heartbeats."""
+
+
+class AgentKind(NamedTuple):
+    route: str
+    """Of the workers' door over HTTP: body, answer and meaning are the same."""
+    answered: str
+
+
+AGENT_KINDS: dict[str, AgentKind] = {
+    "register_worker": AgentKind("worker_register", "worker_registered"),
+    "request_job": AgentKind("worker_poll", "job_assigned"),
+    "heartbeat": AgentKind("worker_heartbeat", "heartbeat_ack"),
+    "update_progress": AgentKind("worker_progress", "progress_ack"),
+    "complete_job": AgentKind("worker_complete", "job_completed"),
+    "fail_job": AgentKind("worker_fail", "job_failed"),
+    "release_job": AgentKind("worker_release", "job_released"),
+    "await_commands": AgentKind("worker_commands", "worker_commands"),
+    "unregister_worker": AgentKind("worker_unregister", "worker_unregistered"),
+}
+WITHDRAW = "withdraw"
+"""Ends a call that is parked; nobody waits for its answer any more."""
+NO_JOB = "no_job"
+ERROR = "error"
+
+_NO_BODY = msgspec.Raw(b"{}")
+
+
+class AgentCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: str
+    request_id: Annotated[int, Meta(ge=0, le=2**53)]
+    body: msgspec.Raw = _NO_BODY
+    traceparent: str | None = None
+
+
+class AgentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """`status` and `body` are those of the answer over HTTP: with an `error`, a problem."""
+
+    type: str
+    request_id: int
+    status: int
+    body: msgspec.Raw = _NO_BODY
+
+
+ALIASES = {"cancel": "cancel_job", "retry": "retry_job", "pause": "pause_job", "resume": "resume_job"}
+
+
+def read(name: str, message: dict[str, Any]) -> Any:
+    """The message as what its kind says it is."""
+    given = {field: value for field, value in message.items() if field not in _BESIDE}
+    try:
+        return msgspec.convert(given, KINDS[name].body)
+    except msgspec.ValidationError as error:
+        raise Refusal(
+            RefusalCode.INVALID_REQUEST, f"the message is not what is expected of {name!r}: {error}"
+        ) from error
+
+
+def message_of(event: Any) -> dict[str, Any] | None:
+    """An event as old callers and monitors hear it. None: they do not."""
+    match event:
+        case ProgressBody():
+            status = spell(understood(event.status), Face.SOCKET)
+            record = {**msgspec.structs.asdict(event), "status": status}
+            job_id = record.pop("id")
+            return {"type": "job_progress", "job_id": job_id, "progress": event.percentage or 0.0, **record}
+        case NewsBody(kind="preview"):
+            return {
+                "type": "job_preview",
+                "job_id": event.id,
+                "image": event.image,
+                "node": event.data.get("node"),
+            }
+        case FleetBody():
+            return {"type": "monitor_event", "event": event.kind, **_given(event)}
+        case FactBody(kind="completed"):
+            result = event.result or JobResult()
+            return {"type": "job_completed", "job_id": event.id, "status": "completed", "result": result}
+        case FactBody(kind="failed"):
+            error = "" if event.error is None else event.error.message
+            return {
+                "type": "job_failed",
+                "job_id": event.id,
+                "status": "failed",
+                "error": error,
+                "failure": event.error,
+                "attempt": (event.data or {}).get("attempt"),
+            }
+        case FactBody(kind="cancelled"):
+            reason = (event.data or {}).get("reason", "")
+            return {"type": "job_cancelled", "job_id": event.id, "status": "cancelled", "reason": reason}
+    # Whatever else happens to a job is told by the progress that follows it.
+    return None
+
+
+def assigned(job: LeasedJob) -> dict[str, Any]:
+    return {
+        "type": "job_assigned",
+        "job_id": job.job_id,
+        "worker_id": job.worker_id,
+        "lease": lease_body(job.ref),
+        "duration_s": job.ttl_s,
+        "acknowledge_s": job.acknowledge_s,
+        "job_data": {
+            "id": job.job_id,
+            "service": job.service,
+            "service_type": job.service,
+            "workflow_hash": job.workflow_hash,
+            "payload": {"workflow": job.workflow, "attachments": job.attachments, "inputs": job.inputs},
+            "timeouts": job.timeouts,
+            "include_outputs": job.include_outputs,
+            "attempt": job.attempt,
+            "metadata": job.metadata,
+            "traceparent": job.traceparent,
+            "payload_sha256": job.payload_sha256,
+            "tenant": job.tenant,
+            "customer_id": job.tenant,
+            "priority": job.priority,
+            "requirements": asked_for(job.requirements),
+        },
+    }
+
+
+def result_of(given: Any) -> JobResult:
+    """In today's form, or anything at all, which is then the output of a node named `result`."""
+    if given is None:
+        return JobResult()
+    if isinstance(given, dict) and given.keys() <= set(JobResult.__struct_fields__):
+        try:
+            return msgspec.convert(given, JobResult)
+        except msgspec.ValidationError:
+            pass
+    return JobResult(outputs={"result": given if isinstance(given, dict) else {"value": given}})
+
+
+def failure_of(given: Any) -> Failure:
+    """In today's form, or whatever words there are."""
+    if isinstance(given, dict):
+        try:
+            return msgspec.convert(given, Failure)
+        except msgspec.ValidationError:
+            return Failure(
+                FailureKind.UNKNOWN, str(given.get("message") or given.get("error") or given)[:10_000]
+            )
+    return Failure(FailureKind.UNKNOWN, str(given or "the worker gave no reason")[:10_000])
+
+
+def _given(event: msgspec.Struct) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}

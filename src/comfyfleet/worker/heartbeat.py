@@ -1,0 +1,234 @@
+"""The heartbeat of an agent: one call for all its leases, and a watch on those that nobody confirms any more.
+
+It knows when a lease must be confirmed and when its run must be given up; what the runs do about it is theirs.
+
+Listens for commands on a call of its own, so that they are heard at once and not with the next heartbeat.
+
+A convenience that may fail: whatever is missed here comes with a heartbeat. What a command means is the agent's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from comfyfleet.model.calls import Beat, Command
+from comfyfleet.model.dispatch import LeaseRef
+from comfyfleet.model.errors import Refusal
+from comfyfleet.model.ids import WorkerId
+from comfyfleet.ports import WorkerApi
+from comfyfleet.worker.settings import AgentSettings, Backoff
+from comfyfleet.worker.slots import Outage
+
+
+class Held(Protocol):
+    """A lease under way, as its heartbeat sees it. Times are the event loop's, which never goes back."""
+
+    ref: LeaseRef
+    ttl_s: float
+    confirmed_at: float
+
+    def abandon(self) -> None: ...
+
+
+class Heart:
+    def __init__(
+        self,
+        api: WorkerApi,
+        worker_id: WorkerId,
+        settings: AgentSettings,
+        on_beat: Callable[[Beat], None],
+        on_refusal: Callable[[Refusal], None],
+        outage: Outage,
+    ) -> None:
+        self._api = api
+        self._worker_id = worker_id
+        self._settings = settings
+        self._on_beat = on_beat
+        self._on_refusal = on_refusal
+        self._outage = outage
+        self._held: dict[LeaseRef, Held] = {}
+        self._unacknowledged: dict[LeaseRef, None] = {}
+        self._wake = asyncio.Event()
+        self._beat_timer: asyncio.TimerHandle | None = None
+        self._watch_timer: asyncio.TimerHandle | None = None
+        self.is_registered = False
+        """Whether somebody expects heartbeats while nothing is held."""
+
+    def add(self, held: Held) -> None:
+        """From now on the lease is confirmed; at once for the first time, which acknowledges its receipt."""
+        self._held[held.ref] = held
+        self._unacknowledged[held.ref] = None
+        self._wake.set()
+        abandon_at = held.confirmed_at + held.ttl_s * self._settings.abandon_share
+        if self._watch_timer is None or abandon_at < self._watch_timer.when():
+            self._watch_at(abandon_at)
+
+    def beat_soon(self) -> None:
+        """The next heartbeat is due now."""
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+            self._ring()
+
+    def remove(self, held: Held) -> None:
+        self._held.pop(held.ref, None)
+        self._unacknowledged.pop(held.ref, None)
+
+    async def run(self) -> None:
+        """Beats, for ever."""
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(self._settings)
+        self._beat_at(loop.time() + self._interval_s())
+        self._watch()
+        try:
+            while True:
+                await self._wake.wait()
+                self._wake.clear()
+                now = loop.time()
+                is_due = self._beat_timer is None
+                refs = list(self._held if is_due else self._unacknowledged)
+                if not refs and not (is_due and self.is_registered):
+                    if is_due:
+                        self._beat_at(now + self._interval_s())
+                    continue
+                if await self._beat(refs, now):
+                    backoff.reset()
+                    if is_due or self._is_late():
+                        self._beat_at(loop.time() + self._interval_s())
+                else:
+                    self._beat_at(loop.time() + min(backoff.next_s(), self._interval_s()))
+        finally:
+            for timer in (self._beat_timer, self._watch_timer):
+                if timer is not None:
+                    timer.cancel()
+            self._beat_timer = self._watch_timer = None
+
+    async def _beat(self, refs: Sequence[LeaseRef], sent_at: float) -> bool:
+        try:
+            async with asyncio.timeout(self._timeout_s()):
+                beat = await self._api.heartbeat(self._worker_id, refs)
+        except Refusal as refusal:
+            self._on_refusal(refusal)
+            return False
+        except Exception:
+            self._outage.beat_missed()
+            return False
+        self._outage.beat_answered()
+        for ref in beat.alive:
+            self._unacknowledged.pop(ref, None)
+            if (held := self._held.get(ref)) is not None:
+                # Counted from when we asked: the lease was extended at that moment or later.
+                held.confirmed_at = max(held.confirmed_at, sent_at)
+                held.ttl_s = beat.ttl_s
+        for ref in beat.lost:
+            self._unacknowledged.pop(ref, None)
+        self._on_beat(beat)
+        return True
+
+    def _shortest_s(self) -> float | None:
+        return min((held.ttl_s for held in self._held.values()), default=None)
+
+    def _timeout_s(self) -> float:
+        # A beat that hangs must leave room for another before the lease is given up.
+        shortest = self._shortest_s()
+        longest = self._settings.heartbeat_timeout_s
+        return longest if shortest is None else min(longest, shortest * self._settings.abandon_share / 3)
+
+    def _interval_s(self) -> float:
+        shortest = self._shortest_s()
+        interval = self._settings.heartbeat_s
+        if shortest is not None:
+            interval = min(interval, shortest * self._settings.heartbeat_share)
+        return interval * (1 + self._settings.heartbeat_jitter * (2 * random.random() - 1))
+
+    def _is_late(self) -> bool:
+        """Whether the next beat was set when leases were longer, or nothing was held."""
+        if self._beat_timer is None:
+            # It rang during the last beat: the next one is on its way, and for all leases.
+            return False
+        shortest = self._shortest_s()
+        if shortest is None:
+            return False
+        left = self._beat_timer.when() - asyncio.get_running_loop().time()
+        return left > shortest * self._settings.heartbeat_share * (1 + self._settings.heartbeat_jitter)
+
+    def _beat_at(self, when: float) -> None:
+        if self._beat_timer is not None:
+            self._beat_timer.cancel()
+        self._beat_timer = asyncio.get_running_loop().call_at(when, self._ring)
+
+    def _ring(self) -> None:
+        self._beat_timer = None
+        self._wake.set()
+
+    def _watch_at(self, when: float) -> None:
+        if self._watch_timer is not None:
+            self._watch_timer.cancel()
+        self._watch_timer = asyncio.get_running_loop().call_at(when, self._watch)
+
+    def _watch(self) -> None:
+        if self._watch_timer is not None:
+            self._watch_timer.cancel()
+        # One timer for all leases, set again only when it fires: a lease that ends soon costs no timer of its own.
+        self._watch_timer = None
+        now = asyncio.get_running_loop().time()
+        soonest: float | None = None
+        for held in list(self._held.values()):
+            abandon_at = held.confirmed_at + held.ttl_s * self._settings.abandon_share
+            if abandon_at <= now:
+                held.abandon()
+            elif soonest is None or abandon_at < soonest:
+                soonest = abandon_at
+        if soonest is not None:
+            self._watch_at(soonest)
+
+
+class CommandListener:
+    def __init__(
+        self,
+        api: WorkerApi,
+        worker_id: WorkerId,
+        settings: AgentSettings,
+        obey: Callable[[Command], None],
+        on_call: Callable[[], None],
+    ) -> None:
+        """`on_call`: the other side answered early and without a command: a heartbeat has something new."""
+        self._api = api
+        self._worker_id = worker_id
+        self._settings = settings
+        self._obey = obey
+        self._on_call = on_call
+        self._is_registered = asyncio.Event()
+
+    def set_registered(self, is_registered: bool) -> None:
+        """Only a registered worker has somebody to listen to."""
+        if is_registered:
+            self._is_registered.set()
+        else:
+            self._is_registered.clear()
+
+    async def run(self) -> None:
+        """Listens, for ever."""
+        loop = asyncio.get_running_loop()
+        backoff = Backoff(self._settings)
+        while True:
+            await self._is_registered.wait()
+            asked_at = loop.time()
+            commands: tuple[Command, ...] = ()
+            try:
+                commands = await self._api.commands(self._worker_id, self._settings.command_wait_s)
+            except Exception:
+                # The heartbeat meets the same trouble and does what is to be done about it.
+                await asyncio.sleep(backoff.next_s())
+                continue
+            for command in commands:
+                self._obey(command)
+            if not commands and loop.time() - asked_at < self._settings.command_wait_s / 2:
+                self._on_call()
+            if commands or loop.time() - asked_at >= self._settings.command_wait_s / 2:
+                backoff.reset()
+            if loop.time() - asked_at < self._settings.backoff_base_s:
+                # One that answers without parking, or says the same again and again, must not make us spin.
+                await asyncio.sleep(backoff.next_s())

@@ -1,0 +1,134 @@
+"""Moving files by links: piece by piece between this machine's disk and a hub or its storage, never through memory.
+
+A link is its own proof. So this session knows no key: wherever a link leads, the worker's key does not travel along.
+
+A large output on its way in parts: a few at a time, each with a link of its own, and each tried again by itself.
+
+So a way that breaks costs a part and not the whole. How bytes travel by a link is `file_transfer.py`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import aiohttp
+from yarl import URL
+
+from comfyfleet.model.errors import Fault, Refusal, RefusalCode
+from comfyfleet.model.file import Grant, PartPlan
+from comfyfleet.wire.files import Part, parts_of, pieces_of, place, refusal_by_link, resolved, sha256_of, told
+from comfyfleet.worker.job_files import side_by_side
+
+_PIECE = 1 << 20
+_MAX_REFUSAL = 1 << 16
+
+
+class Links:
+    """Closing twice is harmless."""
+
+    def __init__(self, hub: str, *, connect_s: float, quiet_s: float, trust: ssl.SSLContext | None) -> None:
+        self.hub = hub
+        """What a link without a host belongs to."""
+        self._trust = trust
+        # However large a file is: a transfer may take as long as it moves.
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_read=quiet_s, sock_connect=connect_s)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def get(self, link: str, path: Path, bound: int | None) -> None:
+        """To the path, written anew. More than `bound` is not fetched: it is not what was promised already."""
+        url = resolved(self.hub, link)
+        try:
+            async with self._opened().get(
+                URL(url, encoded=True), timeout=self._timeout, allow_redirects=False
+            ) as response:
+                if response.status != 200:
+                    raise refusal_by_link(link, response.status, await response.content.read(_MAX_REFUSAL))
+                size = 0
+                with await asyncio.to_thread(path.open, "wb") as target:
+                    async for piece in response.content.iter_chunked(_PIECE):
+                        await asyncio.to_thread(target.write, piece)
+                        size += len(piece)
+                        if bound is not None and size > bound:
+                            break
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"a file did not arrive from {place(url)}: {told(error)}") from error
+
+    async def put(self, link: str, path: Path, headers: Mapping[str, str], part: Part | None = None) -> None:
+        """`headers`: those that the link was made for. The whole file, or a part of it."""
+        url = resolved(self.hub, link)
+        # A part has no type; one that was not signed must not be sent.
+        sent = headers if part is not None else {"content-type": "application/octet-stream", **headers}
+        try:
+            with await asyncio.to_thread(path.open, "rb") as content:
+                async with self._opened().put(
+                    URL(url, encoded=True),
+                    data=content if part is None else _read(content, part),
+                    headers=sent,
+                    skip_auto_headers=("content-type",),
+                    timeout=self._timeout,
+                    allow_redirects=False,
+                ) as response:
+                    answer = await response.content.read(_MAX_REFUSAL)
+                    if response.status >= 300:
+                        raise refusal_by_link(link, response.status, answer)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise Fault(f"a file did not get to {place(url)}: {told(error)}") from error
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=True if self._trust is None else self._trust),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers={"accept-encoding": "identity"},
+            )
+        return self._session
+
+
+async def _read(content: BinaryIO, part: Part) -> AsyncIterator[bytes]:
+    pieces = pieces_of(content, part)
+    while piece := await asyncio.to_thread(next, pieces, b""):
+        yield piece
+
+
+_TRIES = 5
+_BASE_S = 0.25
+
+LinkOf = Callable[[Part, str], Awaitable[Grant]]
+"""Asks for a link to a part of this SHA-256."""
+
+
+async def put_parts(links: Links, path: Path, size: int, plan: PartPlan, link_of: LinkOf) -> None:
+    await side_by_side([_put(links, path, part, link_of) for part in parts_of(size, plan)])
+
+
+async def _put(links: Links, path: Path, part: Part, link_of: LinkOf) -> None:
+    digest = await asyncio.to_thread(_digest, path, part)
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            # Asked for anew each time: a link may expire while others are under way.
+            grant = await link_of(part, digest)
+            await links.put(grant.url, path, grant.headers, part)
+            return
+        except Fault:
+            if not tries_left:
+                raise
+        except Refusal as refusal:
+            may_pass = refusal.code in (RefusalCode.UNAUTHENTICATED, RefusalCode.UNAVAILABLE)
+            if not tries_left or not may_pass:
+                raise
+        await asyncio.sleep(_BASE_S * (1 << (_TRIES - tries_left)) * random.random())
+
+
+def _digest(path: Path, part: Part) -> str:
+    with path.open("rb") as content:
+        return sha256_of(content, part)
