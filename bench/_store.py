@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from comfyfleet.engine.system import SystemChance, SystemClock
+from comfyfleet.engine.system import SystemClock, SystemRandom
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.dispatch import (
     AttemptEnd,
@@ -19,7 +19,7 @@ from comfyfleet.model.dispatch import (
     LeaseOffer,
     Phase,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import (
@@ -63,7 +63,7 @@ class StoreRig:
         self._copy = copy
         self._version = 0
         self._rules = Rules()
-        self._chance = SystemChance()
+        self._chance = SystemRandom()
         self._payload = Submission({})
         self._polls = itertools.count(1)
 
@@ -95,7 +95,7 @@ class StoreRig:
         )
         return dispatch, Job(job_id, lane.tenant, lane.workflow_hash, now, self._payload)
 
-    async def enqueue(self, lane: LaneKey) -> Written:
+    async def enqueue(self, lane: LaneKey) -> WriteResult:
         written = await self.store.enqueue(*self.job(lane), _QUEUED)
         assert written is not None, "the lane's class was added before"
         return written
@@ -121,16 +121,16 @@ class StoreRig:
         token = LeaseToken(self._chance.token())
         return LeaseOffer(*taker, poll_id, token, self._rules.lease_ttl_s, self._rules.acknowledge_s)
 
-    async def finish(self, written: Written) -> None:
+    async def finish(self, written: WriteResult) -> None:
         dispatch = written.dispatch
         end = AttemptEnd(AttemptOutcome.COMPLETED)
         write = Write(dispatch.job_id, HeldBy(dispatch.lease_ref()), completed(), end)
         assert await self.store.write(write) is not None
 
-    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         return await self.store.lease_next(offer)
 
-    async def peek_and_lease(self, offer: LeaseOffer) -> Written | None:
+    async def peek_and_lease(self, offer: LeaseOffer) -> WriteResult | None:
         """As an engine does it for one idle slot: it looks at a window, ranks, and leases what it has chosen."""
         rules = self._rules
         found = await self.store.peek(Peek(PROFILE, WORKER, 1, rules.window_lanes, rules.quantum_s))
@@ -153,7 +153,7 @@ class StoreRig:
         for _ in range(batches):
             turn = [(WORKER, PROFILE)] * _BATCH if takers is None else itertools.islice(takers, _BATCH)
             offers = [self.offer(taker) for taker in turn]
-            leased: list[Written] = []
+            leased: list[WriteResult] = []
             started, began = self.spent_s(), time.perf_counter()
             for offer in offers:
                 written = await lease(offer)
@@ -168,7 +168,7 @@ class StoreRig:
             await self.store.purge(Phase.COMPLETED, self.clock.now() + 1, len(leased))
         return spent / (batches * _BATCH), on_the_wall / (batches * _BATCH)
 
-    async def _replace(self, written: Written) -> None:
+    async def _replace(self, written: WriteResult) -> None:
         await self.finish(written)
         await self.enqueue(written.dispatch.lane)
 

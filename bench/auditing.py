@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from bench._measure import Case, Entry, Plan, entry, in_turn, ratio, ratio_range, rounded
 from bench._places import Place
 from comfyfleet.engine.system import SystemClock
-from comfyfleet.hub.audit.chain import Chain
+from comfyfleet.hub.audit.chain import HashChain
 from comfyfleet.hub.audit.log import DRAWERS
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.stores.redis.store import RedisStore
@@ -65,9 +65,9 @@ async def _case(plan: Plan, url: str, stack: AsyncExitStack, hubs: int, waits: l
         store = RedisStore(url)
         await store.open()
         stack.push_async_callback(store.close)
-        chains.append(Chain(store.cabinet, clock, DRAWERS["jobs"]))
+        chains.append(HashChain(store.cabinet, clock, DRAWERS["jobs"]))
 
-    async def wait_for(chain: Chain) -> float:
+    async def wait_for(chain: HashChain) -> float:
         began = time.perf_counter()
         await chain.append(
             AuditEntry(clock.now(), "k_bench", Role.TENANT, "submit", "a job", address="127.0.0.1")

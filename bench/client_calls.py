@@ -29,7 +29,7 @@ from comfyfleet.model.dispatch import Write
 from comfyfleet.model.ids import TenantId
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
-from comfyfleet.stores.redis.client import Argument, Client
+from comfyfleet.stores.redis.client import Argument, RedisClient
 
 _CALLS = 10_000
 _BOUNDS = {50: ">= 60", 500: ">= 85"}
@@ -165,7 +165,7 @@ async def main() -> None:
                 packed = _packed(address.prefix, function, [raw for _, raw in calls], callers, numbers)
                 spent[function] = seconds(address.port, callers, packed)
             case "client":
-                client = Client(address, f"client-{function}")
+                client = RedisClient(address, f"client-{function}")
                 await client.connect()
                 ready: list[Call] = [partial(client.function, function, *raw) for _, raw in calls]
                 spent[function] = await _timed(ready, callers)

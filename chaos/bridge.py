@@ -18,17 +18,17 @@ import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import (
-    Beat,
-    CancelAnswer,
+    CancelReply,
     Command,
     Completion,
     FailureReport,
+    HeartbeatReply,
     LeasedJob,
     Poll,
+    ProgressReport,
     RegisterWorker,
     Release,
-    Report,
-    Settled,
+    ReportReply,
     Submitted,
 )
 from comfyfleet.model.dispatch import LeaseRef, Phase
@@ -48,15 +48,15 @@ class Look(msgspec.Struct, frozen=True):
 _CALLS: dict[str, tuple[Any, Any]] = {
     "submit": (tuple[Submission], Submitted),
     "look": (tuple[JobId], Look),
-    "cancel": (tuple[JobId], CancelAnswer),
+    "cancel": (tuple[JobId], CancelReply),
     "retry": (tuple[JobId], Submitted),
     "register": (tuple[RegisterWorker], WorkerRecord),
     "poll": (tuple[Poll], LeasedJob | None),
-    "heartbeat": (tuple[WorkerId, list[LeaseRef]], Beat),
-    "progress": (tuple[list[Report]], Beat),
-    "complete": (tuple[Completion], Settled),
-    "fail": (tuple[FailureReport], Settled),
-    "release": (tuple[Release], Settled),
+    "heartbeat": (tuple[WorkerId, list[LeaseRef]], HeartbeatReply),
+    "progress": (tuple[list[ProgressReport]], HeartbeatReply),
+    "complete": (tuple[Completion], ReportReply),
+    "fail": (tuple[FailureReport], ReportReply),
+    "release": (tuple[Release], ReportReply),
     "commands": (tuple[WorkerId, float], tuple[Command, ...]),
     "unregister": (tuple[WorkerId, str], None),
 }
@@ -202,8 +202,8 @@ class BridgeClient:
     async def look(self, job_id: JobId) -> Look:
         return cast("Look", await self.call("look", job_id))
 
-    async def cancel(self, job_id: JobId) -> CancelAnswer:
-        return cast("CancelAnswer", await self.call("cancel", job_id))
+    async def cancel(self, job_id: JobId) -> CancelReply:
+        return cast("CancelReply", await self.call("cancel", job_id))
 
     async def retry(self, job_id: JobId) -> Submitted:
         return cast("Submitted", await self.call("retry", job_id))
@@ -216,20 +216,20 @@ class BridgeClient:
     async def poll(self, call: Poll) -> LeasedJob | None:
         return cast("LeasedJob | None", await self.call("poll", call))
 
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
-        return cast("Beat", await self.call("heartbeat", worker_id, refs))
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
+        return cast("HeartbeatReply", await self.call("heartbeat", worker_id, refs))
 
-    async def progress(self, reports: Sequence[Report]) -> Beat:
-        return cast("Beat", await self.call("progress", reports))
+    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
+        return cast("HeartbeatReply", await self.call("progress", reports))
 
-    async def complete(self, call: Completion) -> Settled:
-        return cast("Settled", await self.call("complete", call))
+    async def complete(self, call: Completion) -> ReportReply:
+        return cast("ReportReply", await self.call("complete", call))
 
-    async def fail(self, call: FailureReport) -> Settled:
-        return cast("Settled", await self.call("fail", call))
+    async def fail(self, call: FailureReport) -> ReportReply:
+        return cast("ReportReply", await self.call("fail", call))
 
-    async def release(self, call: Release) -> Settled:
-        return cast("Settled", await self.call("release", call))
+    async def release(self, call: Release) -> ReportReply:
+        return cast("ReportReply", await self.call("release", call))
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
         return cast("tuple[Command, ...]", await self.call("commands", worker_id, wait_s))

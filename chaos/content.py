@@ -26,7 +26,7 @@ from chaos.far_stores import StoreServers, Where, hubs_on
 from chaos.made import file_made_from, made_from, new_nonce
 from chaos.programs import HubProgram
 from comfyfleet.client.client import FleetClient
-from comfyfleet.model.calls import Completion, LeasedJob, Poll, Settled
+from comfyfleet.model.calls import Completion, LeasedJob, Poll, ReportReply
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.worker.agent import Agent, AgentSettings
@@ -141,7 +141,7 @@ class Witness(HttpWorkerApi):
             self._cast.leased.append(Leased(job.job_id, made_from(job.workflow)))
         return job
 
-    async def complete(self, call: Completion) -> Settled:
+    async def complete(self, call: Completion) -> ReportReply:
         settled = await super().complete(call)
         if settled.phase.is_final:
             # Otherwise it is tried again, and nothing can be downloaded yet.

@@ -27,12 +27,12 @@ from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job
-from comfyfleet.model.ledger import Book, FlatPrice, Outcome
+from comfyfleet.model.ledger import FlatPrice, Ledger, Outcome
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
 from comfyfleet.stores.factory import open_store
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.tenancy.services import Estate
+from comfyfleet.tenancy.services import TenantServices
 
 PRICE, GRANTED = 3, 1_000_000
 _MANY = 1_000
@@ -141,12 +141,12 @@ async def _set_up(setting: Setting, size: Size) -> None:
             await (await estate.pools.get(pool)).grant(given, accounting.posting_of(given))
 
 
-async def _opened(setting: Setting, stack: AsyncExitStack) -> Estate:
+async def _opened(setting: Setting, stack: AsyncExitStack) -> TenantServices:
     clock = SystemClock()
     store = open_store(setting.url, clock)
     await store.open()
     stack.push_async_callback(store.close)
-    estate = Estate(store, clock, setting.pools)
+    estate = TenantServices(store, clock, setting.pools)
     stack.push_async_callback(estate.close)
     return estate
 
@@ -176,7 +176,7 @@ async def _audit(stage: Stage, size: Size, lines: list[Line]) -> Audited:
     return Audited(Finding(), stage.kills, settled, consumed, settled - consumed, tuple(wrong[:20]))
 
 
-async def _left(estate: Estate) -> list[str]:
+async def _left(estate: TenantServices) -> list[str]:
     """What is still open when everything has had its time."""
     deadline = time.monotonic() + QUIET_WITHIN_S
     while True:
@@ -189,7 +189,7 @@ async def _left(estate: Estate) -> list[str]:
         await asyncio.sleep(_LOOK_S)
 
 
-async def _wrong(book: Book, database: TenantDatabase, told: Mapping[str, Told]) -> list[str]:
+async def _wrong(book: Ledger, database: TenantDatabase, told: Mapping[str, Told]) -> list[str]:
     """Where a book does not add up, or says otherwise than callers were told."""
     tenant, completed = book.account.tenant, 0
     found = [f"{tenant}: {each}" for each in accounting.problems(book)]

@@ -20,7 +20,7 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
 from comfyfleet.stores.factory import open_store
-from comfyfleet.tenancy.services import Estate
+from comfyfleet.tenancy.services import TenantServices
 from comfyfleet.worker.settings import AgentSettings
 
 LEASE_S = 2.0
@@ -78,7 +78,7 @@ async def opened_engine(setting: Setting) -> AsyncIterator[Engine]:
     while True:
         clock = SystemClock()
         store = open_store(setting.url, clock)
-        estate = Estate(store, clock, setting.pools) if setting.pools else None
+        estate = TenantServices(store, clock, setting.pools) if setting.pools else None
         rules = RULES if estate is None else RULES_WITH_POOLS
         engine = Engine(store if estate is None else estate.store, rules=rules, clock=clock)
         try:

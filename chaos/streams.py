@@ -29,7 +29,7 @@ from chaos.made import made_from, new_nonce
 from chaos.programs import HubProgram
 from chaos.stream_checker import Ended, Streamed, Streams, check_streams
 from comfyfleet.client.client import FleetClient
-from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Settled
+from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, ReportReply
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import WorkerId
@@ -145,12 +145,12 @@ class _Witness(HttpWorkerApi):
         super().__init__(hub.url, hub.key)
         self._ends = ends
 
-    async def complete(self, call: Completion) -> Settled:
+    async def complete(self, call: Completion) -> ReportReply:
         settled = await super().complete(call)
         self._ends.note(call.ref.job_id, call.ref.round)
         return settled
 
-    async def fail(self, call: FailureReport) -> Settled:
+    async def fail(self, call: FailureReport) -> ReportReply:
         settled = await super().fail(call)
         if settled.phase.is_final:
             self._ends.note(call.ref.job_id, call.ref.round)

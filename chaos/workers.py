@@ -20,16 +20,16 @@ from chaos.logs import Log
 from chaos.made import made_from
 from chaos.setting import AGENT, Setting, opened_engine, play
 from comfyfleet.model.calls import (
-    Beat,
     Command,
     Completion,
     FailureReport,
+    HeartbeatReply,
     LeasedJob,
     Poll,
+    ProgressReport,
     RegisterWorker,
     Release,
-    Report,
-    Settled,
+    ReportReply,
 )
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal
@@ -117,19 +117,23 @@ class LoggedApi:
             self._log.write("granted", made=made_from(job.workflow), **told(job.ref))
         return job
 
-    async def complete(self, call: Completion) -> Settled:
+    async def complete(self, call: Completion) -> ReportReply:
         execution = execution_of(call.result)
         return await self._witness("complete", call.ref, lambda: self._api.complete(call), execution)
 
-    async def fail(self, call: FailureReport) -> Settled:
+    async def fail(self, call: FailureReport) -> ReportReply:
         return await self._witness("fail", call.ref, lambda: self._api.fail(call))
 
-    async def release(self, call: Release) -> Settled:
+    async def release(self, call: Release) -> ReportReply:
         return await self._witness("release", call.ref, lambda: self._api.release(call))
 
     async def _witness(
-        self, report: str, ref: LeaseRef, call: Callable[[], Awaitable[Settled]], execution: str | None = None
-    ) -> Settled:
+        self,
+        report: str,
+        ref: LeaseRef,
+        call: Callable[[], Awaitable[ReportReply]],
+        execution: str | None = None,
+    ) -> ReportReply:
         of = {"report": report, "execution": execution, **told(ref)}
         self._log.write("reporting", **of)
         try:
@@ -146,7 +150,7 @@ class LoggedApi:
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         return await self._api.register(call)
 
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         sent = time.monotonic()
         try:
             beat = await self._api.heartbeat(worker_id, refs)
@@ -157,7 +161,7 @@ class LoggedApi:
             self._log.write("late_beat", since=sent)
         return beat
 
-    async def progress(self, reports: Sequence[Report]) -> Beat:
+    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
         return await self._api.progress(reports)
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:

@@ -32,9 +32,17 @@ from chaos.workers import (
     worker_door,
     worker_process,
 )
-from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker, Release, Report
+from comfyfleet.model.calls import (
+    Completion,
+    FailureReport,
+    LeasedJob,
+    Poll,
+    ProgressReport,
+    RegisterWorker,
+    Release,
+)
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
 
@@ -131,7 +139,7 @@ class _Zombie:
         """Whatever else a worker can say about a lease."""
         failure = Failure(FailureKind.INVALID_WORKFLOW, "a zombie says that nobody can ever run this")
         await self._beat(job)
-        await self._try(lambda: self._api.progress([Report(job.ref, NewsKind.STARTED)]))
+        await self._try(lambda: self._api.progress([ProgressReport(job.ref, ProgressKind.STARTED)]))
         await self._try(lambda: self._api.fail(FailureReport(job.ref, failure)))
         await self._try(lambda: self._api.release(Release(job.ref, "cancelled")))
 

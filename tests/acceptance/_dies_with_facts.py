@@ -13,12 +13,12 @@ import sys
 from tests.hub._hub import hub_in_process
 from tests.hub._watching import complete, lease, register
 
-from comfyfleet.net.url_guard import Allowed, Guard
+from comfyfleet.net.url_guard import AllowedHosts, UrlGuard
 
 
 async def main(store_url: str, receiver: str) -> None:
     # Not on a port, so that nothing is sent: the hub takes the job and writes its facts, and that is all it comes to.
-    async with hub_in_process(store_url=store_url, guard=Guard(Allowed(["127.0.0.1"]))) as rig:
+    async with hub_in_process(store_url=store_url, guard=UrlGuard(AllowedHosts(["127.0.0.1"]))) as rig:
         await register(rig)
         job_id = await rig.submit(webhook=receiver)
         await complete(rig, await lease(rig))

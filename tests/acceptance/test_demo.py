@@ -28,7 +28,7 @@ from tests.acceptance._process import (
     stop,
 )
 
-from comfyfleet.cli.demo_report import Report
+from comfyfleet.cli.demo_report import DemoReport
 from comfyfleet.cli.demo_show import LiveShow, Narrator
 from comfyfleet.pool.events import PoolEvent
 
@@ -185,7 +185,7 @@ def _read_pty(descriptor: int, *, until: bytes | None, within_s: float) -> bytes
 
 
 def test_a_demo_that_lost_a_job_does_not_say_that_nothing_was_lost() -> None:
-    report = Report(0.0)
+    report = DemoReport(0.0)
     assert not report.is_complete
     report.is_short = True
     console = Console(file=io.StringIO(), width=100)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests._examples import examples
 
-from comfyfleet.files.s3_storage import Bucket, Credentials, presigned
+from comfyfleet.files.s3_storage import S3Bucket, S3Credentials, presigned
 
 TEXT = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_characters="\x7f"), max_size=20)
 PARTS = st.text(
@@ -49,7 +49,7 @@ def test_a_signature_is_the_one_that_the_library_of_aws_makes(
     endpoint: str,
     token: str | None,
 ) -> None:
-    bucket = Bucket(endpoint, "eu-central-1", "fleet", path_style)
+    bucket = S3Bucket(endpoint, "eu-central-1", "fleet", path_style)
     scheme, _, host = endpoint.partition("://")
     place = f"{endpoint}/fleet" if path_style else f"{scheme}://fleet.{host}"
     request = AWSRequest(method, f"{place}/{quote(key, safe='/-._~')}", headers=dict(headers), params=query)
@@ -61,7 +61,7 @@ def test_a_signature_is_the_one_that_the_library_of_aws_makes(
     now = calendar.timegm(time.strptime(theirs["X-Amz-Date"][0], "%Y%m%dT%H%M%SZ"))
     ours = presigned(
         bucket,
-        Credentials("AKIAEXAMPLE", "secret/+=", token),
+        S3Credentials("AKIAEXAMPLE", "secret/+=", token),
         method,
         key,
         now=now,

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.local import LocalFileStore
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.ports import Cabinet
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.ports import DocumentStore
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.testing.time import ManualClock
 
@@ -24,21 +24,21 @@ ACME, BORG, HOME = TenantId("acme"), TenantId("borg"), TenantId("default")
 class Rig:
     """Two tenants apart, in a database each, and one at home."""
 
-    def __init__(self, folder: Path, apart: dict[TenantId, Cabinet]) -> None:
+    def __init__(self, folder: Path, apart: dict[TenantId, DocumentStore]) -> None:
         self.clock = ManualClock()
-        self.central = MemoryCabinet()
+        self.central = MemoryDocumentStore()
         self.apart = apart
         self.away: set[TenantId] = set()
         self.folder = folder
         self.assets = self.anew()
 
-    def anew(self, central: Cabinet | None = None) -> LocalAssets:
+    def anew(self, central: DocumentStore | None = None) -> LocalFileStore:
         central = central or self.central
-        return LocalAssets(
+        return LocalFileStore(
             self.folder, central, self.clock, keep_s=1000.0, cabinet_of=lambda each: self._of(each, central)
         )
 
-    async def _of(self, tenant: TenantId, central: Cabinet) -> Cabinet:
+    async def _of(self, tenant: TenantId, central: DocumentStore) -> DocumentStore:
         if tenant in self.away:
             raise Fault(f"the database of {tenant} is away")
         return self.apart.get(tenant, central)
@@ -62,7 +62,7 @@ class Rig:
 async def a_rig(folder: Path) -> AsyncIterator[Rig]:
     database = open_tenant_database(f"sqlite:///{folder}/acme.db")
     await database.open()
-    yield Rig(folder / "files", {ACME: database.cabinet(ACME), BORG: MemoryCabinet()})
+    yield Rig(folder / "files", {ACME: database.cabinet(ACME), BORG: MemoryDocumentStore()})
     await database.close()
 
 
@@ -118,7 +118,7 @@ async def test_a_record_is_found_by_its_tenant_when_the_central_store_has_lost_e
 ) -> None:
     async with a_rig(tmp_path) as rig:
         record = await rig.a_file(ACME)
-        after = rig.anew(MemoryCabinet())
+        after = rig.anew(MemoryDocumentStore())
         assert await after.get(record.file_id) is None
         assert await after.get(record.file_id, BORG) is None
         assert await after.get(record.file_id, HOME) is None

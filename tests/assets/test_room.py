@@ -12,13 +12,13 @@ from tests.hub.test_files import left_in
 
 from comfyfleet.cli.bootstrap import open_assets
 from comfyfleet.cli.settings import read_settings
-from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.local import LocalFileStore
 from comfyfleet.files.quota import DRAWER
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Document
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.testing.time import ManualClock
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
@@ -27,12 +27,12 @@ ACME, OTHER = TenantId("acme"), TenantId("other")
 class House:
     def __init__(self, folder: Path) -> None:
         self.clock = ManualClock()
-        self.cabinet = MemoryCabinet()
+        self.cabinet = MemoryDocumentStore()
         self._folder = folder
         self.assets = self.another()
 
-    def another(self, most: int | None = 100) -> LocalAssets:
-        return LocalAssets(self._folder, self.cabinet, self.clock, keep_s=1000, tenant_bytes=most)
+    def another(self, most: int | None = 100) -> LocalFileStore:
+        return LocalFileStore(self._folder, self.cabinet, self.clock, keep_s=1000, tenant_bytes=most)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def house(tmp_path: Path) -> House:
     return House(tmp_path)
 
 
-async def brought(assets: LocalAssets, size: int, *, is_announced: bool = True) -> FileRecord:
+async def brought(assets: LocalFileStore, size: int, *, is_announced: bool = True) -> FileRecord:
     async def pieces() -> AsyncIterator[bytes]:
         yield b"x" * size
 
@@ -65,7 +65,7 @@ async def test_a_tenant_takes_so_much_and_no_more_and_another_has_its_own(
     await house.assets.reserve(OTHER, size=100)
 
 
-class Slow(MemoryCabinet):
+class Slow(MemoryDocumentStore):
     async def listing(self, drawer: str, after: str = "", limit: int = 100) -> list[Document]:
         await asyncio.sleep(0)
         return await super().listing(drawer, after, limit)
@@ -109,13 +109,13 @@ async def test_without_a_bound_nothing_is_noted(house: House) -> None:
 async def test_the_bound_is_a_setting(tmp_path: Path) -> None:
     environment = {"COMFYFLEET_LIMITS_MAX_TENANT_FILE_BYTES": "10"}
     resolved = read_settings({"data": str(tmp_path)}, config=os.devnull, environment=environment)
-    async with open_assets(resolved, MemoryCabinet(), ManualClock()) as assets:
+    async with open_assets(resolved, MemoryDocumentStore(), ManualClock()) as assets:
         await assets.reserve(ACME, size=10)
         with pytest.raises(Refusal, match="10 bytes of 10"):
             await assets.reserve(ACME, size=1)
 
 
-async def sent(assets: LocalAssets, record: FileRecord, size: int = 60) -> FileRecord:
+async def sent(assets: LocalFileStore, record: FileRecord, size: int = 60) -> FileRecord:
     async def pieces() -> AsyncIterator[bytes]:
         yield b"x" * size
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from comfyfleet.engine.local_bus import MAX_PENDING_NEWS, LocalBus, LocalSubscription
-from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, News, NewsKind
+from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, ProgressEvent, ProgressKind
 from comfyfleet.model.ids import JobId, WorkerId
 
 JOB, OTHER = JobId("job"), JobId("other")
@@ -18,8 +18,8 @@ def fact(number: int, job_id: JobId = JOB) -> Fact:
     return Fact(job_id, number, FactKind.LEASED, 0.0)
 
 
-def news(value: int, job_id: JobId = JOB, kind: NewsKind = NewsKind.PROGRESS) -> News:
-    return News(job_id, kind, 0.0, data={"value": value})
+def news(value: int, job_id: JobId = JOB, kind: ProgressKind = ProgressKind.PROGRESS) -> ProgressEvent:
+    return ProgressEvent(job_id, kind, 0.0, data={"value": value})
 
 
 async def drained(subscription: LocalSubscription) -> list[Event]:
@@ -35,7 +35,7 @@ async def test_a_slow_watcher_loses_progress_and_keeps_every_fact() -> None:
         bus.publish(news(number, JobId(f"job-{number}")))
     seen = await drained(watcher)
     assert [event.number for event in seen if isinstance(event, Fact)] == list(range(1, 2001))
-    assert [event.data["value"] for event in seen if isinstance(event, News)] == list(
+    assert [event.data["value"] for event in seen if isinstance(event, ProgressEvent)] == list(
         range(2001 - MAX_PENDING_NEWS, 2001)
     )
 
@@ -44,18 +44,18 @@ async def test_of_progress_and_previews_the_newest_wins_and_stays_behind_the_fac
     bus = LocalBus()
     watcher = bus.subscribe(JOB)
     bus.publish(news(1))
-    bus.publish(news(10, kind=NewsKind.PREVIEW))
+    bus.publish(news(10, kind=ProgressKind.PREVIEW))
     bus.publish(fact(1))
     bus.publish(news(2))
     bus.publish(news(3))
-    bus.publish(news(11, kind=NewsKind.PREVIEW))
-    assert await drained(watcher) == [fact(1), news(3), news(11, kind=NewsKind.PREVIEW)]
+    bus.publish(news(11, kind=ProgressKind.PREVIEW))
+    assert await drained(watcher) == [fact(1), news(3), news(11, kind=ProgressKind.PREVIEW)]
 
 
 async def test_outputs_are_not_replaced_by_newer_ones() -> None:
     bus = LocalBus()
     watcher = bus.subscribe(JOB)
-    outputs = [news(value, kind=NewsKind.OUTPUT) for value in (1, 2)]
+    outputs = [news(value, kind=ProgressKind.OUTPUT) for value in (1, 2)]
     for output in outputs:
         bus.publish(output)
     assert await drained(watcher) == outputs

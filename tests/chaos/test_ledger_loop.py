@@ -14,7 +14,7 @@ from tests.servers.postgres_server import CannotStart
 
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
 SEED = 7
 
@@ -26,7 +26,7 @@ async def test_a_book_whose_result_was_made_from_another_payload_is_noticed(tmp_
     own, another = ({"1": {"inputs": {"nonce": name}}} for name in ("own", "another"))
     database = open_tenant_database(f"sqlite:///{tmp_path}/pool.db")
     await database.open()
-    teller = Teller(database)
+    teller = LedgerDriver(database)
     hold = await teller.submit(0)
     ending = teller.ending(hold, Phase.COMPLETED)
     ending = msgspec.structs.replace(ending, changes={"result": result_of("e1", own)})

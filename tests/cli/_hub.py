@@ -14,7 +14,7 @@ import pytest
 from tests.hub._hub import HubRig, running_hub
 
 from comfyfleet.cli.main import main
-from comfyfleet.hub.local_worker_api import InsideApi
+from comfyfleet.hub.local_worker_api import LocalWorkerApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.rules import Rules
@@ -64,7 +64,7 @@ def hub_with_a_worker(
             rig = await stack.enter_async_context(
                 running_hub(folder=folder, pools=urls, is_open=is_open, rules=rules)
             )
-            api: WorkerApi = rig.engine if rig.assets is None else InsideApi(rig.engine, rig.assets)
+            api: WorkerApi = rig.engine if rig.assets is None else LocalWorkerApi(rig.engine, rig.assets)
             for name, connector in (connectors or {"gpu": SimulatedConnector()}).items():
                 agent = await stack.enter_async_context(Agent(api, WorkerId(name), [connector]))
                 await agent.first_verdict()

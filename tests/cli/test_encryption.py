@@ -13,7 +13,7 @@ from tests.engine._rig import graph
 from comfyfleet.cli.bootstrap import attended, keyring_of, master_keys, open_house, sealed_by
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.main import main
-from comfyfleet.cli.settings import Resolved, read_settings
+from comfyfleet.cli.settings import ResolvedSettings, read_settings
 from comfyfleet.client.client import FleetClient
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
@@ -25,7 +25,7 @@ from comfyfleet.stores.factory import MASTER_KEYS, open_store
 ONE, TWO = "k1=" + "11" * 32, "k2=" + "22" * 32
 
 
-def resolved(tmp_path: Path, *lines: str, **more: str) -> Resolved:
+def resolved(tmp_path: Path, *lines: str, **more: str) -> ResolvedSettings:
     """Settings of a hub whose master keys stand in a file."""
     environment = {f"COMFYFLEET_{name.upper()}": value for name, value in more.items()}
     if lines:

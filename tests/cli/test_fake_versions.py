@@ -11,13 +11,13 @@ import pytest
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.options import Settings
 from comfyfleet.cli.servers import fakes, journals, named, tell_state
-from comfyfleet.cli.settings import Resolved, read_settings
-from comfyfleet.pool.servers import Agents
+from comfyfleet.cli.settings import ResolvedSettings, read_settings
+from comfyfleet.pool.servers import PoolAgents
 
 
 async def _versions_of(settings: Settings) -> list[str]:
     async with AsyncExitStack() as stack, aiohttp.ClientSession() as session:
-        servers = await fakes(stack, settings.fake, "here", Resolved(settings, {}))
+        servers = await fakes(stack, settings.fake, "here", ResolvedSettings(settings, {}))
         versions = []
         for server in servers:
             async with session.get(f"{server.url}/system_stats") as answer:
@@ -39,7 +39,7 @@ async def test_a_release_that_no_fake_can_show_is_refused_by_its_option() -> Non
 async def test_only_fake_servers_keep_no_journal(tmp_path: Path) -> None:
     """They end with their process; what a real server beside them runs does not."""
     resolved = read_settings({"fake": 1, "data": str(tmp_path)}, environment={})
-    agents = Agents(tell_state, journals=journals(resolved))
+    agents = PoolAgents(tell_state, journals=journals(resolved))
     async with AsyncExitStack() as stack:
         real = named(("http://127.0.0.1:9",), None, 1, alone=False)
         fake = await fakes(stack, 1, "here", resolved)

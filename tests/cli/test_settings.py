@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from comfyfleet.cli.bootstrap import House, greet, pool_urls, storage
+from comfyfleet.cli.bootstrap import RunningHub, greet, pool_urls, storage
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode
 from comfyfleet.cli.hub_connection import LocalHub, read_hub, read_worker_key, write_hub, write_worker_key
 from comfyfleet.cli.options import _OPTIONS, TABLES, Level, Settings
 from comfyfleet.cli.servers import named, tidied
 from comfyfleet.cli.settings import DEFAULT, _fields, flag_of, read_settings
 from comfyfleet.cli.up import tell_of_unused_store
-from comfyfleet.files.s3_storage import Credentials
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.files.s3_storage import S3Credentials
+from comfyfleet.hub.http.limits import HubLimits
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_the_caps_of_the_queue_are_limits_to_whoever_sets_them(file: Path) -> No
     environment = {"COMFYFLEET_LIMITS_MAX_OPEN_BYTES": "1000"}
     found = read_settings(config=said(file, "[limits]\nmax_waiting = 7\n"), environment=environment)
     assert (found.rules().max_waiting, found.rules().max_open_bytes) == (7, 1000)
-    assert found.limits() == Limits()
+    assert found.limits() == HubLimits()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_a_storage_is_named_by_us_or_as_for_every_program_but_never_by_halves(fi
     found = read_settings({"assets": "s3://videos/a%20b/"}, config=os.devnull, environment=others)
     bucket, prefix, credentials = storage(found)
     assert (bucket.name, bucket.region, bucket.endpoint) == ("videos", "eu-west-1", "https://theirs.example")
-    assert prefix == "a b" and credentials == Credentials("theirs", "their-secret", "their-token")
+    assert prefix == "a b" and credentials == S3Credentials("theirs", "their-secret", "their-token")
     said(
         file,
         'assets = "s3://videos"\n[s3]\nendpoint = "https://storage.example/"\npath_style = false\n'
@@ -227,7 +227,7 @@ def test_a_storage_is_named_by_us_or_as_for_every_program_but_never_by_halves(fi
     )
     bucket, prefix, credentials = storage(read_settings(config=file, environment=others))
     assert (bucket.host, bucket.region, prefix) == ("videos.storage.example", "eu-west-1", "")
-    assert credentials == Credentials("ours", "our-secret"), "their token would not fit"
+    assert credentials == S3Credentials("ours", "our-secret"), "their token would not fit"
     assert read_settings(config=os.devnull, environment=others).values.s3 == {}, "nobody asked for a storage"
 
 
@@ -262,7 +262,7 @@ def test_a_hub_says_which_store_it_keeps_its_jobs_in_and_no_password(
     store: str, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing: Any = None
-    house = House(
+    house = RunningHub(
         nothing, nothing, nothing, nothing, "http://127.0.0.1:1", "cfk_…", False, Path("/srv/hub.json")
     )
     greet(house, read_settings({"store": store}, config=os.devnull, environment={}))

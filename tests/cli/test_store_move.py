@@ -19,7 +19,7 @@ from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import own_server, with_prefix
 from tests.stores._filled import BLOCK, LESSON, fill, histories, leasing_order, opened
 
-from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import LeaseOffer
 from comfyfleet.model.ids import JobId, LeaseToken, PollId
 from comfyfleet.stores.redis.store import RedisStore
@@ -63,12 +63,12 @@ def _as_url(conninfo: str) -> str:
     return f"postgresql://{parts['user']}@{parts['host']}:{parts['port']}/{parts['dbname']}"
 
 
-async def read(url: str) -> dict[JobId, WholeJob]:
+async def read(url: str) -> dict[JobId, JobSnapshot]:
     async with opened(url) as store:
         return await histories(store)
 
 
-def without_place(found: dict[JobId, WholeJob]) -> list[WholeJob]:
+def without_place(found: dict[JobId, JobSnapshot]) -> list[JobSnapshot]:
     """The place in line is the one thing a move gives anew."""
     return [
         msgspec.structs.replace(each, dispatch=msgspec.structs.replace(each.dispatch, sequence=0))

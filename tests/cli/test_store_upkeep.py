@@ -17,7 +17,7 @@ from tests.servers.redis_server import RedisServer
 from tests.stores._filled import fill, histories, opened
 
 from comfyfleet.engine.system import SystemClock
-from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.local import LocalFileStore
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
@@ -117,7 +117,7 @@ async def test_a_backup_that_would_leave_something_out_is_refused_until_that_is_
         await Tenants(store.cabinet, clock, is_shared=False).create(
             Tenant(TenantId("acme"), "east", clock.now())
         )
-        assets = LocalAssets(tmp_path / "files", store.cabinet, clock)
+        assets = LocalFileStore(tmp_path / "files", store.cabinet, clock)
         await assets.reserve(TenantId("default"))
         refused = run_cli("store", "backup", f"sqlite:///{path}", copy)
         assert (refused.returncode, refused.stdout) == (3, "")

@@ -10,7 +10,7 @@ from tests.hub._hub import graph, running_hub
 
 from comfyfleet import FleetClient, Refusal, SyncFleetClient
 from comfyfleet.cli.hub_connection import write_hub
-from comfyfleet.client.discovery import DEFAULT_URL, Found, LocalHub, find_hub
+from comfyfleet.client.discovery import DEFAULT_URL, FoundHub, LocalHub, find_hub
 from comfyfleet.model.access import Role
 
 
@@ -37,7 +37,7 @@ def test_so_does_the_client_of_scripts(data: Path) -> None:
 
 
 def test_without_one_it_is_the_usual_address(data: Path) -> None:
-    assert find_hub() == Found((DEFAULT_URL,))
+    assert find_hub() == FoundHub((DEFAULT_URL,))
 
 
 def test_what_the_environment_or_the_file_names_is_nearer_and_the_owners_key_does_not_go_there(
@@ -45,13 +45,13 @@ def test_what_the_environment_or_the_file_names_is_nearer_and_the_owners_key_doe
 ) -> None:
     write_hub(data, LocalHub("http://127.0.0.1:4001", "cfk_a_b"))
     Path("comfyfleet.toml").write_text('hub = ["https://a:1", "https://b:1"]\nkey = "cfk_file"\n')
-    assert find_hub() == Found(("https://a:1", "https://b:1"), "cfk_file")
+    assert find_hub() == FoundHub(("https://a:1", "https://b:1"), "cfk_file")
     monkeypatch.setenv("COMFYFLEET_HUB", "https://c:1, https://d:1")
     monkeypatch.setenv("COMFYFLEET_KEY", "cfk_environment")
-    assert find_hub() == Found(("https://c:1", "https://d:1"), "cfk_environment")
+    assert find_hub() == FoundHub(("https://c:1", "https://d:1"), "cfk_environment")
     monkeypatch.delenv("COMFYFLEET_KEY")
     Path("comfyfleet.toml").unlink()
-    assert find_hub() == Found(("https://c:1", "https://d:1"))
+    assert find_hub() == FoundHub(("https://c:1", "https://d:1"))
     monkeypatch.setenv("COMFYFLEET_HUB", "http://127.0.0.1:4001/")
     assert find_hub().key == "cfk_a_b"
 

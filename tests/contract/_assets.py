@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.file import FileRecord, Grant
+from comfyfleet.model.file import FileGrant, FileRecord
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.ports import Assets, Cabinet
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.ports import DocumentStore, FileStore
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.testing.time import ManualClock
 
 ACME, OTHER = TenantId("acme"), TenantId("other")
@@ -34,10 +34,10 @@ class AssetsBench(Protocol):
     clock: ManualClock
 
     @property
-    def assets(self) -> Assets: ...
+    def assets(self) -> FileStore: ...
 
     async def move(
-        self, grant: Grant, content: bytes | None = None, *, method: str = "", **headers: str
+        self, grant: FileGrant, content: bytes | None = None, *, method: str = "", **headers: str
     ) -> Moved: ...
     async def swept(self) -> None: ...
 
@@ -45,11 +45,11 @@ class AssetsBench(Protocol):
 MakeAssets = Callable[..., AbstractAsyncContextManager[AssetsBench]]
 
 
-def apart(central: Cabinet) -> Callable[[TenantId], Awaitable[Cabinet]]:
+def apart(central: DocumentStore) -> Callable[[TenantId], Awaitable[DocumentStore]]:
     """The records of one tenant lie in a database of its own."""
-    own = MemoryCabinet()
+    own = MemoryDocumentStore()
 
-    async def cabinet_of(tenant: TenantId) -> Cabinet:
+    async def cabinet_of(tenant: TenantId) -> DocumentStore:
         return own if tenant == ACME else central
 
     return cabinet_of
@@ -76,7 +76,7 @@ async def uploaded(bench: AssetsBench, content: bytes = CONTENT, **more: Any) ->
     return await bench.assets.complete(record.file_id)
 
 
-async def read(assets: Assets, record: FileRecord) -> bytes:
+async def read(assets: FileStore, record: FileRecord) -> bytes:
     async with aclosing(assets.read(record)) as pieces:
         return b"".join([piece async for piece in pieces])
 
@@ -92,7 +92,7 @@ async def refusal(work: Any) -> RefusalCode:
     return refused.value.code
 
 
-def elsewhere(grant: Grant, old: str, new: str) -> Grant:
+def elsewhere(grant: FileGrant, old: str, new: str) -> FileGrant:
     assert old in grant.url
     return msgspec.structs.replace(grant, url=grant.url.replace(old, new))
 

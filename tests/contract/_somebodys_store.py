@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from comfyfleet.model.dispatch import Dispatch, HeldBy, LeaseOffer, LeaseRef, Phase, Write, Written
+from comfyfleet.model.dispatch import Dispatch, HeldBy, LeaseOffer, LeaseRef, Phase, Write, WriteResult
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import LeaseState
@@ -23,7 +23,7 @@ class MyStore(MemoryStore):
         super().__init__(*arguments, **options)  # type: ignore[arg-type]
         self.journal: list[Write] = []
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         self.journal.append(write)
         return await super().write(write)
 
@@ -40,7 +40,7 @@ class ShortensLeases(MyStore):
 
 
 class BelievesAnyToken(MyStore):
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         found = await self.load(write.job_id)
         if isinstance(write.guard, HeldBy) and found is not None and found.lease is not None:
             true = msgspec.structs.replace(write.guard.ref, token=found.lease.token)
@@ -49,7 +49,7 @@ class BelievesAnyToken(MyStore):
 
 
 class LeasesWhilePaused(MyStore):
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         was_paused, self._kept.is_paused = self._kept.is_paused, False
         try:
             return await super().lease(job_id, offer)

@@ -13,21 +13,21 @@ from tests.contract._assets import AssetsContract, MakeAssets, Moved, apart
 from tests.hub._hub import ask_app
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.local import LocalFileStore
 from comfyfleet.hub.app import Hub
-from comfyfleet.model.file import Grant
+from comfyfleet.model.file import FileGrant
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.testing.time import ManualClock
 
 
 class _Bench:
-    def __init__(self, assets: LocalAssets, clock: ManualClock, hub: Hub) -> None:
+    def __init__(self, assets: LocalFileStore, clock: ManualClock, hub: Hub) -> None:
         self.assets = assets
         self.clock = clock
         self._hub = hub
 
     async def move(
-        self, grant: Grant, content: bytes | None = None, *, method: str = "", **headers: str
+        self, grant: FileGrant, content: bytes | None = None, *, method: str = "", **headers: str
     ) -> Moved:
         sent = {"host": "127.0.0.1", **grant.headers, **headers}
         answer = await ask_app(self._hub, method or grant.method, grant.url, sent, content or b"")
@@ -47,7 +47,7 @@ class TestLocalAssets(AssetsContract):
             async with Engine(store, clock=clock) as engine:
                 if request.param == "apart":
                     options["cabinet_of"] = apart(store.cabinet)
-                assets = LocalAssets(tmp_path, store.cabinet, clock, **options)
+                assets = LocalFileStore(tmp_path, store.cabinet, clock, **options)
                 yield _Bench(assets, clock, Hub(engine, store.cabinet, clock, assets=assets))
 
         return make

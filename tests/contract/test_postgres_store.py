@@ -11,8 +11,8 @@ from tests.servers.postgres_database import empty_database
 
 from comfyfleet.ports import Store
 from comfyfleet.stores.postgres import PostgresStore
-from comfyfleet.testing.contract.full_disk import NoRoom, RefusingContract
-from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.full_disk import FullDiskContract, NoRoom
+from comfyfleet.testing.contract.job_transfer import JobTransferContract
 from comfyfleet.testing.contract.store import StoreContract
 from comfyfleet.testing.contract.store_bench import MakeStore
 
@@ -37,11 +37,11 @@ def make_store(request: pytest.FixtureRequest) -> MakeStore:
 
 # The days of the differential test are thousands of transactions, and others may want the machine too.
 @pytest.mark.timeout(180)
-class TestPostgresStore(StoreContract, MovingContract):
+class TestPostgresStore(StoreContract, JobTransferContract):
     pass
 
 
-class TestPostgresStoreOnAFullDisk(RefusingContract):
+class TestPostgresStoreOnAFullDisk(FullDiskContract):
     @pytest.fixture
     def make_store(self, database: str) -> MakeStore:
         return lambda clock: PostgresStore(database, clock_for_tests=clock)

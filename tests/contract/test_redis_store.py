@@ -16,8 +16,8 @@ from tests.servers.redis_fixtures import own_server, some_server, with_prefix
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.testing.contract.differential import play, steps
-from comfyfleet.testing.contract.full_disk import NoRoom, RefusingContract
-from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.full_disk import FullDiskContract, NoRoom
+from comfyfleet.testing.contract.job_transfer import JobTransferContract
 from comfyfleet.testing.contract.store import StoreContract
 from comfyfleet.testing.contract.store_bench import MakeStore
 
@@ -35,7 +35,7 @@ def cluster_url() -> Iterator[str]:
         yield server.url
 
 
-class TestRedisStore(StoreContract, MovingContract):
+class TestRedisStore(StoreContract, JobTransferContract):
     """Every key of a fleet carries one hash tag, so a cluster keeps it on one shard."""
 
     @pytest.fixture(params=["server_url", "cluster_url"])
@@ -69,7 +69,7 @@ class TestRedisStore(StoreContract, MovingContract):
             loop.close()
 
 
-class TestRedisStoreOutOfMemory(RefusingContract):
+class TestRedisStoreOutOfMemory(FullDiskContract):
     @pytest.fixture
     def make_store(self) -> Iterator[MakeStore]:
         with own_server(is_durable=False) as server:

@@ -24,13 +24,13 @@ from tests.contract._assets import (
 from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 from yarl import URL
 
-from comfyfleet.files.s3 import S3Assets
-from comfyfleet.files.s3_storage import Bucket, Credentials, Storage
+from comfyfleet.files.s3 import S3FileStore
+from comfyfleet.files.s3_storage import S3Bucket, S3Credentials, S3Storage
 from comfyfleet.model.errors import Fault, RefusalCode
-from comfyfleet.model.file import Grant
+from comfyfleet.model.file import FileGrant
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.ports import Cabinet
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.ports import DocumentStore
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.testing.time import ManualClock
 
 
@@ -41,13 +41,13 @@ def server() -> Iterator[S3Server]:
 
 
 class _Bench:
-    def __init__(self, assets: S3Assets, clock: ManualClock, session: aiohttp.ClientSession) -> None:
+    def __init__(self, assets: S3FileStore, clock: ManualClock, session: aiohttp.ClientSession) -> None:
         self.assets = assets
         self.clock = clock
         self._session = session
 
     async def move(
-        self, grant: Grant, content: bytes | None = None, *, method: str = "", **headers: str
+        self, grant: FileGrant, content: bytes | None = None, *, method: str = "", **headers: str
     ) -> Moved:
         sent = {**grant.headers, **headers}
         if content is None:
@@ -73,12 +73,12 @@ class TestS3Assets(AssetsContract):
     def make_assets(self, server: S3Server, request: pytest.FixtureRequest) -> MakeAssets:
         @asynccontextmanager
         async def make(**options: Any) -> AsyncIterator[_Bench]:
-            clock, cabinet = ManualClock(time.time()), MemoryCabinet()
+            clock, cabinet = ManualClock(time.time()), MemoryDocumentStore()
             if request.param == "apart":
                 options["cabinet_of"] = apart(cabinet)
             prefix = f"of tests/{secrets.token_hex(4)}"
             async with (
-                S3Assets(server.bucket, CREDENTIALS, cabinet, clock, prefix=prefix, **options) as assets,
+                S3FileStore(server.bucket, CREDENTIALS, cabinet, clock, prefix=prefix, **options) as assets,
                 aiohttp.ClientSession() as session,
             ):
                 yield _Bench(assets, clock, session)
@@ -87,12 +87,14 @@ class TestS3Assets(AssetsContract):
 
 
 @asynccontextmanager
-async def some_assets(server: S3Server, **options: Any) -> AsyncIterator[tuple[_Bench, Storage, str]]:
+async def some_assets(server: S3Server, **options: Any) -> AsyncIterator[tuple[_Bench, S3Storage, str]]:
     clock = ManualClock(time.time())
     prefix = secrets.token_hex(4)
-    storage = Storage(server.bucket, CREDENTIALS)
+    storage = S3Storage(server.bucket, CREDENTIALS)
     async with (
-        S3Assets(server.bucket, CREDENTIALS, MemoryCabinet(), clock, prefix=prefix, **options) as assets,
+        S3FileStore(
+            server.bucket, CREDENTIALS, MemoryDocumentStore(), clock, prefix=prefix, **options
+        ) as assets,
         aiohttp.ClientSession() as session,
     ):
         yield _Bench(assets, clock, session), storage, f"{prefix}/"
@@ -155,9 +157,9 @@ async def test_objects_that_no_record_tells_of_are_swept_once_they_are_old(serve
 async def test_an_object_whose_record_lies_with_its_tenant_is_no_orphan_while_that_is_away_or_the_stub_is_lost(
     server: S3Server,
 ) -> None:
-    tenants, is_away = MemoryCabinet(), False
+    tenants, is_away = MemoryDocumentStore(), False
 
-    async def cabinet_of(_: TenantId) -> Cabinet:
+    async def cabinet_of(_: TenantId) -> DocumentStore:
         if is_away:
             raise Fault("the database is away")
         return tenants
@@ -182,12 +184,12 @@ async def test_an_object_whose_record_lies_with_its_tenant_is_no_orphan_while_th
 
 async def test_a_storage_that_is_away_or_refuses_is_told_without_a_secret(server: S3Server) -> None:
     clock = ManualClock(time.time())
-    wrong = Credentials(CREDENTIALS.access_key, "guessed")
-    nowhere = Bucket("http://127.0.0.1:9", "eu", "fleet")
-    no_bucket = Bucket(server.bucket.endpoint, server.bucket.region, "none-such")
+    wrong = S3Credentials(CREDENTIALS.access_key, "guessed")
+    nowhere = S3Bucket("http://127.0.0.1:9", "eu", "fleet")
+    no_bucket = S3Bucket(server.bucket.endpoint, server.bucket.region, "none-such")
     told = []
     for bucket, credentials in ((server.bucket, wrong), (nowhere, CREDENTIALS), (no_bucket, CREDENTIALS)):
-        async with S3Assets(bucket, credentials, MemoryCabinet(), clock) as assets:
+        async with S3FileStore(bucket, credentials, MemoryDocumentStore(), clock) as assets:
             record = await assets.reserve(ACME, size=1)
             for work in (assets.look(), assets.complete(record.file_id), read(assets, record)):
                 try:

@@ -14,14 +14,14 @@ from tests.tenancy._databases import tenant_schema
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
 from comfyfleet.stores.crypto.store import sealed_store
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.encrypted import sealed_database
-from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.job_transfer import JobTransferContract
 from comfyfleet.testing.contract.store import StoreContract
 from comfyfleet.testing.contract.store_bench import MakeStore
 from comfyfleet.testing.contract.tenants import Connect, TenantDatabaseContract
@@ -40,7 +40,7 @@ def sealed(store: Store, clock: Clock) -> Store:
     return sealed_store(store, Keyring(store.cabinet, clock, lambda: MASTERS))
 
 
-class SealedContract(StoreContract, MovingContract):
+class SealedContract(StoreContract, JobTransferContract):
     # A digest of the plain payload would confirm a guess of it.
     keeps_digests = False
 
@@ -76,7 +76,7 @@ class TestSealedPostgresStore(SealedContract):
 
 
 def _keyring() -> Keyring:
-    return Keyring(MemoryCabinet(), ManualClock(), lambda: MASTERS)
+    return Keyring(MemoryDocumentStore(), ManualClock(), lambda: MASTERS)
 
 
 class TestSealedSqliteTenantDatabase(TenantDatabaseContract):

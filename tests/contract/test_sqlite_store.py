@@ -12,8 +12,8 @@ from tests.stores._sqlite import FullDisk
 
 from comfyfleet.ports import Store
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.testing.contract.full_disk import NoRoom, RefusingContract
-from comfyfleet.testing.contract.job_transfer import MovingContract
+from comfyfleet.testing.contract.full_disk import FullDiskContract, NoRoom
+from comfyfleet.testing.contract.job_transfer import JobTransferContract
 from comfyfleet.testing.contract.store import StoreContract
 from comfyfleet.testing.contract.store_bench import MakeStore
 
@@ -24,11 +24,11 @@ def make_store(tmp_path: Path) -> MakeStore:
     return lambda clock: SqliteStore(tmp_path / f"fleet-{next(numbers)}.db", clock)
 
 
-class TestSqliteStore(StoreContract, MovingContract):
+class TestSqliteStore(StoreContract, JobTransferContract):
     pass
 
 
-class TestSqliteStoreOnAFullDisk(RefusingContract):
+class TestSqliteStoreOnAFullDisk(FullDiskContract):
     @pytest.fixture
     def no_room(self) -> NoRoom:
         @asynccontextmanager

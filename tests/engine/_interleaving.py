@@ -19,7 +19,7 @@ from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.testing.time import ManualClock, SeededChance
+from comfyfleet.testing.time import ManualClock, SeededRandom
 
 Step = Callable[[], Awaitable[None]]
 WORKER = WorkerId("gpu")
@@ -91,10 +91,10 @@ class Scene:
         self.store = InterleavedStore(store)
         rules = Rules(max_attempts=1)
         made = cast(Store, self.store)
-        self.watching = Engine(made, rules=rules, clock=self.clock, chance=SeededChance(1), bus=bus)
+        self.watching = Engine(made, rules=rules, clock=self.clock, chance=SeededRandom(1), bus=bus)
         self.moving = self.watching
         if is_shared:
-            self.moving = Engine(store, rules=rules, clock=self.clock, chance=SeededChance(2))
+            self.moving = Engine(store, rules=rules, clock=self.clock, chance=SeededRandom(2))
         self._polls = itertools.count(1)
         self._leased: LeasedJob | None = None
         self.job_id = JobId("")

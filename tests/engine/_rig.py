@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker, Settled
+from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker, ReportReply
 from comfyfleet.model.fact import Event, Fact, FleetEvent
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, PollId, WorkerId, WorkflowHash
@@ -19,7 +19,7 @@ from comfyfleet.model.worker import Capabilities, Gpu, Hardware, Service
 from comfyfleet.policy.failover import SmartFailover
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.testing.time import ManualClock, SeededChance
+from comfyfleet.testing.time import ManualClock, SeededRandom
 
 
 def graph(kind: str = "KSampler", model: str | None = None, **inputs: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class Rig:
     def __init__(self, store: type[MemoryStore] = MemoryStore, **rules: Any) -> None:
         self.clock = ManualClock()
         self.store = store(self.clock)
-        self.engine = Engine(self.store, rules=Rules(**rules), clock=self.clock, chance=SeededChance())
+        self.engine = Engine(self.store, rules=Rules(**rules), clock=self.clock, chance=SeededRandom())
         self.events: list[Event] = []
         self.engine.bus.listen(self.events.append)
         self._polls = itertools.count(1)
@@ -68,7 +68,7 @@ class Rig:
     def replace_strategy(self, refuses: Callable[[WorkerId], bool]) -> None:
         strategy = Picky(self.engine.rules, refuses)
         self.engine = Engine(
-            self.store, rules=self.engine.rules, clock=self.clock, chance=SeededChance(), strategy=strategy
+            self.store, rules=self.engine.rules, clock=self.clock, chance=SeededRandom(), strategy=strategy
         )
 
     @staticmethod
@@ -106,12 +106,12 @@ class Rig:
     def park(self, worker: str, wait_s: float = 1e9) -> asyncio.Task[LeasedJob | None]:
         return asyncio.get_running_loop().create_task(self.poll(worker, wait_s))
 
-    async def complete(self, leased: LeasedJob, seconds: float = 1.0) -> Settled:
+    async def complete(self, leased: LeasedJob, seconds: float = 1.0) -> ReportReply:
         return await self.engine.complete(Completion(leased.ref, JobResult(), seconds))
 
     async def fail(
         self, leased: LeasedJob, kind: FailureKind = FailureKind.NODE_ERROR, **more: Any
-    ) -> Settled:
+    ) -> ReportReply:
         return await self.engine.fail(FailureReport(leased.ref, Failure(kind, "it broke", **more)))
 
     async def settle(self) -> None:

@@ -15,7 +15,7 @@ from comfyfleet.model.ids import PollId, TenantId, WorkerId
 from comfyfleet.model.job import JobResult, Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
-from comfyfleet.testing.time import ManualClock, SeededChance
+from comfyfleet.testing.time import ManualClock, SeededRandom
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class SharedFleet:
     def __init__(self, store: Store, clock: ManualClock, workers: int) -> None:
         self.clock = clock
         rules = Rules(worker_lost_s=1e9)
-        self.engine = Engine(store, rules=rules, clock=clock, chance=SeededChance())
+        self.engine = Engine(store, rules=rules, clock=clock, chance=SeededRandom())
         self.store = store
         self.used: Counter[str] = Counter()
         self.done_after: dict[str, list[float]] = {}

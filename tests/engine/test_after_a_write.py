@@ -11,8 +11,8 @@ import pytest
 from tests.engine._rig import Rig, graph
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.model.calls import Release, Settled
-from comfyfleet.model.dispatch import Phase, Write, Written
+from comfyfleet.model.calls import Release, ReportReply
+from comfyfleet.model.dispatch import Phase, Write, WriteResult
 from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId
@@ -32,7 +32,7 @@ class BreaksAfterWrites(MemoryStore):
         self.is_armed = False
         self.is_broken = False
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         written = await super().write(write)
         self.is_broken |= self.is_armed
         return written
@@ -77,22 +77,22 @@ Report = Callable[[Rig, Any], Any]
 @pytest.mark.parametrize(
     ("report", "answer", "last"),
     [
-        (lambda rig, leased: rig.complete(leased), Settled(Phase.COMPLETED), FactKind.COMPLETED),
+        (lambda rig, leased: rig.complete(leased), ReportReply(Phase.COMPLETED), FactKind.COMPLETED),
         (
             lambda rig, leased: rig.fail(leased, FailureKind.INVALID_WORKFLOW),
-            Settled(Phase.FAILED),
+            ReportReply(Phase.FAILED),
             FactKind.FAILED,
         ),
         (
             lambda rig, leased: rig.fail(leased, FailureKind.NODE_ERROR),
-            Settled(Phase.FAILED),
+            ReportReply(Phase.FAILED),
             FactKind.FAILED,
         ),
     ],
     ids=["completed", "invalid", "failed with a block"],
 )
 async def test_the_end_is_told_and_answered_though_all_that_follows_the_write_fails(
-    report: Report, answer: Settled, last: FactKind, caplog: pytest.LogCaptureFixture
+    report: Report, answer: ReportReply, last: FactKind, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with Rig(BreaksAfterWrites, quarantine_blocks=1) as rig:
         assert isinstance(rig.store, BreaksAfterWrites)
@@ -144,7 +144,7 @@ async def test_a_cancel_stands_though_its_worker_cannot_be_told_now() -> None:
 async def test_a_measurement_that_fails_keeps_nothing_back() -> None:
     async with Rig() as rig:
 
-        def measure(_: Written) -> None:
+        def measure(_: WriteResult) -> None:
             raise Broken("no such counter")
 
         rig.engine.measured_by(measure)

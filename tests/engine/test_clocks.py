@@ -17,14 +17,14 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
-from comfyfleet.model.dispatch import Candidate, Dispatch, LeaseOffer, Phase, Written
+from comfyfleet.model.dispatch import Candidate, Dispatch, LeaseOffer, Phase, WriteResult
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Peek
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.testing.time import ManualClock, SeededChance
+from comfyfleet.testing.time import ManualClock, SeededRandom
 
 HOUR_S = 3600.0
 A, B = WorkerId("a"), WorkerId("b")
@@ -46,7 +46,7 @@ class ServersStore(MemoryStore):
         await asyncio.sleep(0)
         return await super().peek(query)
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return None if self.is_refusing else await super().lease(job_id, offer)
 
     async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
@@ -59,7 +59,7 @@ class Hub:
         self.store_clock = ManualClock()
         self.clock = ManualClock(self.store_clock.now() + ahead_s)
         self.store = ServersStore(self.store_clock)
-        self.engine = Engine(self.store, rules=Rules(), clock=self.clock, chance=SeededChance())
+        self.engine = Engine(self.store, rules=Rules(), clock=self.clock, chance=SeededRandom())
         self._polls = itertools.count()
 
     async def worker(self, worker_id: WorkerId) -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.engine._rig import Rig
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.sqlite.store import SqliteStore
@@ -18,14 +18,14 @@ from comfyfleet.testing.time import ManualClock
 async def test_a_part_that_fails_while_it_is_closed_leaves_no_other_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def fail(_: Rounds) -> None:
+    async def fail(_: Matcher) -> None:
         raise OSError("it broke")
 
     clock = ManualClock()
     engine = Engine(SqliteStore(tmp_path / "fleet.db", clock), clock=clock)
     await engine.__aenter__()
     with monkeypatch.context() as patched:
-        patched.setattr(Rounds, "close", fail)
+        patched.setattr(Matcher, "close", fail)
         with pytest.raises(OSError, match="it broke"):
             await engine.close()
     # Its file is free again.

@@ -19,7 +19,7 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Command, Poll, RegisterWorker, Release
-from comfyfleet.model.dispatch import Phase, Standing
+from comfyfleet.model.dispatch import Phase, Readiness
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import Submission
@@ -91,7 +91,7 @@ async def test_a_pause_or_retry_of_a_running_job_asked_of_one_engine_reaches_the
         assert Command(action, job_id, leased.ref.number, reason) in told
         assert (await second.release(Release(leased.ref, "cancelled"))).phase is Phase.QUEUED
         found = (await first.get(job_id)).dispatch
-        assert found.standing is (Standing.PAUSED if asked == "pause" else Standing.IN_LANE)
+        assert found.standing is (Readiness.PAUSED if asked == "pause" else Readiness.IN_LANE)
 
 
 async def test_a_drain_a_pause_and_its_end_are_heard_at_the_other_engine(store_url: str) -> None:

@@ -17,7 +17,7 @@ from comfyfleet.engine.dependencies import DRAWER
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
-from comfyfleet.model.dispatch import Dispatch, Phase, Standing, Written
+from comfyfleet.model.dispatch import Dispatch, Phase, Readiness, WriteResult
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import ClassKey, JobId, PollId, TenantId, WorkerId, WorkflowHash
@@ -153,7 +153,7 @@ class EndsInBetween(MemoryStore):
 
     between: Callable[[], Any] | None = None
 
-    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Any) -> Written | None:
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Any) -> WriteResult | None:
         between, self.between = self.between, None
         if between is not None:
             await between()
@@ -240,7 +240,7 @@ async def test_a_held_job_can_be_paused_resumed_and_changed_and_still_waits(rig:
     await rig.engine.complete(Completion(leased.lease_ref(), JobResult()))
     await rig.settle()
     dispatch = (await rig.engine.get(second)).dispatch
-    assert (dispatch.is_held, dispatch.standing) == (False, Standing.PAUSED)
+    assert (dispatch.is_held, dispatch.standing) == (False, Readiness.PAUSED)
     await rig.engine.resume(second)
     assert (await rig.take("a")).job_id == second
 

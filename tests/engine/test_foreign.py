@@ -15,11 +15,11 @@ from redis.exceptions import ResponseError
 from tests.engine._rig import graph
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.engine.direct_workers import ForeignDesk
+from comfyfleet.engine.direct_workers import DirectWorkers
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.worker_operations import WorkerDesk
+from comfyfleet.engine.worker_operations import WorkerOperations
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.calls import FailureReport, JobFilter, RegisterWorker, Settled
+from comfyfleet.model.calls import FailureReport, JobFilter, RegisterWorker, ReportReply
 from comfyfleet.model.dispatch import AttemptOutcome, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
@@ -290,7 +290,7 @@ async def test_an_engine_that_starts_does_not_take_a_worker_for_lost_that_has_ju
             await engine.store.put_worker(msgspec.structs.replace(record, last_seen_at=1.0))
         assert await guest.call("lease_next", NODE, "poll", "token", 10) is None
         # Its first sweep comes before its first look at what such workers have left.
-        monkeypatch.setattr(ForeignDesk, "wake", lambda _: None)
+        monkeypatch.setattr(DirectWorkers, "wake", lambda _: None)
         async with engine_on(url) as heir:
             await heir.sweep()
             record = await heir.store.get_worker(NODE)
@@ -368,20 +368,20 @@ async def test_a_result_that_nobody_can_read_is_shown_as_it_came_and_hides_no_ot
 async def test_one_that_cannot_be_admitted_or_judged_holds_up_nobody(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real_register, real_fail = WorkerDesk.register, WorkerDesk.fail
+    real_register, real_fail = WorkerOperations.register, WorkerOperations.fail
 
-    async def register(desk: WorkerDesk, call: RegisterWorker) -> WorkerRecord:
+    async def register(desk: WorkerOperations, call: RegisterWorker) -> WorkerRecord:
         if call.worker_id == "a-bad-one":
             raise Refusal(RefusalCode.INVALID_REQUEST, "not this one")
         return await real_register(desk, call)
 
-    async def fail(desk: WorkerDesk, call: FailureReport) -> Settled:
+    async def fail(desk: WorkerOperations, call: FailureReport) -> ReportReply:
         if call.failure.message == "bad":
             raise Refusal(RefusalCode.INVALID_REQUEST, "not this one")
         return await real_fail(desk, call)
 
-    monkeypatch.setattr(WorkerDesk, "register", register)
-    monkeypatch.setattr(WorkerDesk, "fail", fail)
+    monkeypatch.setattr(WorkerOperations, "register", register)
+    monkeypatch.setattr(WorkerOperations, "fail", fail)
     async with engine_on(url) as engine, Guest(url) as guest, Guest(url, "a-bad-one") as bad:
         with pytest.raises(ResponseError, match="CFDECLARED not this one"):
             await bad.register()

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 import msgspec
 from tests.engine._rig import Rig, graph
 
-from comfyfleet.model.dispatch import Dispatch, Written
+from comfyfleet.model.dispatch import Dispatch, WriteResult
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
@@ -48,7 +48,7 @@ async def test_a_round_that_was_taken_before_is_brought_in_under_the_terms() -> 
         )
         job = Job(dispatch.job_id, ACME, dispatch.workflow_hash, 0.0, Submission(graph(), tenant=ACME))
 
-        async def write(dispatch: Dispatch) -> Written | None:
+        async def write(dispatch: Dispatch) -> WriteResult | None:
             return await rig.store.enqueue(dispatch, job, (FactDraft(FactKind.QUEUED),))
 
         # Suspended since then, perhaps: nothing new is taken, and this is not new.

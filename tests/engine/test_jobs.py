@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.engine._rig import Rig, graph
 
-from comfyfleet.model.calls import Report
+from comfyfleet.model.calls import ProgressReport
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.fact import Fact, News, NewsKind
+from comfyfleet.model.fact import Fact, ProgressEvent, ProgressKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
 from comfyfleet.model.job import Attachment, Submission
@@ -259,7 +259,7 @@ async def test_an_explanation_tells_what_the_job_itself_waits_for() -> None:
 # watching
 
 
-async def watched(rig: Rig, job_id: JobId, after: int = 0) -> list[Fact | News]:
+async def watched(rig: Rig, job_id: JobId, after: int = 0) -> list[Fact | ProgressEvent]:
     return [event async for event in rig.engine.watch(job_id, after)]
 
 
@@ -273,7 +273,7 @@ async def test_a_watcher_sees_every_fact_once_in_order_and_ends_with_the_last() 
         middle = asyncio.ensure_future(watched(rig, job_id, after=2))
         await rig.settle()
         leased = await rig.take("a")
-        await rig.engine.progress([Report(leased.ref, NewsKind.PROGRESS, {"value": 1})])
+        await rig.engine.progress([ProgressReport(leased.ref, ProgressKind.PROGRESS, {"value": 1})])
         await rig.settle()
         await rig.complete(leased)
         await rig.settle()
@@ -281,7 +281,7 @@ async def test_a_watcher_sees_every_fact_once_in_order_and_ends_with_the_last() 
         for seen, start in ((early.result(), 0), (middle.result(), 2), (await watched(rig, job_id, 3), 3)):
             facts = [(event.number, event.kind.value) for event in seen if isinstance(event, Fact)]
             assert facts == expected[start:]
-        assert len([event for event in early.result() if isinstance(event, News)]) == 1
+        assert len([event for event in early.result() if isinstance(event, ProgressEvent)]) == 1
 
 
 async def test_watching_an_unknown_job_is_refused() -> None:

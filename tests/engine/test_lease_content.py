@@ -16,7 +16,7 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
-from comfyfleet.model.dispatch import AtRevision, Change, LeaseOffer, Write, Written
+from comfyfleet.model.dispatch import AtRevision, Change, LeaseOffer, Write, WriteResult
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, PollId, TenantId, WorkerId
 from comfyfleet.model.job import Attachment, Job, Submission
@@ -66,7 +66,7 @@ class LateAnswers:
         self.leases = 0
         monkeypatch.setattr(store, "lease", self.lease)
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         self.leases += 1
         is_first = self.leases == 1
         written = await self._lease(job_id, offer)
@@ -119,7 +119,7 @@ async def test_a_job_that_arrived_while_a_slot_was_served_in_vain_is_offered_to_
     goes_on = asyncio.Event()
     lease = store.lease
 
-    async def taken_by_another(wanted: JobId, offer: LeaseOffer) -> Written | None:
+    async def taken_by_another(wanted: JobId, offer: LeaseOffer) -> WriteResult | None:
         if wanted != job_id:
             return await lease(wanted, offer)
         await engine.cancel(job_id)

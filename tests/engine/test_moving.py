@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from comfyfleet.engine.store_move import Move, Moved, Why
+from comfyfleet.engine.store_move import MoveProgress, SkipReason, StoreMove
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import AttemptOutcome, Change, Dispatch, Phase, Standing
+from comfyfleet.model.dispatch import AttemptOutcome, Change, Dispatch, Phase, Readiness
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.tenant import TenantTerms
-from comfyfleet.model.workflow_stats import Lesson
-from comfyfleet.ports import Movable
+from comfyfleet.model.workflow_stats import WorkflowStats
+from comfyfleet.ports import TransferableStore
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.testing.contract.job_transfer import whole
 from comfyfleet.testing.contract.store_bench import (
@@ -25,7 +25,7 @@ from comfyfleet.testing.contract.store_bench import (
     SLOW,
     A,
     B,
-    Bench,
+    StoreBench,
     completion,
     failure,
     tenant,
@@ -36,20 +36,20 @@ class Two:
     """A source and a target on the memory store. Job ids of the two differ, as those of two fleets do."""
 
     def __init__(self) -> None:
-        self.source, self.target = Bench(MemoryStore), Bench(MemoryStore)
+        self.source, self.target = StoreBench(MemoryStore), StoreBench(MemoryStore)
         for _ in range(1000):
             self.target.new_number()
 
-    def move(self, tell: Callable[[Moved], None] = lambda _: None) -> Move:
-        return Move(self.from_store, self.to_store, token="t0", tell=tell)
+    def move(self, tell: Callable[[MoveProgress], None] = lambda _: None) -> StoreMove:
+        return StoreMove(self.from_store, self.to_store, token="t0", tell=tell)
 
     @property
-    def from_store(self) -> Movable:
+    def from_store(self) -> TransferableStore:
         assert isinstance(self.source.store, MemoryStore)
         return self.source.store
 
     @property
-    def to_store(self) -> Movable:
+    def to_store(self) -> TransferableStore:
         assert isinstance(self.target.store, MemoryStore)
         return self.target.store
 
@@ -94,10 +94,10 @@ async def test_what_was_learned_blocked_and_served_moves_along(two: Two) -> None
     for terms in (ann, TenantTerms(tenant("bob"), 5.0)):
         await two.from_store.shares.put_terms(terms)
     await two.to_store.shares.put_terms(own_bob)
-    lessons = [Lesson(HASH, {}, 8.0), Lesson(WorkflowHash("new"), {}, 4.0)]
+    lessons = [WorkflowStats(HASH, {}, 8.0), WorkflowStats(WorkflowHash("new"), {}, 4.0)]
     for lesson in lessons:
         await two.from_store.put_lesson(lesson)
-    own = Lesson(HASH, {}, 24.0)
+    own = WorkflowStats(HASH, {}, 24.0)
     await two.to_store.put_lesson(own)
     block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
     await two.from_store.put_block(block)
@@ -134,9 +134,9 @@ async def test_documents_move_along_and_what_the_target_has_under_their_name_sta
 
 async def test_a_target_that_has_never_heard_of_a_class_can_take_its_jobs(two: Two) -> None:
     job = await two.source.enqueue(FOR_FAST)
-    fresh = Bench(MemoryStore)
+    fresh = StoreBench(MemoryStore)
     assert isinstance(fresh.store, MemoryStore)
-    moved = await Move(two.from_store, fresh.store, token="t").run()
+    moved = await StoreMove(two.from_store, fresh.store, token="t").run()
     assert (moved.jobs, moved.classes) == (1, 1)
     table = await fresh.store.table()
     assert table.classes == {FOR_FAST.key: FOR_FAST}
@@ -149,7 +149,7 @@ async def test_jobs_that_have_ended_and_jobs_that_stand_aside_move_too(two: Two)
     assert await two.from_store.write(completion(done)) is not None
     _, broken = await two.source.leased()
     assert await two.from_store.write(failure(broken)) is not None
-    await two.source.enqueue(standing=Standing.PAUSED)
+    await two.source.enqueue(standing=Readiness.PAUSED)
     before = await two.from_store.counts()
     moved = await two.move().run()
     assert moved.by_phase == {Phase.COMPLETED: 1, Phase.FAILED: 1, Phase.QUEUED: 1}
@@ -166,7 +166,7 @@ async def test_a_reference_that_is_taken_is_told_and_its_job_stays(two: Two) -> 
     (stayed,) = moved.stayed
     assert (stayed.job_id, stayed.why, stayed.reference, stayed.other_job_id) == (
         jobs[1].job_id,
-        Why.REFERENCE,
+        SkipReason.REFERENCE,
         "mine",
         other.job_id,
     )
@@ -210,7 +210,7 @@ async def test_a_lease_that_has_run_out_is_given_back_and_its_job_moves(two: Two
 async def test_one_store_under_two_names_is_refused_and_keeps_its_jobs(two: Two) -> None:
     job = await two.source.enqueue()
     with pytest.raises(Refusal, match="the same store"):
-        await Move(two.from_store, two.from_store, token="t").run()
+        await StoreMove(two.from_store, two.from_store, token="t").run()
     assert await two.left() == [job.job_id]
     assert await two.from_store.blocks() == []
     assert not await two.from_store.is_queue_paused()
@@ -223,7 +223,7 @@ async def test_a_trial_tells_what_would_be_and_changes_nothing(two: Two) -> None
     await two.source.leased()
     before = (await two.source.state(), await two.target.state())
     moved = await two.move().rehearse()
-    assert (moved.jobs, [each.why for each in moved.stayed]) == (1, [Why.REFERENCE, Why.LEASED])
+    assert (moved.jobs, [each.why for each in moved.stayed]) == (1, [SkipReason.REFERENCE, SkipReason.LEASED])
     assert (await two.source.state(), await two.target.state()) == before
 
 
@@ -303,7 +303,7 @@ async def test_a_job_that_stays_is_told_once_though_its_page_is_read_again(
     before_discard(two, monkeypatch, lambda: two.source.cancel(jobs[0]))
     moved = await two.move().run()
     assert moved.jobs == 2
-    assert [(each.job_id, each.why) for each in moved.stayed] == [(jobs[1].job_id, Why.REFERENCE)]
+    assert [(each.job_id, each.why) for each in moved.stayed] == [(jobs[1].job_id, SkipReason.REFERENCE)]
 
 
 async def test_a_job_changed_without_a_fact_after_a_move_that_was_cut_off_moves_as_it_is_then(
@@ -333,10 +333,10 @@ async def test_a_job_both_sides_went_on_with_stays_and_is_told(
 
     before_discard(two, monkeypatch, both)
     moved = await two.move().run()
-    assert [(each.job_id, each.why) for each in moved.stayed] == [(job.job_id, Why.CHANGED)]
+    assert [(each.job_id, each.why) for each in moved.stayed] == [(job.job_id, SkipReason.CHANGED)]
     assert await two.left() == [job.job_id]
     again = await two.move().run()
-    assert [each.why for each in again.stayed] == [Why.CHANGED], "and every time it is asked for"
+    assert [each.why for each in again.stayed] == [SkipReason.CHANGED], "and every time it is asked for"
 
 
 async def test_a_job_that_ended_at_the_target_before_the_move_went_on_is_let_go_at_the_source(

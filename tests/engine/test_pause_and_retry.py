@@ -6,7 +6,7 @@ import pytest
 from tests.engine._rig import Rig
 
 from comfyfleet.model.calls import LeasedJob, Release
-from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, Phase, Standing
+from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, Phase, Readiness
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId
 
@@ -37,7 +37,7 @@ async def test_a_running_job_is_paused_when_its_worker_has_stopped_it_and_resume
         assert await told(rig, leased) == [("cancel", job_id)]
         assert (await rig.engine.release(Release(leased.ref, "cancelled"))).phase is Phase.QUEUED
         paused = await state_of(rig, job_id)
-        assert (paused.phase, paused.standing, paused.lease) == (Phase.QUEUED, Standing.PAUSED, None)
+        assert (paused.phase, paused.standing, paused.lease) == (Phase.QUEUED, Readiness.PAUSED, None)
         assert await rig.poll("a") is None
         await rig.engine.resume(job_id)
         again = await rig.take("a")
@@ -102,9 +102,9 @@ async def test_a_cancel_that_comes_second_wins_and_one_that_came_first_stands(as
         assert await told(rig, await rig.take("a")) == []
 
 
-@pytest.mark.parametrize(("asked", "standing"), [("pause", Standing.PAUSED), ("retry", Standing.IN_LANE)])
+@pytest.mark.parametrize(("asked", "standing"), [("pause", Readiness.PAUSED), ("retry", Readiness.IN_LANE)])
 async def test_a_worker_that_dies_meanwhile_is_waited_for_thirty_seconds(
-    asked: str, standing: Standing
+    asked: str, standing: Readiness
 ) -> None:
     async with Rig() as rig:
         job_id, leased = await running(rig)
@@ -119,9 +119,9 @@ async def test_a_worker_that_dies_meanwhile_is_waited_for_thirty_seconds(
         assert refused.value.code is RefusalCode.LEASE_LOST
 
 
-@pytest.mark.parametrize(("asked", "standing"), [("pause", Standing.PAUSED), ("retry", Standing.IN_LANE)])
+@pytest.mark.parametrize(("asked", "standing"), [("pause", Readiness.PAUSED), ("retry", Readiness.IN_LANE)])
 async def test_a_lease_that_was_never_acknowledged_ends_as_it_was_asked_for(
-    asked: str, standing: Standing
+    asked: str, standing: Readiness
 ) -> None:
     async with Rig() as rig:
         await rig.worker("a")
@@ -133,9 +133,9 @@ async def test_a_lease_that_was_never_acknowledged_ends_as_it_was_asked_for(
         assert (after.phase, after.standing) == (Phase.QUEUED, standing)
 
 
-@pytest.mark.parametrize(("asked", "standing"), [("pause", Standing.PAUSED), ("retry", Standing.IN_LANE)])
+@pytest.mark.parametrize(("asked", "standing"), [("pause", Readiness.PAUSED), ("retry", Readiness.IN_LANE)])
 async def test_what_a_run_died_of_while_it_was_being_stopped_counts_for_nothing(
-    asked: str, standing: Standing
+    asked: str, standing: Readiness
 ) -> None:
     async with Rig() as rig:
         job_id, leased = await running(rig)
@@ -155,7 +155,7 @@ async def test_of_pause_and_retry_the_last_word_counts_and_resume_takes_a_pause_
         await rig.engine.pause(job_id)
         await rig.engine.pause(job_id)
         assert (await rig.engine.release(Release(leased.ref, "retry"))).phase is Phase.QUEUED
-        assert (await state_of(rig, job_id)).standing is Standing.PAUSED
+        assert (await state_of(rig, job_id)).standing is Readiness.PAUSED
         await rig.engine.resume(job_id)
         leased = await rig.take("a")
         await rig.engine.pause(job_id)
@@ -184,13 +184,13 @@ async def test_a_worker_that_listens_hears_at_once() -> None:
 @pytest.mark.parametrize(
     ("asked", "phase", "standing"),
     [
-        ("cancel", Phase.CANCELLED, Standing.IN_LANE),
-        ("pause", Phase.QUEUED, Standing.PAUSED),
-        ("retry", Phase.QUEUED, Standing.IN_LANE),
+        ("cancel", Phase.CANCELLED, Readiness.IN_LANE),
+        ("pause", Phase.QUEUED, Readiness.PAUSED),
+        ("retry", Phase.QUEUED, Readiness.IN_LANE),
     ],
 )
 async def test_a_lease_that_goes_back_unheard_goes_back_as_was_asked_for_meanwhile(
-    asked: str, phase: Phase, standing: Standing, monkeypatch: pytest.MonkeyPatch
+    asked: str, phase: Phase, standing: Readiness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Rig() as rig:
         await rig.worker("a")

@@ -15,7 +15,7 @@ from tests.engine._rig import Rig, graph
 
 from comfyfleet.model.block import Pair
 from comfyfleet.model.calls import LeasedJob, Release
-from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, LeaseOffer, Phase, Standing, Written
+from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, LeaseOffer, Phase, Readiness, WriteResult
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import JobId, WorkerId
@@ -62,7 +62,7 @@ steps = st.one_of(
 class Watchful(MemoryStore):
     """Refuses to grant what must never be granted."""
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         written = await super().lease(job_id, offer)
         if written is not None:
             for target in written.dispatch.block_targets:
@@ -157,7 +157,7 @@ class Play:
         phases = Counter(dispatch.phase for dispatch in found)
         assert counts.by_phase == {phase: phases[phase] for phase in Phase}
         standings = Counter(dispatch.standing for dispatch in found if dispatch.phase is Phase.QUEUED)
-        recount = (standings[Standing.IN_LANE], standings[Standing.DELAYED], standings[Standing.PAUSED])
+        recount = (standings[Readiness.IN_LANE], standings[Readiness.DELAYED], standings[Readiness.PAUSED])
         assert (counts.waiting, counts.delayed, counts.paused) == recount
         await self.check_no_slot_idles([dispatch for dispatch in found if dispatch.stands_in_lane])
 

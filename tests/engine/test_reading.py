@@ -14,15 +14,15 @@ from bench.pooling import twelve_nodes
 
 from comfyfleet.engine import graph_reader
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.graph_reader import Reader, Reading
+from comfyfleet.engine.graph_reader import GraphReader, GraphReading
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.job import Submission
 from comfyfleet.model.workflow import InvalidWorkflow, decoded_node, hash_workflow, read_needs, read_node
 from comfyfleet.stores.sqlite.store import SqliteStore
 
 
-def _fresh(graph: dict[str, Any]) -> Reading:
-    return Reader(5_000).read(graph)
+def _fresh(graph: dict[str, Any]) -> GraphReading:
+    return GraphReader(5_000).read(graph)
 
 
 def _changed(graph: dict[str, Any], chance: random.Random) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _changed(graph: dict[str, Any], chance: random.Random) -> dict[str, Any]:
 
 
 def test_a_graph_of_known_nodes_is_read_as_if_it_were_the_first() -> None:
-    chance, reader = random.Random(7), Reader(5_000)
+    chance, reader = random.Random(7), GraphReader(5_000)
     refused = 0
     for number in range(600):
         graph = twelve_nodes(number % 3)
@@ -105,7 +105,7 @@ def _alike(chance: random.Random) -> list[Any]:
 
 def test_whatever_is_made_of_nodes_seen_before_is_read_as_the_check_reads_it() -> None:
     """Types, wires into nothing, cycles, depth, values that are equal and not the same: nothing slips through."""
-    chance, reader, read = random.Random(11), Reader(4), 0
+    chance, reader, read = random.Random(11), GraphReader(4), 0
     for number in range(5_000):
         if number % 25 == 0:
             nodes = [node for _ in range(2) for node in _alike(chance)]
@@ -119,7 +119,7 @@ def test_whatever_is_made_of_nodes_seen_before_is_read_as_the_check_reads_it() -
         found: list[Any] = []
         decoded = msgspec.json.decode(text)
         for each, sent, is_own in (
-            (Reader(4), decoded, False),
+            (GraphReader(4), decoded, False),
             (reader, decoded, True),
             (reader, msgspec.json.decode(text, type=dict[str, msgspec.Raw]), True),
         ):
@@ -130,12 +130,12 @@ def test_whatever_is_made_of_nodes_seen_before_is_read_as_the_check_reads_it() -
             except InvalidWorkflow as refusal:
                 found.append((str(refusal), refusal.node_errors))
         assert found[0] == found[1] == found[2]
-        read += isinstance(found[0][0], Reading)
+        read += isinstance(found[0][0], GraphReading)
     assert 500 < read < 4_500
 
 
 def test_nodes_that_differ_in_a_seed_alone_share_what_they_are_made_of() -> None:
-    reader = Reader(5_000)
+    reader = GraphReader(5_000)
     first, second = (reader.read(twelve_nodes(seed), is_own=True) for seed in (1, 2))
     assert second.workflow_hash is first.workflow_hash
     assert second.graph["1"] is first.graph["1"]
@@ -143,7 +143,7 @@ def test_nodes_that_differ_in_a_seed_alone_share_what_they_are_made_of() -> None
 
 
 def test_a_node_that_is_known_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, decoded = Reader(5_000), list[bytes]()
+    reader, decoded = GraphReader(5_000), list[bytes]()
 
     def counted(content: Any) -> Any:
         decoded.append(bytes(content))
@@ -160,7 +160,7 @@ def test_a_node_that_is_known_is_not_decoded_again(monkeypatch: pytest.MonkeyPat
 def test_another_seed_does_not_make_another_structure_unless_it_asks_for_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    reader, checked = Reader(5_000), list[str]()
+    reader, checked = GraphReader(5_000), list[str]()
 
     def counted(node_id: str, content: Any, graph: Any) -> Any:
         checked.append(node_id)
@@ -177,11 +177,11 @@ def test_another_seed_does_not_make_another_structure_unless_it_asks_for_one(
 def test_a_node_that_is_no_json_is_refused_as_such() -> None:
     for text in (b'{"class_type":"\xff","inputs":{}}', b'{"class_type":"\\ud800","inputs":{}}', b"nul"):
         with pytest.raises(InvalidWorkflow, match="not JSON"):
-            Reader(5_000).read({"1": msgspec.Raw(text)}, is_own=True)
+            GraphReader(5_000).read({"1": msgspec.Raw(text)}, is_own=True)
 
 
 def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing() -> None:
-    reader = Reader(5_000)
+    reader = GraphReader(5_000)
     for seed in range(10_000):
         graph = twelve_nodes(seed, kind=seed % 3_000)
         read_now = reader.read(graph, is_own=True)
@@ -194,7 +194,7 @@ def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing() -> None:
 
 def test_a_file_that_is_sent_within_the_graph_is_not_kept() -> None:
     """Some loading nodes take a whole image as text where others take a name."""
-    reader = Reader(5_000)
+    reader = GraphReader(5_000)
     for number in range(20):
         graph = twelve_nodes(number)
         graph["4"] = {"class_type": "LoadImageBase64", "inputs": {"image": f"{number}" * 100_000}}
@@ -205,7 +205,7 @@ def test_a_file_that_is_sent_within_the_graph_is_not_kept() -> None:
 
 
 def test_a_graph_of_known_nodes_is_still_counted() -> None:
-    reader = Reader(12)
+    reader = GraphReader(12)
     graph = twelve_nodes(1)
     reader.read(graph, is_own=True)
     with pytest.raises(InvalidWorkflow, match="13 nodes"):
@@ -214,7 +214,7 @@ def test_a_graph_of_known_nodes_is_still_counted() -> None:
 
 def test_a_number_too_big_to_remember_is_judged_by_the_check() -> None:
     graph = twelve_nodes(2**70)
-    assert Reader(12).read(graph, is_own=True) == _fresh(graph)
+    assert GraphReader(12).read(graph, is_own=True) == _fresh(graph)
 
 
 async def test_many_jobs_of_a_new_class_bring_it_into_the_store_once(

@@ -22,7 +22,7 @@ from comfyfleet.model.job import Submission
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Peek
 from comfyfleet.stores.redis.store import RedisStore
-from comfyfleet.testing.contract.store_bench import FAST, FOR_BOTH, FOR_FAST, SLOW, A, B, Bench
+from comfyfleet.testing.contract.store_bench import FAST, FOR_BOTH, FOR_FAST, SLOW, A, B, StoreBench
 
 WITHIN_S = 60.0
 
@@ -148,8 +148,8 @@ class Hints:
 
 
 @pytest.fixture
-async def bench(url: str) -> AsyncIterator[Bench]:
-    bench = Bench(lambda clock: RedisStore(url))
+async def bench(url: str) -> AsyncIterator[StoreBench]:
+    bench = StoreBench(lambda clock: RedisStore(url))
     await bench.open()
     yield bench
     await bench.store.close()
@@ -171,7 +171,7 @@ async def until_heard(hints: Hints, count: int) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_job_that_comes_between_a_look_and_its_lease_is_told(bench: Bench, url: str) -> None:
+async def test_a_job_that_comes_between_a_look_and_its_lease_is_told(bench: StoreBench, url: str) -> None:
     await bench.enqueue()
     async with listening_on(url) as hints:
         (seen,) = await bench.store.peek(Peek(FAST, A, 2, 32, 30.0))
@@ -181,7 +181,7 @@ async def test_a_job_that_comes_between_a_look_and_its_lease_is_told(bench: Benc
 
 
 async def test_one_look_in_vain_is_told_once_and_only_of_what_its_profile_may_take(
-    bench: Bench, url: str
+    bench: StoreBench, url: str
 ) -> None:
     async with listening_on(url) as hints:
         for _ in range(3):

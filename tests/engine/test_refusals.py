@@ -15,7 +15,7 @@ from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.node_catalogs import SHARED_DRAWER
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.block import BlockReason
-from comfyfleet.model.calls import FailureReport, LeasedJob, Poll, RegisterWorker, Settled
+from comfyfleet.model.calls import FailureReport, LeasedJob, Poll, RegisterWorker, ReportReply
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.failure import Failure, FailureKind
@@ -32,7 +32,7 @@ def refusal(kind: str = "value_not_in_list", input_name: str = "sampler_name") -
     return Failure(FailureKind.INVALID_WORKFLOW, f"{input_name} is refused", node_errors=errors)
 
 
-async def refuse(rig: Rig, leased: LeasedJob, *error: str) -> Settled:
+async def refuse(rig: Rig, leased: LeasedJob, *error: str) -> ReportReply:
     """For want of an input, unless said: such a refusal speaks for all equal servers."""
     failure = refusal(*(error or ("required_input_missing", "steps")))
     return await rig.engine.fail(FailureReport(leased.ref, failure))

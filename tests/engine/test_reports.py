@@ -8,10 +8,10 @@ import msgspec
 import pytest
 from tests.engine._rig import Rig
 
-from comfyfleet.model.calls import LeasedJob, Poll, Release, Report
+from comfyfleet.model.calls import LeasedJob, Poll, ProgressReport, Release
 from comfyfleet.model.dispatch import AttemptOutcome, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.fact import News, NewsKind
+from comfyfleet.model.fact import ProgressEvent, ProgressKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import LeaseToken, PollId, WorkerId, prompt_id_of
 from comfyfleet.stores.memory import MemoryStore
@@ -58,7 +58,7 @@ async def test_a_report_with_an_old_lease_changes_nothing(report: str) -> None:
         before = await rig.engine.get(job_id)
         events = len(rig.events)
         if report == "progress":
-            beat = await rig.engine.progress([Report(old.ref, NewsKind.STARTED, {"value": 1})])
+            beat = await rig.engine.progress([ProgressReport(old.ref, ProgressKind.STARTED, {"value": 1})])
             assert (beat.alive, beat.lost) == ((), (old.ref,))
         else:
             with pytest.raises(Refusal) as refused:
@@ -99,11 +99,14 @@ async def test_progress_of_a_held_lease_goes_out_and_is_noted_in_the_record() ->
         leased = await rig.take("a")
         await rig.engine.cancel(job_id)
         beat = await rig.engine.progress(
-            [Report(leased.ref, NewsKind.STARTED), Report(leased.ref, NewsKind.PROGRESS, {"value": 3})]
+            [
+                ProgressReport(leased.ref, ProgressKind.STARTED),
+                ProgressReport(leased.ref, ProgressKind.PROGRESS, {"value": 3}),
+            ]
         )
         assert beat.alive == (leased.ref,)
         assert [command.action for command in beat.commands] == ["cancel"], "every answer carries commands"
-        told = [event for event in rig.events if isinstance(event, News)]
+        told = [event for event in rig.events if isinstance(event, ProgressEvent)]
         assert [(event.kind.value, event.lease_number) for event in told] == [("started", 1), ("progress", 1)]
         job = (await rig.engine.get(job_id)).job
         assert (job.started_at, job.worker_id) == (rig.clock.now(), "a")
@@ -114,7 +117,12 @@ async def test_what_a_job_says_of_its_run_is_of_the_run_it_is_in() -> None:
         await rig.worker("a")
         job_id = await rig.submit()
         first = await rig.take("a")
-        await rig.engine.progress([Report(first.ref, NewsKind.ACCEPTED), Report(first.ref, NewsKind.STARTED)])
+        await rig.engine.progress(
+            [
+                ProgressReport(first.ref, ProgressKind.ACCEPTED),
+                ProgressReport(first.ref, ProgressKind.STARTED),
+            ]
+        )
         view = await rig.engine.get(job_id)
         assert (view.worker_id, view.started_at) == ("a", rig.clock.now())
         assert view.prompt_id == prompt_id_of(first.ref.attempt_id)
@@ -130,7 +138,10 @@ async def test_what_a_job_says_of_its_run_is_of_the_run_it_is_in() -> None:
         view = await rig.engine.get(job_id)
         assert (view.started_at, view.prompt_id) == (None, None), "this run has not started yet"
         await rig.engine.progress(
-            [Report(second.ref, NewsKind.ACCEPTED), Report(second.ref, NewsKind.STARTED)]
+            [
+                ProgressReport(second.ref, ProgressKind.ACCEPTED),
+                ProgressReport(second.ref, ProgressKind.STARTED),
+            ]
         )
         view = await rig.engine.get(job_id)
         assert (view.started_at, view.prompt_id) == (rig.clock.now(), prompt_id_of(second.ref.attempt_id))
@@ -144,7 +155,12 @@ async def test_a_job_that_fails_before_its_last_run_has_started_shows_nothing_of
         await rig.worker("b")
         job_id = await rig.submit(max_attempts=2, retry_delay_s=0)
         first = await rig.take("a")
-        await rig.engine.progress([Report(first.ref, NewsKind.ACCEPTED), Report(first.ref, NewsKind.STARTED)])
+        await rig.engine.progress(
+            [
+                ProgressReport(first.ref, ProgressKind.ACCEPTED),
+                ProgressReport(first.ref, ProgressKind.STARTED),
+            ]
+        )
         await rig.clock.advance(5)
         assert (await rig.fail(first)).will_retry
         await rig.fail(await rig.take("b"))
@@ -164,7 +180,7 @@ async def test_a_start_is_shown_where_the_clock_of_the_engine_is_behind_that_of_
         await rig.worker("a")
         job_id = await rig.submit()
         leased = await rig.take("a")
-        await rig.engine.progress([Report(leased.ref, NewsKind.STARTED)])
+        await rig.engine.progress([ProgressReport(leased.ref, ProgressKind.STARTED)])
         view = await rig.engine.get(job_id)
         assert view.dispatch.lease is not None
         assert view.started_at == view.dispatch.lease.leased_at

@@ -19,8 +19,8 @@ from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.redis.store import RedisStore
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.testing.contract.store_bench import Bench, MakeStore, completion, failure
-from comfyfleet.testing.time import SeededChance
+from comfyfleet.testing.contract.store_bench import MakeStore, StoreBench, completion, failure
+from comfyfleet.testing.time import SeededRandom
 
 HOUR_S = 3600.0
 
@@ -32,27 +32,27 @@ def redis_url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["memory", "sqlite", "redis", "postgresql"])
-async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[StoreBench]:
     makers: dict[str, MakeStore] = {
         "memory": MemoryStore,
         "sqlite": lambda clock: SqliteStore(tmp_path / "fleet.db", clock),
         "redis": lambda clock: RedisStore(with_prefix(request.getfixturevalue("redis_url")), winding=clock),
         "postgresql": lambda clock: PostgresStore(empty_database(request.config), clock_for_tests=clock),
     }
-    bench = Bench(makers[request.param])
+    bench = StoreBench(makers[request.param])
     await bench.open()
     yield bench
     await bench.store.close()
 
 
-async def test_completed_and_cancelled_jobs_are_kept_a_day_and_failed_ones_a_week(bench: Bench) -> None:
+async def test_completed_and_cancelled_jobs_are_kept_a_day_and_failed_ones_a_week(bench: StoreBench) -> None:
     store = bench.store
     for end in (completion, failure):
         _, ref = await bench.leased(reference=end.__name__)
         assert await store.write(end(ref)) is not None
     assert await bench.cancel(await bench.enqueue()) is not None
     waiting = await bench.enqueue()
-    engine = Engine(store, rules=Rules(), clock=bench.clock, chance=SeededChance())
+    engine = Engine(store, rules=Rules(), clock=bench.clock, chance=SeededRandom())
     kept = []
     for hours in (23.9, 0.2, 24 * 6 - 0.2, 0.2):
         await bench.clock.advance(hours * HOUR_S)
@@ -64,10 +64,10 @@ async def test_completed_and_cancelled_jobs_are_kept_a_day_and_failed_ones_a_wee
     assert await store.load(waiting.job_id) == waiting, "what waits is never forgotten"
 
 
-async def test_a_worker_is_forgotten_a_week_after_it_was_last_seen_whoever_sweeps(bench: Bench) -> None:
+async def test_a_worker_is_forgotten_a_week_after_it_was_last_seen_whoever_sweeps(bench: StoreBench) -> None:
     store = bench.store
     first, second = (
-        Engine(store, rules=Rules(), clock=bench.clock, chance=SeededChance(seed)) for seed in (1, 2)
+        Engine(store, rules=Rules(), clock=bench.clock, chance=SeededRandom(seed)) for seed in (1, 2)
     )
     for name in ("left", "lost", "lives"):
         await first.register(

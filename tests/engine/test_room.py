@@ -10,11 +10,11 @@ import pytest
 from tests.engine._rig import graph, offers
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.engine.context import Context
+from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.local_bus import LocalBus
-from comfyfleet.engine.submitter import Room
-from comfyfleet.engine.system import SystemChance
+from comfyfleet.engine.submitter import QueueCapacity
+from comfyfleet.engine.system import SystemRandom
 from comfyfleet.model.calls import Poll, RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
@@ -31,11 +31,11 @@ def counts(waiting: int, payload_bytes: int = 0) -> Counts:
     return Counts(waiting=waiting, delayed=0, paused=0, by_phase={}, payload_bytes=payload_bytes)
 
 
-def room_in(rules: Rules) -> tuple[Room, ManualClock]:
+def room_in(rules: Rules) -> tuple[QueueCapacity, ManualClock]:
     clock = ManualClock()
     store = MemoryStore(clock)
-    context = Context(store, LocalBus(), clock, SystemChance(), rules, SmartFailover(rules))
-    return Room(context), clock
+    context = EngineContext(store, LocalBus(), clock, SystemRandom(), rules, SmartFailover(rules))
+    return QueueCapacity(context), clock
 
 
 async def test_what_was_heard_is_good_for_a_second() -> None:

@@ -12,7 +12,7 @@ from tests.engine.test_failures import taken
 
 from comfyfleet.model.block import Block, BlockReason
 from comfyfleet.model.calls import LeasedJob, Poll
-from comfyfleet.model.dispatch import LeaseOffer, Phase, Written
+from comfyfleet.model.dispatch import LeaseOffer, Phase, WriteResult
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.stores.memory import MemoryStore
 
@@ -239,7 +239,7 @@ class SlowStore(MemoryStore):
 
     gate: asyncio.Event | None = None
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         written = await super().lease(job_id, offer)
         if self.gate is not None:
             await self.gate.wait()

@@ -18,7 +18,7 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import Submission
-from comfyfleet.pool.servers import DirectWorkers
+from comfyfleet.pool.servers import StoreWorkers
 from comfyfleet.ports import Clock, Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
 from comfyfleet.stores.crypto.store import sealed_store
@@ -83,7 +83,7 @@ async def test_pools_and_direct_workers_without_the_key_do_not_start(url: str) -
             async with WorkflowPool((), store=url):
                 pass
         with pytest.raises(Refusal, match="sealed and this process has no key"):
-            async with DirectWorkers((), store=url, on_state=lambda *_: None):
+            async with StoreWorkers((), store=url, on_state=lambda *_: None):
                 pass
-        async with DirectWorkers((), store=url, on_state=lambda *_: None, sealing=sealing):
+        async with StoreWorkers((), store=url, on_state=lambda *_: None, sealing=sealing):
             pass

@@ -12,7 +12,7 @@ from tests.engine._rig import Rig, graph
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.calls import Release
-from comfyfleet.model.dispatch import Phase, Write, Written
+from comfyfleet.model.dispatch import Phase, Write, WriteResult
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.failure import FailureKind
@@ -116,7 +116,7 @@ class Refusing(MemoryStore):
     is_full = False
     writes = 0
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         self.writes += 1
         if self.is_full:
             raise Fault("the disk is full")

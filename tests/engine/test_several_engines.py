@@ -23,7 +23,7 @@ from comfyfleet.model.worker import WorkerDelta, WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.workflow_stats import expected_s, of_run
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.testing.time import ManualClock, SeededChance
+from comfyfleet.testing.time import ManualClock, SeededRandom
 
 
 class SharedStore(MemoryStore):
@@ -41,7 +41,7 @@ class Engines:
         self.clock = ManualClock()
         self.store = store(self.clock)
         self.first, self.second = (
-            Engine(self.store, rules=Rules(**rules), clock=self.clock, chance=SeededChance(seed))
+            Engine(self.store, rules=Rules(**rules), clock=self.clock, chance=SeededRandom(seed))
             for seed in (1, 2)
         )
 
@@ -155,7 +155,7 @@ async def test_an_engine_that_starts_again_knows_what_waits_and_who_works() -> N
     async with it:
         await register(it.first, "a", "KSampler")
         job_id = (await it.first.submit(Submission(graph()))).job_id
-    later = Engine(it.store, clock=it.clock, chance=SeededChance(3))
+    later = Engine(it.store, clock=it.clock, chance=SeededRandom(3))
     async with later:
         assert [worker.worker_id for worker in await later.workers()] == ["a"]
         assert "worker" in (await later.explain(job_id)).summary

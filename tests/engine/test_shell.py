@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import uvloop
 
-from comfyfleet.engine.system import SystemChance, SystemClock
+from comfyfleet.engine.system import SystemClock, SystemRandom
 
 
 def test_a_job_id_is_a_uuid_of_version_7_that_grows_with_time() -> None:
-    chance = SystemChance()
+    chance = SystemRandom()
     ids = [chance.job_id(1_700_000_000 + number / 1000) for number in range(2000)]
     assert ids == sorted(ids)
     for number, job_id in enumerate(ids):
@@ -28,13 +28,13 @@ def test_a_job_id_is_a_uuid_of_version_7_that_grows_with_time() -> None:
 
 def test_ids_of_one_millisecond_grow_with_time_too() -> None:
     """A store that has only seen lower ids need not look whether it knows one."""
-    chance = SystemChance()
+    chance = SystemRandom()
     ids = [chance.job_id(1_700_000_000 + number / 1_000_000) for number in range(5000)]
     assert ids == sorted(ids)
 
 
 def test_no_id_and_no_token_comes_twice() -> None:
-    chance = SystemChance()
+    chance = SystemRandom()
     ids = {chance.job_id(1.0) for _ in range(5000)}
     tokens = {chance.token() for _ in range(5000)}
     assert (len(ids), len(tokens)) == (5000, 5000)
@@ -50,7 +50,7 @@ def test_no_id_and_no_token_comes_twice() -> None:
 def test_a_process_that_was_forked_off_gives_out_other_secrets_than_its_parent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parent = SystemChance()
+    parent = SystemRandom()
     parent.token()
     child, same = copy.copy(parent), copy.copy(parent)
     expected = parent.token()

@@ -7,7 +7,7 @@ from tests.engine._rig import Rig, graph
 from tests.engine.test_failures import taken
 
 from comfyfleet.model.calls import Release
-from comfyfleet.model.dispatch import Phase, Standing
+from comfyfleet.model.dispatch import Phase, Readiness
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import WorkerId
@@ -154,7 +154,7 @@ async def test_resuming_wakes_a_parked_slot_and_a_delay_outlives_a_pause() -> No
         parked = rig.park("a")
         await rig.clock.advance(10)
         await rig.engine.resume(job_id)
-        assert (await rig.engine.get(job_id)).dispatch.standing is Standing.DELAYED
+        assert (await rig.engine.get(job_id)).dispatch.standing is Readiness.DELAYED
         await rig.clock.advance(20)
         assert taken(parked) == job_id
 

@@ -10,14 +10,14 @@ from tests.hub._hub import HubRig
 from tests.hub._watching import complete, lease
 
 from comfyfleet.model.access import Role
-from comfyfleet.net.url_guard import Allowed, Guard
+from comfyfleet.net.url_guard import AllowedHosts, UrlGuard
 from comfyfleet.policy.rules import Rules
 
 QUICK = Rules(round_s=0.05, delivery_base_s=0.02, delivery_tries=3, max_attempts=1)
 
 
-def guard(limit_s: float = 5.0) -> Guard:
-    return Guard(Allowed(["127.0.0.0/8"]), limit_s=limit_s)
+def guard(limit_s: float = 5.0) -> UrlGuard:
+    return UrlGuard(AllowedHosts(["127.0.0.0/8"]), limit_s=limit_s)
 
 
 async def run_one(rig: HubRig, **fields: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from tests.hub._hub import running_hub
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.policy.rules import Rules
 
 _TICK_S = 0.005
@@ -61,7 +61,7 @@ def _say(what: Any) -> None:
 
 
 async def _main(settings: str, max_open_bytes: str) -> None:
-    limits, rules = msgspec.json.decode(settings, type=Limits), Rules(max_open_bytes=int(max_open_bytes))
+    limits, rules = msgspec.json.decode(settings, type=HubLimits), Rules(max_open_bytes=int(max_open_bytes))
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/fleet.db"
         async with running_hub(

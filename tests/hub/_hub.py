@@ -15,19 +15,19 @@ from multidict import CIMultiDict
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
-from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.local import LocalFileStore
 from comfyfleet.files.records import MAX_FILE_BYTES
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.http.limits import Limits
-from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.http.limits import HubLimits
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
 from comfyfleet.hub.websocket.sessions import LegacyWebsocket
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import TenantId
-from comfyfleet.net.url_guard import Guard
+from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.rules import Rules
-from comfyfleet.ports import Assets, Cabinet, Clock, Store
+from comfyfleet.ports import Clock, DocumentStore, FileStore, Store
 from comfyfleet.stores.factory import open_store
-from comfyfleet.tenancy.services import Estate
+from comfyfleet.tenancy.services import TenantServices
 
 TENANT = TenantId("acme")
 
@@ -59,11 +59,11 @@ class HubRig:
         self,
         hub: Hub,
         engine: Engine,
-        cabinet: Cabinet,
+        cabinet: DocumentStore,
         keys: dict[Role, str],
         url: str = "",
-        assets: LocalAssets | None = None,
-        estate: Estate | None = None,
+        assets: LocalFileStore | None = None,
+        estate: TenantServices | None = None,
     ) -> None:
         self.assets = assets
         self._estate = estate
@@ -75,7 +75,7 @@ class HubRig:
         self._session: aiohttp.ClientSession | None = None
 
     @property
-    def estate(self) -> Estate:
+    def estate(self) -> TenantServices:
         assert self._estate is not None
         return self._estate
 
@@ -171,14 +171,14 @@ async def ask_app(
 async def hub_in_process(
     *,
     rules: Rules | None = None,
-    limits: Limits | None = None,
+    limits: HubLimits | None = None,
     is_open: bool = False,
     store_url: str = "memory:",
     legacy_websocket: LegacyWebsocket = "on",
     folder: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
-    guard: Guard | None = None,
-    assets_on: Callable[[Cabinet, Clock], Assets] | None = None,
+    guard: UrlGuard | None = None,
+    assets_on: Callable[[DocumentStore, Clock], FileStore] | None = None,
     pools: Mapping[str, str] | None = None,
     around: Callable[[Store, Clock], Store] = lambda store, _: store,
     shred: Callable[[TenantId], Awaitable[object]] | None = None,
@@ -187,7 +187,7 @@ async def hub_in_process(
     clock = clock or SystemClock()
     store = around(open_store(store_url, clock), clock)
     cabinet = store.cabinet
-    estate = Estate(store, clock, pools or {})
+    estate = TenantServices(store, clock, pools or {})
     async with AsyncExitStack() as stack:
         stack.push_async_callback(estate.close)
         engine = Engine(estate.store if pools else store, rules=rules, clock=clock)
@@ -195,7 +195,7 @@ async def hub_in_process(
         cabinet_of = estate.cabinet_of if pools else None
         assets = None
         if folder is not None:
-            assets = LocalAssets(folder, cabinet, clock, max_bytes=max_file_bytes, cabinet_of=cabinet_of)
+            assets = LocalFileStore(folder, cabinet, clock, max_bytes=max_file_bytes, cabinet_of=cabinet_of)
         hub = Hub(
             engine,
             cabinet,
@@ -218,10 +218,10 @@ async def hub_in_process(
 
 
 @asynccontextmanager
-async def running_hub(settings: ServingSettings | None = None, **options: Any) -> AsyncIterator[HubRig]:
+async def running_hub(settings: HubServerSettings | None = None, **options: Any) -> AsyncIterator[HubRig]:
     async with (
         hub_in_process(**options) as rig,
-        Serving(rig.hub, settings or ServingSettings(port=0)) as serving,
+        HubServer(rig.hub, settings or HubServerSettings(port=0)) as serving,
     ):
         rig.url = serving.url
         try:

@@ -12,8 +12,8 @@ import msgspec
 from tests.hub._hub import HubRig
 
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker, Report
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.calls import Completion, LeasedJob, Poll, ProgressReport, RegisterWorker
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service
@@ -96,9 +96,13 @@ async def lease(rig: HubRig, worker_id: WorkerId = GPU, poll_id: str = "1") -> L
 
 
 async def report(
-    rig: HubRig, job: LeasedJob, kind: NewsKind = NewsKind.PROGRESS, image: bytes | None = None, **data: Any
+    rig: HubRig,
+    job: LeasedJob,
+    kind: ProgressKind = ProgressKind.PROGRESS,
+    image: bytes | None = None,
+    **data: Any,
 ) -> None:
-    await rig.engine.progress([Report(job.ref, kind, data, image)])
+    await rig.engine.progress([ProgressReport(job.ref, kind, data, image)])
 
 
 async def complete(rig: HubRig, job: LeasedJob, seconds: float = 0.0) -> None:

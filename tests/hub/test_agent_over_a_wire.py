@@ -21,15 +21,15 @@ from tests.worker._comfyui import picture
 from tests.worker._scripted import ScriptedApi, no_http, quick, until
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.system import SystemChance, SystemClock
+from comfyfleet.engine.system import SystemClock, SystemRandom
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.audit.log import Audit
-from comfyfleet.hub.files.job_files import InputDesk
-from comfyfleet.hub.http.body import Bodies
-from comfyfleet.hub.http.credentials import Credentials, KeyedWorkers
-from comfyfleet.hub.http.limits import Limits, Places, Rate
-from comfyfleet.hub.http.pipeline import Door, Handler
-from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.audit.log import AuditLog
+from comfyfleet.hub.files.job_files import JobInputFiles
+from comfyfleet.hub.http.body import LargeBodies
+from comfyfleet.hub.http.credentials import Authenticator, WorkersByKey
+from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
+from comfyfleet.hub.http.pipeline import Handler, RequestPipeline
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
 from comfyfleet.hub.websocket.agents import AgentSession
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import Caller, Role
@@ -40,7 +40,7 @@ from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
 from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import WorkerApi
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.wire.routes import WORKER as WORKER_ROUTES
@@ -70,12 +70,12 @@ class Switchboard:
     """One server for all scripts: whoever is on the line is asked."""
 
     is_open = True
-    limits = Limits()
+    limits = HubLimits()
 
     def __init__(self) -> None:
         self.url = ""
         self.transport: type[HttpWorkerApi] = HttpWorkerApi
-        self.door: Door | None = None
+        self.door: RequestPipeline | None = None
         self.handlers: dict[str, Handler] = {}
 
     def start(self) -> None:
@@ -94,7 +94,7 @@ class Switchboard:
             return
         await receive()
         await send({"type": "websocket.accept", "subprotocol": AGENT_PROTOCOL})
-        rate = Rate(self.limits.requests_per_s, self.limits.burst, time.monotonic)
+        rate = RequestRate(self.limits.requests_per_s, self.limits.burst, time.monotonic)
 
         async def identify() -> Caller:
             return Caller(Role.WORKER, "somebody")
@@ -105,8 +105,8 @@ class Switchboard:
             "",
             self.limits,
             rate,
-            Places(self.limits),
-            Bodies(self.limits),
+            ConnectionLimits(self.limits),
+            LargeBodies(self.limits),
             scope,
             send,
         ).run(receive)
@@ -134,23 +134,23 @@ class Switchboard:
             store=SimpleNamespace(is_shared=False),
             **{name: getattr(api, name) for name in calls},
         )
-        limits = Limits()
-        keys = Keys(MemoryCabinet(), clock)
-        credentials = Credentials(keys, clock, limits, is_open=True)
+        limits = HubLimits()
+        keys = Keys(MemoryDocumentStore(), clock)
+        credentials = Authenticator(keys, clock, limits, is_open=True)
         made = cast(Engine, engine)
         self.handlers = WorkerHandlers(
-            made, limits.max_wait_s, None, InputDesk(made, None), KeyedWorkers(made, keys)
+            made, limits.max_wait_s, None, JobInputFiles(made, None), WorkersByKey(made, keys)
         ).bound()
         routes = tuple(route for route in WORKER_ROUTES if route.roles)
-        self.door = Door(
+        self.door = RequestPipeline(
             routes,
             self.handlers,
             credentials,
             limits,
-            Audit(MemoryCabinet(), clock, SystemChance()),
-            Places(limits),
+            AuditLog(MemoryDocumentStore(), clock, SystemRandom()),
+            ConnectionLimits(limits),
             lambda *_: None,
-            Bodies(limits),
+            LargeBodies(limits),
         )
         async with self.transport(self.url) as far:
             yield far
@@ -159,7 +159,7 @@ class Switchboard:
 @pytest_asyncio.fixture(scope="module")
 async def switchboard() -> AsyncIterator[Switchboard]:
     board = Switchboard()
-    async with Serving(cast(Hub, board), ServingSettings(port=0)) as serving:
+    async with HubServer(cast(Hub, board), HubServerSettings(port=0)) as serving:
         board.url = serving.url
         yield board
 

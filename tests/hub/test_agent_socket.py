@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.hub._hub import HubRig, running_hub
 from tests.worker._scripted import quick, until
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, Poll, RegisterWorker
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -126,9 +126,9 @@ async def test_a_lost_connection_is_a_fault_for_all_who_wait_on_it_and_the_next_
 async def test_what_is_too_large_for_a_message_goes_over_http() -> None:
     # Nothing is large for one hub and small for another: the least that a hub may be told to take is what agents send.
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"max_frame_bytes": AGENT_MESSAGE_BYTES - 1}, Limits)
+        msgspec.convert({"max_frame_bytes": AGENT_MESSAGE_BYTES - 1}, HubLimits)
     async with (
-        running_hub(limits=Limits(max_frame_bytes=AGENT_MESSAGE_BYTES)) as rig,
+        running_hub(limits=HubLimits(max_frame_bytes=AGENT_MESSAGE_BYTES)) as rig,
         api_of(rig) as api,
     ):
         await api.register(OFFER)

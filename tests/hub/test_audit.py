@@ -14,14 +14,14 @@ from tests.hub._hub import TENANT, HubRig, hub_in_process, submission
 from tests.hub.test_jobs import ANYTHING
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.system import SystemChance
+from comfyfleet.engine.system import SystemRandom
 from comfyfleet.hub.audit.log import DRAWER as WORKERS
-from comfyfleet.hub.audit.log import DRAWERS, KEEP_S, Audit, Kind
+from comfyfleet.hub.audit.log import DRAWERS, KEEP_S, AuditLog, Kind
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.factory import open_store
 from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire.keys import FORGET
@@ -140,8 +140,8 @@ async def test_a_worker_rotates_its_own_key(rig: HubRig) -> None:
 
 
 async def test_old_entries_are_forgotten_those_of_jobs_first() -> None:
-    clock, cabinet = ManualClock(), MemoryCabinet()
-    audit = Audit(cabinet, clock, SystemChance())
+    clock, cabinet = ManualClock(), MemoryDocumentStore()
+    audit = AuditLog(cabinet, clock, SystemRandom())
 
     async def noted(kind: Kind) -> list[str]:
         return [each.entry.action for each in (await audit.page(kind, "", 10))[0]]

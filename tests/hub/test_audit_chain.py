@@ -12,17 +12,17 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.engine.system import SystemChance, SystemClock
-from comfyfleet.hub.audit.log import BEGUN, DRAWERS, KEEP_S, Audit, Kind
+from comfyfleet.engine.system import SystemClock, SystemRandom
+from comfyfleet.hub.audit.log import BEGUN, DRAWERS, KEEP_S, AuditLog, Kind
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.errors import Fault
-from comfyfleet.ports import Cabinet, Clock
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.ports import Clock, DocumentStore
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire import keys as wire
-from comfyfleet.wire.keys import BEGINNING, FORGET, Verifier, note
+from comfyfleet.wire.keys import BEGINNING, FORGET, AuditVerifier, note
 
 ENTRY = AuditEntry(0.0, "key", Role.ADMIN, "pause_queue")
 JOBS: Kind = "jobs"
@@ -32,11 +32,11 @@ async def nothing() -> None:
     """Done without a trace."""
 
 
-async def change(audit: Audit, target: str) -> None:
+async def change(audit: AuditLog, target: str) -> None:
     await audit.job_change(ENTRY, nothing, lambda _: target)
 
 
-async def listed(audit: Audit, kind: Kind = JOBS) -> list[dict[str, Any]]:
+async def listed(audit: AuditLog, kind: Kind = JOBS) -> list[dict[str, Any]]:
     """As a client gets it: JSON, page by page."""
     found: list[dict[str, Any]] = []
     cursor: str | None = ""
@@ -47,8 +47,8 @@ async def listed(audit: Audit, kind: Kind = JOBS) -> list[dict[str, Any]]:
     return found
 
 
-async def verified(audit: Audit, kind: Kind = JOBS, noted: str | None = None) -> Verifier:
-    verifier = Verifier(noted)
+async def verified(audit: AuditLog, kind: Kind = JOBS, noted: str | None = None) -> AuditVerifier:
+    verifier = AuditVerifier(noted)
     for entry in await listed(audit, kind):
         verifier.take(entry)
     verifier.end()
@@ -77,7 +77,7 @@ async def test_hubs_that_write_at_once_make_one_chain_and_lose_nothing(
             stores = [open_store("memory:" if kind == "memory" else f"sqlite:///{tmp_path}/f.db", clock)]
     for store in stores:
         await store.open()
-    audits = [Audit(stores[number % len(stores)].cabinet, clock, SystemChance()) for number in range(3)]
+    audits = [AuditLog(stores[number % len(stores)].cabinet, clock, SystemRandom()) for number in range(3)]
     try:
         await asyncio.gather(
             *(change(audits[number % 3], f"job-{number}") for number in range(150)),
@@ -89,7 +89,7 @@ async def test_hubs_that_write_at_once_make_one_chain_and_lose_nothing(
         assert {each["target"] for each in found[:150]} == {f"job-{number}" for number in range(150)}
         assert [each["target"] for each in found[150:]] == [f"late-{number}" for number in range(6)]
         assert (await verified(audits[1])).problems == []
-        later = Audit(stores[0].cabinet, clock, SystemChance())
+        later = AuditLog(stores[0].cabinet, clock, SystemRandom())
         await change(later, "after a restart")
         whole = await verified(later)
         assert (whole.problems, whole.entries) == ([], 157)
@@ -103,8 +103,8 @@ class Log:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.cabinet = MemoryCabinet()
-        self.audit = Audit(self.cabinet, self.clock, SystemChance())
+        self.cabinet = MemoryDocumentStore()
+        self.audit = AuditLog(self.cabinet, self.clock, SystemRandom())
 
     async def fill(self, number: int = 24) -> str:
         for each in range(number):
@@ -179,7 +179,7 @@ async def test_an_end_that_was_cut_off_is_found_by_who_noted_it_also_after_the_l
     await change(log.audit, "later")
     assert "entries 22 to 24 of" in (await verified(log.audit)).problems[0]
     await log.remove((await log.names())[-1])
-    log.audit = Audit(log.cabinet, log.clock, SystemChance())
+    log.audit = AuditLog(log.cabinet, log.clock, SystemRandom())
     for number in range(5):
         await change(log.audit, f"other-{number}")
     assert (await verified(log.audit)).problems == []
@@ -192,7 +192,7 @@ async def test_a_log_that_was_written_anew_from_some_entry_on_is_found_by_an_old
     head = await log.fill(5)
     for name in (await log.names())[8:]:
         await log.remove(name)
-    log.audit = Audit(log.cabinet, log.clock, SystemChance())
+    log.audit = AuditLog(log.cabinet, log.clock, SystemRandom())
     await log.fill(7)
     assert (await verified(log.audit)).problems == []
     for noted in (early, head):
@@ -244,7 +244,7 @@ async def test_a_forgetting_that_was_interrupted_is_no_tampering() -> None:
 async def test_a_hub_that_was_idle_while_others_wrote_and_forgot_does_not_fork_the_log() -> None:
     log = Log()
     await log.fill(3)
-    idle, log.audit = log.audit, Audit(log.cabinet, log.clock, SystemChance())
+    idle, log.audit = log.audit, AuditLog(log.cabinet, log.clock, SystemRandom())
     await log.fill(5)
     await log.clock.advance(KEEP_S[JOBS] + 13 * 3600)
     await log.audit.tidy()
@@ -254,10 +254,10 @@ async def test_a_hub_that_was_idle_while_others_wrote_and_forgot_does_not_fork_t
 
 
 async def test_an_operation_whose_hub_died_gets_an_entry_without_an_outcome_once() -> None:
-    clock, cabinet = ManualClock(), MemoryCabinet()
+    clock, cabinet = ManualClock(), MemoryDocumentStore()
 
-    def audit() -> Audit:
-        return Audit(cabinet, clock, SystemChance())
+    def audit() -> AuditLog:
+        return AuditLog(cabinet, clock, SystemRandom())
 
     dead, alive, other = audit(), audit(), audit()
     hangs = asyncio.ensure_future(dead.operation(ENTRY, asyncio.Event().wait, lambda _: None))
@@ -277,8 +277,8 @@ async def test_an_operation_whose_hub_died_gets_an_entry_without_an_outcome_once
 
 
 async def test_an_end_that_was_noted_is_not_noted_again_when_its_beginning_stayed() -> None:
-    clock, cabinet = ManualClock(), MemoryCabinet()
-    audit = Audit(cabinet, clock, SystemChance())
+    clock, cabinet = ManualClock(), MemoryDocumentStore()
+    audit = AuditLog(cabinet, clock, SystemRandom())
     remove = cabinet.remove
 
     async def away(drawer: str, name: str) -> bool:
@@ -308,13 +308,13 @@ async def test_the_place_of_a_time_and_the_end_are_found_however_long_the_log_is
         page, _ = await log.audit.page(JOBS, "", 1, since=at)
         assert page[0].entry.target == f"job-{each}-0"
     assert (await log.audit.page(JOBS, "", 9, since=times[-1] + 1))[0] == []
-    fresh = Audit(log.cabinet, log.clock, SystemChance())
+    fresh = AuditLog(log.cabinet, log.clock, SystemRandom())
     await change(fresh, "next")
     assert (await verified(fresh)).problems == []
 
 
-def moved(clock: Clock, cabinet: Cabinet) -> Callable[[], Audit]:
-    return lambda: Audit(cabinet, clock, SystemChance())
+def moved(clock: Clock, cabinet: DocumentStore) -> Callable[[], AuditLog]:
+    return lambda: AuditLog(cabinet, clock, SystemRandom())
 
 
 async def test_the_log_of_another_store_lies_beside_the_own_one_after_a_move() -> None:

@@ -15,7 +15,7 @@ from tests.hub.test_inputs import edit
 from tests.hub.test_socket import Line
 
 from comfyfleet.files.records import is_file_id
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
@@ -35,7 +35,7 @@ class Scene(NamedTuple):
 async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
     folder: Path = tmp_path_factory.mktemp("hub")
     pools = {"default": f"sqlite:///{folder}/tenants.db"}
-    limits = Limits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000)
+    limits = HubLimits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000)
     async with running_hub(folder=folder / "files", pools=pools, limits=limits) as rig:
         assert (await rig.post("/api/tenants", {"id": "acme"})).status == 201
         job_id, file_id = await rig.submit(role=Role.TENANT), await uploaded(rig)

@@ -7,18 +7,18 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.policy.webhook_delivery import asked_again, given_up
 from comfyfleet.ports import Document
-from comfyfleet.stores.documents import MemoryCabinet
-from comfyfleet.tenancy.webhook_outbox import DELIVERIES, DUE, Deliveries, due_name, name_of
+from comfyfleet.stores.documents import MemoryDocumentStore
+from comfyfleet.tenancy.webhook_outbox import DELIVERIES, DUE, WebhookOutbox, due_name, name_of
 
 JOB = JobId("01900000-0000-7000-8000-000000000000")
 
 
-class Interleaved(MemoryCabinet):
+class Interleaved(MemoryDocumentStore):
     """Before an entry is removed, somebody asks for its delivery again."""
 
     async def remove(self, drawer: str, name: str) -> bool:
         if drawer == DUE:
-            await Deliveries(self).change(
+            await WebhookOutbox(self).change(
                 name.partition("/")[2], lambda delivery: asked_again(delivery, 20.0)
             )
         return await super().remove(drawer, name)
@@ -29,7 +29,7 @@ async def test_one_that_is_asked_for_again_while_its_entry_is_put_right_stays_du
         Delivery(JOB, 3, "job", TenantId("acme"), "https://x.example/", FactKind.FAILED, 1, 1.0, 1.0), "", 2.0
     )
     cabinet = Interleaved()
-    book = Deliveries(cabinet)
+    book = WebhookOutbox(cabinet)
     await book.add(over)
     # As whoever asks for it leaves it for a moment: the entry is there, the delivery not yet changed.
     entry = due_name(asked_again(over, 20.0))
@@ -46,7 +46,7 @@ def made(number: int, owner: str | None) -> Delivery:
     return Delivery(job, 1, "job", tenant, "https://x.example/", FactKind.FAILED, 1, 1.0, 1.0)
 
 
-class Counting(MemoryCabinet):
+class Counting(MemoryDocumentStore):
     """Counts the documents that anybody was given."""
 
     read = 0
@@ -63,7 +63,7 @@ class Counting(MemoryCabinet):
 
 async def test_a_tenants_list_costs_by_what_is_its_own() -> None:
     cabinet = Counting()
-    book = Deliveries(cabinet)
+    book = WebhookOutbox(cabinet)
     for number in range(500):
         await book.add(made(number, ("others", "more", None)[number % 3]))
     mine = [made(number, "acme") for number in (600, 3, 40)]
@@ -78,8 +78,8 @@ async def test_a_tenants_list_costs_by_what_is_its_own() -> None:
 
 
 async def test_what_is_forgotten_leaves_nothing_and_an_entry_without_a_delivery_is_passed_over() -> None:
-    cabinet = MemoryCabinet()
-    book = Deliveries(cabinet)
+    cabinet = MemoryDocumentStore()
+    book = WebhookOutbox(cabinet)
     first, second = made(1, "acme"), made(2, "acme")
     for delivery in (first, second):
         await book.add(delivery)

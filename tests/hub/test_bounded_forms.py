@@ -18,18 +18,18 @@ from tests.hub.test_forms import asked_of, form, send
 from tests.servers.s3_server import CREDENTIALS
 
 from comfyfleet.files import local
-from comfyfleet.files.local import LocalAssets
-from comfyfleet.files.s3 import S3Assets
-from comfyfleet.files.s3_storage import Bucket
+from comfyfleet.files.local import LocalFileStore
+from comfyfleet.files.s3 import S3FileStore
+from comfyfleet.files.s3_storage import S3Bucket
 from comfyfleet.hub.files import uploads
-from comfyfleet.hub.http.limits import Budget
+from comfyfleet.hub.http.limits import ByteBudget
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
-from comfyfleet.ports import Assets, Cabinet, Clock
+from comfyfleet.ports import Clock, DocumentStore, FileStore
 
 PIECE = 65_536
-NOWHERE = Bucket("http://127.0.0.1:9", "eu-central-1", "nobody")
+NOWHERE = S3Bucket("http://127.0.0.1:9", "eu-central-1", "nobody")
 Kind = Literal["folder", "storage"]
 BOTH: list[Kind] = ["folder", "storage"]
 
@@ -56,12 +56,12 @@ class Endless:
 @asynccontextmanager
 async def a_hub(kind: Kind, folder: Path, **bounds: Any) -> AsyncIterator[HubRig]:
     """No storage is there: whatever reaches it is a fault."""
-    made: list[S3Assets] = []
+    made: list[S3FileStore] = []
 
-    def assets_on(cabinet: Cabinet, clock: Clock) -> Assets:
+    def assets_on(cabinet: DocumentStore, clock: Clock) -> FileStore:
         if kind == "folder":
-            return LocalAssets(folder, cabinet, clock, **bounds)
-        made.append(S3Assets(NOWHERE, CREDENTIALS, cabinet, clock, **bounds))
+            return LocalFileStore(folder, cabinet, clock, **bounds)
+        made.append(S3FileStore(NOWHERE, CREDENTIALS, cabinet, clock, **bounds))
         return made[0]
 
     async with hub_in_process(assets_on=assets_on) as rig:
@@ -154,7 +154,7 @@ async def test_all_forms_on_their_way_through_the_disk_are_bounded_together(
 
 
 def test_a_budget_gives_back_what_was_taken() -> None:
-    budget = Budget(100, "things", "key")
+    budget = ByteBudget(100, "things", "key")
     budget.take("a", 50)
     with pytest.raises(Refusal, match="things"):
         budget.take("a", 1)
@@ -195,16 +195,16 @@ async def test_a_storage_that_is_still_being_looked_at_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
-    complete = LocalAssets.complete
+    complete = LocalFileStore.complete
 
-    async def slow(assets: LocalAssets, file_id: str) -> FileRecord:
+    async def slow(assets: LocalFileStore, file_id: str) -> FileRecord:
         nonlocal asked
         asked += 1
         if asked < 3:
             raise Refusal(RefusalCode.UNAVAILABLE, "it takes a while: ask again", retry_after_s=0.0)
         return await complete(assets, file_id)
 
-    monkeypatch.setattr(LocalAssets, "complete", slow)
+    monkeypatch.setattr(LocalFileStore, "complete", slow)
     async with a_hub("folder", tmp_path) as rig:
         made = await send(rig, form(b"abc"))
         assert (made.status, made.body["is_complete"], asked) == (201, True, 3)

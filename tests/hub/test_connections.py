@@ -13,10 +13,10 @@ from tests.hub._watching import register, watching
 from tests.worker._scripted import until
 
 from comfyfleet.hub.http.connections import Connection
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 
-HASTY = Limits(request_s=0.3, min_bytes_per_s=100_000, beat_s=0.4)
+HASTY = HubLimits(request_s=0.3, min_bytes_per_s=100_000, beat_s=0.4)
 
 Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -243,7 +243,7 @@ async def test_a_body_in_chunks_of_one_byte_is_a_body() -> None:
 
 
 async def test_a_slow_body_that_moves_is_taken() -> None:
-    async with running_hub(limits=Limits(request_s=0.2, min_bytes_per_s=100)) as rig:
+    async with running_hub(limits=HubLimits(request_s=0.2, min_bytes_per_s=100)) as rig:
 
         async def pieces() -> AsyncIterator[bytes]:
             for _ in range(8):
@@ -257,7 +257,7 @@ async def test_a_slow_body_that_moves_is_taken() -> None:
 
 
 async def test_whoever_takes_nothing_of_an_answer_is_let_go() -> None:
-    async with running_hub(limits=Limits(stalled_s=0.3)) as rig:
+    async with running_hub(limits=HubLimits(stalled_s=0.3)) as rig:
         many = b"GET /openapi.json HTTP/1.1\r\nhost: h\r\n\r\n" * 300
         async with wire(rig, many) as (_, writer), asyncio.timeout(60):
             with pytest.raises(ConnectionError):
@@ -290,7 +290,7 @@ async def test_streams_parked_polls_and_sockets_may_rest() -> None:
 
 
 async def test_connections_are_bounded_before_anybody_is_known() -> None:
-    async with running_hub(limits=Limits(max_connections=3)) as rig, AsyncExitStack() as stack:
+    async with running_hub(limits=HubLimits(max_connections=3)) as rig, AsyncExitStack() as stack:
         for _ in range(3):
             reader, writer = await stack.enter_async_context(
                 wire(rig, b"GET /health/live HTTP/1.1\r\nhost: h\r\n\r\n")
@@ -307,7 +307,7 @@ async def test_connections_are_bounded_before_anybody_is_known() -> None:
 
 
 async def test_one_address_does_not_take_every_connection() -> None:
-    one = Limits(max_connections_per_address=1)
+    one = HubLimits(max_connections_per_address=1)
     async with running_hub(limits=one) as rig, wire(rig), wire(rig) as (refused, _):
         answer = await rest(refused)
         assert answer.startswith(b"HTTP/1.1 429") and b"retry-after: 5" in answer
@@ -363,14 +363,14 @@ async def refused(rig: HubRig, kind: str) -> tuple[int, str, str]:
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [
-        (Limits(max_streams=1, max_sockets=1, max_parked=1), (503, "unavailable", "5")),
-        (Limits(max_held_per_key=1), (429, "rate_limited", "5")),
-        (Limits(max_held_per_address=1), (429, "rate_limited", "5")),
+        (HubLimits(max_streams=1, max_sockets=1, max_parked=1), (503, "unavailable", "5")),
+        (HubLimits(max_held_per_key=1), (429, "rate_limited", "5")),
+        (HubLimits(max_held_per_address=1), (429, "rate_limited", "5")),
     ],
     ids=["in all", "of one key", "from one address"],
 )
 async def test_places_are_bounded_and_one_that_is_given_back_is_free(
-    kind: str, limits: Limits, expected: tuple[int, str, str]
+    kind: str, limits: HubLimits, expected: tuple[int, str, str]
 ) -> None:
     async with running_hub(limits=limits) as rig:
         await register(rig)
@@ -385,7 +385,7 @@ async def test_places_are_bounded_and_one_that_is_given_back_is_free(
 
 
 async def test_a_key_that_took_all_it_may_leaves_room_for_another() -> None:
-    async with running_hub(limits=Limits(max_held_per_key=1)) as rig, AsyncExitStack() as stack:
+    async with running_hub(limits=HubLimits(max_held_per_key=1)) as rig, AsyncExitStack() as stack:
         await stays(rig, "stream", stack)
         assert (await refused(rig, "socket"))[0] == 429, "of every kind together"
         async with watching(rig, "/api/events", role=Role.VIEWER):
@@ -393,7 +393,7 @@ async def test_a_key_that_took_all_it_may_leaves_room_for_another() -> None:
 
 
 async def test_a_stream_that_is_refused_for_another_reason_keeps_no_place() -> None:
-    async with running_hub(limits=Limits(max_streams=1)) as rig:
+    async with running_hub(limits=HubLimits(max_streams=1)) as rig:
         for path in ("/api/jobs/nobody/progress", "/api/events?tenant=other"):
             for _ in range(2):
                 assert (await rig.get(path, role=Role.TENANT)).status in (403, 404)
@@ -420,7 +420,7 @@ async def test_a_stream_with_a_request_behind_it_ends_with_its_connection(second
 
 
 def test_the_limits_of_connections_hold_what_the_limits_of_places_promise() -> None:
-    usual = Limits()
+    usual = HubLimits()
     assert usual.max_connections >= max(usual.max_streams, usual.max_sockets, usual.max_parked)
     assert usual.max_connections_per_address >= usual.max_held_per_address >= usual.max_held_per_key
 

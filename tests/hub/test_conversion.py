@@ -17,7 +17,7 @@ from tests.pool._fleet import QUICK_AGENT, QUICK_COMFYUI
 
 from comfyfleet import FleetClient, Refusal, WorkflowPool
 from comfyfleet.engine.node_catalogs import DRAWER, SHARED_DRAWER, NodeCatalogs
-from comfyfleet.hub.local_worker_api import InsideApi
+from comfyfleet.hub.local_worker_api import LocalWorkerApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import TenantId, WorkerId
@@ -87,7 +87,7 @@ async def test_a_worker_behind_http_lets_the_hub_convert() -> None:
 async def test_an_agent_in_the_hubs_own_process_lets_it_convert_too(tmp_path: Path) -> None:
     async with running_hub(folder=tmp_path) as rig, FakeComfyUI(SETTINGS) as fake:
         assert rig.assets is not None
-        inside = InsideApi(rig.engine, rig.assets)
+        inside = LocalWorkerApi(rig.engine, rig.assets)
         async with Agent(inside, GPU, [ComfyUI(fake.url, QUICK_COMFYUI)], QUICK_AGENT) as agent:
             await agent.first_verdict()
             answer = await rig.post("/api/workflows/convert", {"workflow": editors_workflow()})

@@ -15,16 +15,16 @@ from tests.hub._hub import HubRig, hub_in_process, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import complete, lease, register
 
-from comfyfleet.engine.system import SystemChance, SystemClock
+from comfyfleet.engine.system import SystemClock, SystemRandom
 from comfyfleet.hub.webhooks import sender
-from comfyfleet.hub.webhooks.dispatcher import Delivering
-from comfyfleet.hub.webhooks.sender import Pending, Sender
+from comfyfleet.hub.webhooks.dispatcher import WebhookDispatcher
+from comfyfleet.hub.webhooks.sender import PendingDeliveries, WebhookSender
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.webhook import Delivery
-from comfyfleet.ports import Cabinet, Document
-from comfyfleet.tenancy.webhook_outbox import Deliveries
+from comfyfleet.ports import Document, DocumentStore
+from comfyfleet.tenancy.webhook_outbox import WebhookOutbox
 from comfyfleet.tenancy.webhooks import Webhooks
 
 
@@ -121,7 +121,7 @@ async def test_a_hub_that_stops_gives_back_what_it_was_sending(
 class Dying:
     """A cabinet as a hub sees it that dies before its write of this number: nothing of what follows is done."""
 
-    def __init__(self, cabinet: Cabinet, dies_at: int) -> None:
+    def __init__(self, cabinet: DocumentStore, dies_at: int) -> None:
         self._cabinet = cabinet
         self._dies_at = dies_at
         self._writes = 0
@@ -157,10 +157,10 @@ class Dying:
             raise Fault("this hub is dead")
 
 
-def delivering(rig: HubRig, cabinet: Cabinet) -> Delivering:
-    webhooks, book, called = Webhooks(cabinet, SystemClock()), Deliveries(cabinet), guard()
-    sender = Sender(rig.engine, book, webhooks, called, SystemChance(), claim_s=0.1)
-    return Delivering(rig.engine, book, webhooks, called, sender, Pending(book, 100))
+def delivering(rig: HubRig, cabinet: DocumentStore) -> WebhookDispatcher:
+    webhooks, book, called = Webhooks(cabinet, SystemClock()), WebhookOutbox(cabinet), guard()
+    sender = WebhookSender(rig.engine, book, webhooks, called, SystemRandom(), claim_s=0.1)
+    return WebhookDispatcher(rig.engine, book, webhooks, called, sender, PendingDeliveries(book, 100))
 
 
 WRITES = 12

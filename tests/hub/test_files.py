@@ -17,15 +17,15 @@ from tests.worker._comfyui import QUICK, picture
 from tests.worker._scripted import quick
 
 from comfyfleet.client.client import FleetClient
-from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.local import LocalFileStore
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.http.limits import HungUp
+from comfyfleet.hub.http.limits import ClientDisconnected
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, TenantId, WorkerId
 from comfyfleet.model.worker import Capabilities, Service
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire.worker import lease_body
@@ -70,7 +70,7 @@ async def test_an_upload_is_repeated_after_the_hub_died_between_record_and_bytes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_announced: bool
 ) -> None:
     clock, content = ManualClock(), b"a picture"
-    assets = LocalAssets(tmp_path, MemoryCabinet(), clock, tenant_bytes=1000)
+    assets = LocalFileStore(tmp_path, MemoryDocumentStore(), clock, tenant_bytes=1000)
     said: Any = {"size": len(content), "sha256": sha(content)} if is_announced else {}
     record = await assets.reserve(TenantId("acme"), name="in.png", content_type="image/png", **said)
 
@@ -119,7 +119,7 @@ async def test_a_hub_with_a_folder_of_its_own_says_why_it_has_not_what_another_r
     rig: HubRig, tmp_path: Path
 ) -> None:
     clock = ManualClock(time.time())
-    folder = LocalAssets(tmp_path / "of its own", rig.cabinet, clock)
+    folder = LocalFileStore(tmp_path / "of its own", rig.cabinet, clock)
     other = HubRig(Hub(rig.engine, rig.cabinet, clock, assets=folder), rig.engine, rig.cabinet, rig.keys)
     file = await announced(rig)
     assert (await rig.ask("PUT", file["link"]["url"], raw=b"x", role=None)).status == 200
@@ -165,7 +165,7 @@ async def test_a_link_is_good_for_one_file_one_method_and_a_while(rig: HubRig) -
 
 async def test_a_link_expires(tmp_path: Path) -> None:
     clock = ManualClock()
-    assets = LocalAssets(tmp_path, MemoryCabinet(), clock, grant_s=60)
+    assets = LocalFileStore(tmp_path, MemoryDocumentStore(), clock, grant_s=60)
     record = await assets.reserve(TenantId("acme"))
     grant = await assets.grant(record, "GET")
     signature = grant.url.partition("signature=")[2]
@@ -193,22 +193,22 @@ async def test_what_is_not_what_was_announced_leaves_nothing_behind(rig: HubRig,
 
 
 async def test_a_sender_that_hangs_up_leaves_nothing_and_may_begin_anew(tmp_path: Path) -> None:
-    assets = LocalAssets(tmp_path, MemoryCabinet(), ManualClock())
+    assets = LocalFileStore(tmp_path, MemoryDocumentStore(), ManualClock())
     record = await assets.reserve(TenantId("acme"))
 
     async def pieces(ends: bool) -> AsyncIterator[bytes]:
         yield b"half"
         if not ends:
-            raise HungUp
+            raise ClientDisconnected
 
-    with pytest.raises(HungUp):
+    with pytest.raises(ClientDisconnected):
         await assets.receive(record, pieces(ends=False))
     assert left_in(tmp_path) == []
     assert (await assets.receive(record, pieces(ends=True))).size == 4
 
 
 async def test_of_two_who_send_a_file_at_once_one_is_kept_whole(tmp_path: Path) -> None:
-    assets = LocalAssets(tmp_path, MemoryCabinet(), ManualClock())
+    assets = LocalFileStore(tmp_path, MemoryDocumentStore(), ManualClock())
     record = await assets.reserve(TenantId("acme"))
 
     async def pieces(letter: bytes) -> AsyncIterator[bytes]:
@@ -225,7 +225,7 @@ async def test_of_two_who_send_a_file_at_once_one_is_kept_whole(tmp_path: Path) 
 
 async def test_old_files_are_forgotten_with_their_bytes(tmp_path: Path) -> None:
     clock = ManualClock()
-    assets = LocalAssets(tmp_path, MemoryCabinet(), clock, keep_s=1000)
+    assets = LocalFileStore(tmp_path, MemoryDocumentStore(), clock, keep_s=1000)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"x"
@@ -251,8 +251,8 @@ async def test_old_files_are_forgotten_with_their_bytes(tmp_path: Path) -> None:
 
 
 async def test_files_that_no_record_tells_of_go_once_they_are_old(tmp_path: Path) -> None:
-    clock, cabinet = ManualClock(), MemoryCabinet()
-    assets = LocalAssets(tmp_path, cabinet, clock, keep_s=1000)
+    clock, cabinet = ManualClock(), MemoryDocumentStore()
+    assets = LocalFileStore(tmp_path, cabinet, clock, keep_s=1000)
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"x"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests._examples import examples
 from tests.hub._hub import HubRig, graph, hub_in_process
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES
@@ -84,7 +84,7 @@ def requests(draw: st.DrawFn) -> tuple[Route, str, bytes]:
 @pytest_asyncio.fixture(scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HubRig]:
     pools = {"default": f"sqlite:///{tmp_path_factory.mktemp('pools')}/tenants.db"}
-    limits = Limits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
+    limits = HubLimits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
     async with hub_in_process(limits=limits, pools=pools) as rig:
         yield rig
 

@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 from tests.hub._hostile import Hostile, bodies, dearest, few, forms, send, values
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 from comfyfleet.wire.route import LARGE_BYTES, Route
 from comfyfleet.wire.routes import ROUTES
@@ -73,7 +73,7 @@ class HostileHub:
 
 
 @asynccontextmanager
-async def hostile_hub(limits: Limits, max_open_bytes: int) -> AsyncIterator[HostileHub]:
+async def hostile_hub(limits: HubLimits, max_open_bytes: int) -> AsyncIterator[HostileHub]:
     given = msgspec.json.encode(limits).decode(), str(max_open_bytes)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.hub._hostile_hub", *given, stdin=-1, stdout=-1
@@ -87,9 +87,9 @@ async def hostile_hub(limits: Limits, max_open_bytes: int) -> AsyncIterator[Host
         await process.wait()
 
 
-def generous(**more: Any) -> Limits:
+def generous(**more: Any) -> HubLimits:
     """With nothing in the way but the bounds of bodies."""
-    return Limits(requests_per_s=1e6, burst=1_000_000, max_wait_s=0.01, **more)
+    return HubLimits(requests_per_s=1e6, burst=1_000_000, max_wait_s=0.01, **more)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -194,7 +194,7 @@ async def test_no_body_of_the_full_size_stops_the_hub() -> None:
             route = BY_NAME[name]
             every: list[Attack] = [(_whoever_may(route), each) for each in dearest(route, LARGE_BYTES)]
             await attack(hub, route, LARGE_BYTES, every)
-        size = Limits().max_frame_bytes
+        size = HubLimits().max_frame_bytes
         work = partial(_say, hub, Role.TENANT, None, size - 4_096, ["a wide string", "small objects"])
         await hub.check("a frame", size, work)
 

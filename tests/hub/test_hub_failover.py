@@ -17,7 +17,7 @@ from tests.hub._hub import HubRig, graph, running_hub
 from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.client.client import FleetClient
-from comfyfleet.hub.http.server import ServingSettings
+from comfyfleet.hub.http.server import HubServerSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -61,7 +61,7 @@ class Pair:
 
     async def come(self, name: str) -> HubRig:
         life = self._lives[name] = AsyncExitStack()
-        settings = ServingSettings(port=self._ports[name], graceful_s=0.1)
+        settings = HubServerSettings(port=self._ports[name], graceful_s=0.1)
         rig = await life.enter_async_context(running_hub(settings, store_url=self._store_url))
         self.keys = self.keys or rig.keys
         return rig
@@ -180,7 +180,7 @@ async def page(port: int, status: str) -> AsyncIterator[None]:
 
 def somebody_else(what: str, port: int) -> AbstractAsyncContextManager[object]:
     if what == "hub of another fleet":
-        return running_hub(ServingSettings(port=port, graceful_s=0.1))
+        return running_hub(HubServerSettings(port=port, graceful_s=0.1))
     return page(port, what)
 
 

@@ -19,11 +19,11 @@ from tests.worker._comfyui import QUICK, picture
 from tests.worker._scripted import quick
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.files.local import LocalAssets
-from comfyfleet.hub.files.job_files import InputDesk
-from comfyfleet.hub.local_worker_api import InsideApi
+from comfyfleet.files.local import LocalFileStore
+from comfyfleet.hub.files.job_files import JobInputFiles
+from comfyfleet.hub.local_worker_api import LocalWorkerApi
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import Beat, LeasedJob, Poll, RegisterWorker
+from comfyfleet.model.calls import HeartbeatReply, LeasedJob, Poll, RegisterWorker
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import InputFile
@@ -197,7 +197,7 @@ async def test_a_file_that_a_worker_only_says_is_its_output_is_given_to_nobody(r
     other = (await rig.post("/api/keys", {"role": "tenant", "tenant": "other"})).body["key"]
     theirs = await uploaded(rig, key=other)
     assert rig.assets is not None
-    desk = InputDesk(rig.engine, rig.assets)
+    desk = JobInputFiles(rig.engine, rig.assets)
     named = (await rig.engine.submit(Submission(edit(), inputs=(JobInput("10", "image", theirs),)))).job_id
     await rig.engine.register(RegisterWorker(WorkerId("gpu"), OFFERS))
     job = await rig.engine.poll(Poll(WorkerId("gpu"), PollId("1"), 0))
@@ -227,7 +227,7 @@ async def test_a_worker_over_the_websocket_gets_links_too(tmp_path: Path) -> Non
 async def agent_at(rig: HubRig, fake: FakeComfyUI, door: str = "http") -> AsyncIterator[WorkerApi]:
     assert rig.assets is not None
     async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as far:
-        api: WorkerApi = far if door == "http" else InsideApi(rig.engine, rig.assets)
+        api: WorkerApi = far if door == "http" else LocalWorkerApi(rig.engine, rig.assets)
         async with Agent(api, WorkerId("gpu-a"), [ComfyUI(fake.url, QUICK)], quick()):
             yield api
 
@@ -328,10 +328,10 @@ async def test_a_worker_directly_on_the_store_is_passed_over_until_one_of_a_hub_
 
 
 async def test_a_hub_that_is_away_for_a_while_costs_no_attempt(tmp_path: Path) -> None:
-    class Away(InsideApi):
+    class Away(LocalWorkerApi):
         """Goes away at each first fetch and each first upload, and stays so for many tries."""
 
-        def __init__(self, engine: Engine, assets: LocalAssets) -> None:
+        def __init__(self, engine: Engine, assets: LocalFileStore) -> None:
             super().__init__(engine, assets)
             self.left = 0
             self.seen: set[str] = set()
@@ -347,7 +347,7 @@ async def test_a_hub_that_is_away_for_a_while_costs_no_attempt(tmp_path: Path) -
             if self.left:
                 raise Fault("nobody answers")
 
-        async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+        async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
             self._check()
             return await super().heartbeat(worker_id, refs)
 
@@ -372,7 +372,7 @@ async def test_a_hub_that_is_away_for_a_while_costs_no_attempt(tmp_path: Path) -
 
 
 async def test_a_job_is_cancelled_while_its_file_is_fetched(tmp_path: Path) -> None:
-    class Stuck(InsideApi):
+    class Stuck(LocalWorkerApi):
         fetching = asyncio.Event()
 
         async def fetch_input(self, job: LeasedJob, file: InputFile, path: Path) -> None:
@@ -441,8 +441,8 @@ async def test_a_file_that_an_open_job_brings_is_not_swept(tmp_path: Path) -> No
     clock = ManualClock()
     store = MemoryStore(clock)
     async with Engine(store, clock=clock) as engine:
-        assets = LocalAssets(tmp_path, store.cabinet, clock, keep_s=1000)
-        desk = InputDesk(engine, assets)
+        assets = LocalFileStore(tmp_path, store.cabinet, clock, keep_s=1000)
+        desk = JobInputFiles(engine, assets)
 
         async def kept(name: str) -> str:
             async def pieces() -> AsyncIterator[bytes]:
@@ -475,7 +475,7 @@ async def test_old_files_in_use_do_not_keep_others_from_being_swept(
 ) -> None:
     monkeypatch.setattr("comfyfleet.files.records.PAGE", 2)
     clock = ManualClock()
-    assets = LocalAssets(tmp_path, MemoryStore(clock).cabinet, clock, keep_s=1000)
+    assets = LocalFileStore(tmp_path, MemoryStore(clock).cabinet, clock, keep_s=1000)
     files = []
     for _ in range(5):
         files.append((await assets.reserve(TenantId("acme"))).file_id)

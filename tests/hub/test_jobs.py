@@ -14,7 +14,7 @@ from tests.hub._watching import lease, register, report
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Poll, RegisterWorker, Release
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import JobResult
@@ -77,8 +77,8 @@ async def test_a_list_shows_no_start_of_a_job_that_waits_again(rig: HubRig) -> N
     await register(rig)
     job_id = await rig.submit()
     leased = await lease(rig)
-    await report(rig, leased, NewsKind.ACCEPTED)
-    await report(rig, leased, NewsKind.STARTED)
+    await report(rig, leased, ProgressKind.ACCEPTED)
+    await report(rig, leased, ProgressKind.STARTED)
     (found,) = (await rig.get("/api/jobs")).body["jobs"]
     assert found["started_at"] is not None and found["prompt_id"] is not None
     await rig.engine.release(Release(leased.ref, "drain"))

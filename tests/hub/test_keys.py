@@ -12,11 +12,11 @@ import pytest
 import pytest_asyncio
 from tests.hub._hub import Answer, HubRig, hub_in_process, running_hub
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire.websocket import AGENT_PROTOCOL
@@ -71,7 +71,7 @@ async def test_a_revoked_key_opens_nothing_from_that_moment_on(rig: HubRig) -> N
 
 @pytest.mark.parametrize("is_here", [True, False], ids=["at this hub", "at another"])
 async def test_connections_that_a_key_had_opened_end_when_it_is_revoked(is_here: bool) -> None:
-    async with running_hub(limits=Limits(beat_s=3600 if is_here else 0.05)) as rig, asyncio.timeout(60):
+    async with running_hub(limits=HubLimits(beat_s=3600 if is_here else 0.05)) as rig, asyncio.timeout(60):
         job_id = await rig.submit()
         worker = (await rig.post("/api/keys", {"role": "worker"})).body
         viewer = (await rig.post("/api/keys", {"role": "viewer"})).body
@@ -186,7 +186,7 @@ async def test_of_many_that_enrol_under_one_name_at_once_one_has_a_key(rig: HubR
 
 async def test_keys_tokens_and_old_secrets_end_with_their_time() -> None:
     clock = ManualClock()
-    keys = Keys(MemoryCabinet(), clock)
+    keys = Keys(MemoryDocumentStore(), clock)
     key, text = await keys.create(Role.ADMIN, expires_in_s=10)
     _, token = await keys.invite(uses=5, expires_in_s=10)
     _, newer = await keys.rotate(key.key_id, overlap_s=5)

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.hub._hub import HubRig, graph, hub_in_process, running_hub, submission
 
 from comfyfleet.hub.http.body import check_json
-from comfyfleet.hub.http.limits import Limits, Rate
+from comfyfleet.hub.http.limits import HubLimits, RequestRate
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal
 from comfyfleet.policy.rules import Rules
 
-SMALL = Limits(max_body_bytes=20_000, max_unpacked_bytes=50_000, max_depth=20)
+SMALL = HubLimits(max_body_bytes=20_000, max_unpacked_bytes=50_000, max_depth=20)
 
 
 @pytest_asyncio.fixture(scope="module")
@@ -56,7 +56,7 @@ async def test_a_deflate_stream_without_its_header_is_understood_too(rig: HubRig
 
 
 async def test_a_bomb_costs_no_more_than_the_bound() -> None:
-    async with hub_in_process(limits=Limits(max_unpacked_bytes=1_000_000)) as rig:
+    async with hub_in_process(limits=HubLimits(max_unpacked_bytes=1_000_000)) as rig:
         bomb = gzip.compress(b" " * 20_000_000)
         answer = await rig.post("/api/jobs", raw=bomb, headers={"content-encoding": "gzip"})
         assert answer.code == "too_large"
@@ -139,7 +139,7 @@ async def test_all_large_bodies_together_have_a_bound_and_one_key_has_half_of_it
     body = msgspec.json.encode(
         submission(workflow={"1": {"class_type": "A", "inputs": {"x": "x" * 300_000}}})
     )
-    async with hub_in_process(limits=Limits(max_bodies_bytes=1_000_000)) as rig:
+    async with hub_in_process(limits=HubLimits(max_bodies_bytes=1_000_000)) as rig:
         at_once = [rig.post("/api/jobs", raw=body, role=Role.TENANT) for _ in range(4)]
         answers = await asyncio.gather(*at_once)
         assert sorted({answer.status for answer in answers}) == [201, 503]
@@ -274,7 +274,7 @@ def test_depth_is_seen_from_the_bytes_as_it_is(value: object, bound: int) -> Non
 
 
 async def test_a_key_that_asks_too_often_is_told_when_to_come_back() -> None:
-    async with hub_in_process(limits=Limits(requests_per_s=0.5, burst=3)) as rig:
+    async with hub_in_process(limits=HubLimits(requests_per_s=0.5, burst=3)) as rig:
         for _ in range(3):
             assert (await rig.get("/api/stats")).status == 200
         answer = await rig.get("/api/stats")
@@ -286,7 +286,7 @@ async def test_a_key_that_asks_too_often_is_told_when_to_come_back() -> None:
 
 
 async def test_wrong_keys_cost_patience_and_good_ones_do_not() -> None:
-    async with hub_in_process(limits=Limits(refusals_per_s=0.01, refusals_burst=3)) as rig:
+    async with hub_in_process(limits=HubLimits(refusals_per_s=0.01, refusals_burst=3)) as rig:
         assert (await rig.get("/api/stats")).status == 200
         for _ in range(3):
             assert (await rig.get("/api/stats", key="cfk_0_0")).code == "unauthenticated"
@@ -299,7 +299,7 @@ async def test_wrong_keys_cost_patience_and_good_ones_do_not() -> None:
 
 
 async def test_a_good_key_is_served_however_many_wrong_ones_come_from_its_address() -> None:
-    async with hub_in_process(limits=Limits(refusals_per_s=0.01, refusals_burst=3)) as rig:
+    async with hub_in_process(limits=HubLimits(refusals_per_s=0.01, refusals_burst=3)) as rig:
         statuses = []
         for number in range(30):
             wrong = await rig.get("/api/stats", key=f"cfk_{number:04d}_0")
@@ -329,7 +329,7 @@ async def test_a_wrong_key_is_looked_up_once_in_a_while_however_often_it_is_sent
 
 def test_a_bucket_fills_again_with_time_and_no_further() -> None:
     now = 0.0
-    rate = Rate(2.0, 3, lambda: now)
+    rate = RequestRate(2.0, 3, lambda: now)
     for _ in range(3):
         rate.take("a")
     with pytest.raises(Refusal):
@@ -346,7 +346,7 @@ def test_a_bucket_fills_again_with_time_and_no_further() -> None:
 
 
 async def test_a_hub_answers_only_so_many_at_once() -> None:
-    async with hub_in_process(limits=Limits(max_in_flight=0)) as rig:
+    async with hub_in_process(limits=HubLimits(max_in_flight=0)) as rig:
         answer = await rig.get("/api/stats")
         assert (answer.status, answer.code) == (503, "unavailable")
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from tests.hub._hub import HubRig, ask_app, hub_in_process
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES
@@ -76,7 +76,7 @@ QUERIES = [
 async def rig(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[HubRig]:
-    limits = Limits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
+    limits = HubLimits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
     folder = tmp_path_factory.mktemp("files")
     url = f"sqlite:///{folder}/fleet.db"
     async with hub_in_process(limits=limits, is_open=request.param, store_url=url, folder=folder) as rig:

@@ -10,8 +10,8 @@ from urllib.parse import quote
 import pytest_asyncio
 from tests.hub._hub import HubRig, hub_in_process
 
-from comfyfleet.hub.streams.feed import Entry
-from comfyfleet.hub.streams.fleet_feed import Wanted
+from comfyfleet.hub.streams.feed import FeedEntry
+from comfyfleet.hub.streams.fleet_feed import EventFilter
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities, Service
@@ -85,9 +85,9 @@ async def test_an_enrolment_says_when_it_was_made(rig: HubRig) -> None:
 
 def test_events_are_chosen_by_the_names_of_today_and_of_before() -> None:
     ours, theirs = (
-        Entry("leased", FleetBody("leased", 1.0, job_id, worker_id))
+        FeedEntry("leased", FleetBody("leased", 1.0, job_id, worker_id))
         for job_id, worker_id in (("a", "gpu-a"), ("b", "gpu-b"))
     )
     for query in (EventsQuery(job="a"), EventsQuery(job_id="a"), EventsQuery(worker_id="gpu-a")):
-        wanted = Wanted(query, None)
+        wanted = EventFilter(query, None)
         assert wanted(ours) and not wanted(theirs)

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 from tests.hub._hub import running_hub
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import Capabilities, Service
-from comfyfleet.net.url_guard import Guard
+from comfyfleet.net.url_guard import UrlGuard
 
-PATIENT = Limits(max_wait_s=0.001, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
+PATIENT = HubLimits(max_wait_s=0.001, requests_per_s=1e6, burst=1_000_000, refusals_burst=1_000_000)
 
 # The fleet's stream has no end to wait for. And whoever tries everything also ends the key it asks with, from which
 # moment on it is refused at every other door: what ends keys is for test_keys.py.
@@ -43,7 +43,7 @@ async def test_no_request_makes_the_hub_fail_or_answer_what_it_does_not_document
     assert command is not None, "schemathesis is not installed: make .venv/.installed"
     pools = {"default": f"sqlite:///{tmp_path}/tenants.db"}
     async with running_hub(
-        limits=PATIENT, folder=tmp_path / "files", guard=Guard(lookup=nobody), pools=pools
+        limits=PATIENT, folder=tmp_path / "files", guard=UrlGuard(lookup=nobody), pools=pools
     ) as rig:
         await rig.submit()
         worker = RegisterWorker(WorkerId("gpu-a"), Capabilities((Service("comfyui"),)))

@@ -20,16 +20,16 @@ from tests.servers.s3_server import CREDENTIALS, S3Server, s3_server
 
 from comfyfleet.client.client import FleetClient
 from comfyfleet.engine.system import SystemClock
-from comfyfleet.files.s3 import S3Assets
-from comfyfleet.files.s3_storage import Multipart, Storage
-from comfyfleet.hub.local_worker_api import InsideApi
+from comfyfleet.files.s3 import S3FileStore
+from comfyfleet.files.s3_storage import S3Multipart, S3Storage
+from comfyfleet.hub.local_worker_api import LocalWorkerApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, LeasedJob, Release
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import OutputFile
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.testing.time import ManualClock
 from comfyfleet.wire import files
 from comfyfleet.wire.worker import lease_body
@@ -50,8 +50,8 @@ def server() -> Iterator[S3Server]:
 
 
 async def under_way(server: S3Server, prefix: str = "hub/") -> int:
-    storage = Storage(server.bucket, CREDENTIALS)
-    found = await Multipart(storage).uploads(prefix, None, 100)
+    storage = S3Storage(server.bucket, CREDENTIALS)
+    found = await S3Multipart(storage).uploads(prefix, None, 100)
     await storage.close()
     return len(found)
 
@@ -220,15 +220,15 @@ async def test_a_look_that_takes_long_is_asked_for_again_and_made_once(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks, go_on = 0, asyncio.Event()
-    as_it_is = S3Assets._digest
+    as_it_is = S3FileStore._digest
 
-    async def slowly(self: S3Assets, record: FileRecord) -> str:
+    async def slowly(self: S3FileStore, record: FileRecord) -> str:
         nonlocal looks
         looks += 1
         await go_on.wait()
         return await as_it_is(self, record)
 
-    monkeypatch.setattr(S3Assets, "_digest", slowly)
+    monkeypatch.setattr(S3FileStore, "_digest", slowly)
     async with (
         s3_hub(server.bucket, part_bytes=PART, look_s=0.05) as rig,
         FleetClient(rig.url, rig.keys[Role.TENANT], patience_s=1.0) as client,
@@ -248,28 +248,28 @@ async def test_an_agent_in_the_hubs_own_process_waits_for_the_look_and_sends_not
 ) -> None:
     (tmp_path / "made").write_bytes(CONTENT)
     asked, go_on = 0, asyncio.Event()
-    as_it_is = S3Assets.complete
+    as_it_is = S3FileStore.complete
 
-    async def counted(self: S3Assets, file_id: str) -> FileRecord:
+    async def counted(self: S3FileStore, file_id: str) -> FileRecord:
         nonlocal asked
         asked += 1
         if asked == 2:
             go_on.set()
         return await as_it_is(self, file_id)
 
-    async def slowly(self: S3Assets, record: FileRecord) -> str:
+    async def slowly(self: S3FileStore, record: FileRecord) -> str:
         await go_on.wait()
         return DIGEST
 
-    monkeypatch.setattr(S3Assets, "complete", counted)
-    monkeypatch.setattr(S3Assets, "_digest", slowly)
+    monkeypatch.setattr(S3FileStore, "complete", counted)
+    monkeypatch.setattr(S3FileStore, "_digest", slowly)
     options: dict[str, Any] = {"part_bytes": PART, "max_put_bytes": PART}
     async with s3_hub(server.bucket) as rig:
         await submitted(rig, submission())
         async with HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as far:
             job = await a_lease(far)
-        assets = S3Assets(server.bucket, CREDENTIALS, rig.cabinet, SystemClock(), look_s=0.05, **options)
-        inside = InsideApi(rig.engine, assets)
+        assets = S3FileStore(server.bucket, CREDENTIALS, rig.cabinet, SystemClock(), look_s=0.05, **options)
+        inside = LocalWorkerApi(rig.engine, assets)
         kept = await inside.keep(job.ref, OUT, OnDisk(tmp_path / "made"))
         assert asked == 2 and [each.name for each in await rig.cabinet.listing("files")] == [kept]
         await assets.close()
@@ -286,7 +286,7 @@ async def test_a_thumbnail_lies_in_the_storage_beside_its_picture(server: S3Serv
         small = (await rig.get(f"/api/files/{picture.id}/thumbnail?size=64", role=Role.TENANT)).body
         link = OutputFile("", "", "small.webp", file_id=small["id"], url=small["link"]["url"])
         assert Image.open(io.BytesIO(await client.fetch(link))).size == (64, 32)
-        storage = Storage(server.bucket, CREDENTIALS)
+        storage = S3Storage(server.bucket, CREDENTIALS)
         assert await storage.keys("pictures/acme/thumbnails/", "", 10) == [
             f"pictures/acme/thumbnails/{small['id']}"
         ]
@@ -307,11 +307,11 @@ async def test_a_file_that_is_too_large_for_one_piece_has_no_such_link(
 
 
 @pytest.fixture
-async def assets(server: S3Server) -> AsyncIterator[S3Assets]:
-    async with S3Assets(
+async def assets(server: S3Server) -> AsyncIterator[S3FileStore]:
+    async with S3FileStore(
         server.bucket,
         CREDENTIALS,
-        MemoryCabinet(),
+        MemoryDocumentStore(),
         ManualClock(time.time()),
         prefix="inside",
         keep_s=1000.0,
@@ -326,7 +326,7 @@ async def pieces(content: bytes, step: int = 777_777) -> AsyncIterator[bytes]:
         yield content[start : start + step]
 
 
-async def test_whoever_is_inside_sends_a_large_file_as_one(server: S3Server, assets: S3Assets) -> None:
+async def test_whoever_is_inside_sends_a_large_file_as_one(server: S3Server, assets: S3FileStore) -> None:
     record = await assets.reserve(TenantId("acme"), size=len(CONTENT), sha256=DIGEST)
     wrong = (
         (CONTENT[:-1], RefusalCode.INVALID_REQUEST),
@@ -343,7 +343,7 @@ async def test_whoever_is_inside_sends_a_large_file_as_one(server: S3Server, ass
     assert b"".join([piece async for piece in assets.read(record)]) == CONTENT
 
 
-async def test_uploads_that_nobody_ended_go_with_their_time(server: S3Server, assets: S3Assets) -> None:
+async def test_uploads_that_nobody_ended_go_with_their_time(server: S3Server, assets: S3FileStore) -> None:
     clock = assets._clock
     assert isinstance(clock, ManualClock)
     known, lost = [await assets.reserve(TenantId("acme"), size=len(CONTENT), sha256=DIGEST) for _ in range(2)]
@@ -358,7 +358,7 @@ async def test_uploads_that_nobody_ended_go_with_their_time(server: S3Server, as
     assert await assets.get(known.file_id) is None
 
 
-async def test_of_two_who_begin_an_upload_at_once_one_is_begun(server: S3Server, assets: S3Assets) -> None:
+async def test_of_two_who_begin_an_upload_at_once_one_is_begun(server: S3Server, assets: S3FileStore) -> None:
     record = await assets.reserve(TenantId("acme"), size=len(CONTENT), sha256=DIGEST)
     before = await under_way(server, "inside/")
     grants = await asyncio.gather(*(assets.part_grants(record, {number: DIGEST}) for number in (1, 2, 3)))

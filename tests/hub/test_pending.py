@@ -11,22 +11,22 @@ from tests.hub._hub import HubRig, running_hub, submission
 from tests.hub._receiver import Receiver, receiving
 from tests.hub._watching import register
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.hub.webhooks import sender
-from comfyfleet.hub.webhooks.sender import Pending
+from comfyfleet.hub.webhooks.sender import PendingDeliveries
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery
-from comfyfleet.stores.documents import MemoryCabinet
-from comfyfleet.tenancy.webhook_outbox import Deliveries
+from comfyfleet.stores.documents import MemoryDocumentStore
+from comfyfleet.tenancy.webhook_outbox import WebhookOutbox
 
 
 @pytest_asyncio.fixture
 async def rig(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[HubRig]:
     monkeypatch.setattr(sender, "_EVERY_S", 0.0)
-    limits = Limits(max_pending_deliveries=2)
+    limits = HubLimits(max_pending_deliveries=2)
     async with running_hub(rules=QUICK, guard=guard(), limits=limits) as rig:
         await register(rig)
         yield rig
@@ -92,12 +92,12 @@ async def test_a_count_goes_through_all_pages_and_is_not_made_all_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sender, "_PAGE", 2)
-    book = Deliveries(MemoryCabinet())
+    book = WebhookOutbox(MemoryDocumentStore())
     for number in range(5):
         job_id = JobId(f"01900000-0000-7000-8000-{number:012d}")
         owner = TenantId("acme" if number != 2 else "other")
         await book.add(Delivery(job_id, 1, "job", owner, "https://x.example/", FactKind.FAILED, 1, 1.0, 1.0))
-    counted = Pending(book, 4)
+    counted = PendingDeliveries(book, 4)
     counted.check(TenantId("acme"))
     await counted.count()
     with pytest.raises(Refusal) as refused:

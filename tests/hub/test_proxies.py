@@ -7,7 +7,7 @@ from tests.hub._hub import ask_app, hub_in_process
 
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.hub.http.proxies import TrustedProxies
 
 TRUSTED = TrustedProxies(["10.0.0.0/8", "::1"])
@@ -49,7 +49,7 @@ def test_an_entry_that_is_no_network_is_named() -> None:
 
 
 async def test_limits_by_address_count_senders_behind_a_trusted_proxy_and_nobody_chooses_an_address() -> None:
-    limits = Limits(requests_per_s=0.001, burst=2)
+    limits = HubLimits(requests_per_s=0.001, burst=2)
     async with hub_in_process() as rig:
         for proxies, counted in ((TrustedProxies(["127.0.0.1"]), 200), (None, 429)):
             hub = Hub(rig.engine, rig.cabinet, SystemClock(), limits=limits, proxies=proxies)

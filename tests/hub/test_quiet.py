@@ -9,7 +9,7 @@ import pytest
 from tests.hub._hub import HubRig, running_hub
 from tests.hub.test_connections import rest, wire
 
-from comfyfleet.hub.http.uvicorn_logging import QuietLogger
+from comfyfleet.hub.http.uvicorn_logging import UvicornLogger
 from comfyfleet.model.access import Role
 
 _NO_TEXT = b"\x81\x82\0\0\0\0\xff\xfe"
@@ -71,7 +71,7 @@ def told(error: Exception, caplog: pytest.LogCaptureFixture, *, deep: bool = Fal
             fail()
         raise error
     except Exception:
-        QuietLogger(logging.getLogger("uvicorn.error")).exception("Exception in ASGI application")
+        UvicornLogger(logging.getLogger("uvicorn.error")).exception("Exception in ASGI application")
     return any(record.exc_info for record in caplog.records)
 
 

@@ -16,7 +16,7 @@ from tests.worker._comfyui import QUICK as QUICK_COMFYUI
 from tests.worker._scripted import quick, until
 
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import Beat, Command, RegisterWorker
+from comfyfleet.model.calls import Command, HeartbeatReply, RegisterWorker
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.wire import worker as wire
 from comfyfleet.worker.agent import Agent
@@ -114,7 +114,7 @@ def test_a_worker_passes_over_a_command_that_it_does_not_know() -> None:
     text = (
         b'{"duration_s":60,"commands":[{"action":"dance"},{"action":"drain"}],"missing":["x.pt"],"later":1}'
     )
-    assert wire.beat(msgspec.json.decode(text, type=wire.BeatAnswer)) == Beat(
+    assert wire.beat(msgspec.json.decode(text, type=wire.HeartbeatAnswer)) == HeartbeatReply(
         60, commands=(Command("drain"),), missing=("x.pt",)
     )
 

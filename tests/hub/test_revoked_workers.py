@@ -9,7 +9,7 @@ import pytest
 from tests.hub._delivering import until
 from tests.hub._hub import HubRig, hub_in_process, running_hub
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.access import Role
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, WorkerId
@@ -107,7 +107,7 @@ async def test_a_name_that_is_enrolled_anew_begins_anew() -> None:
 
 @pytest.mark.timeout(60)
 async def test_a_key_that_ends_elsewhere_or_by_itself_takes_its_worker_along_soon() -> None:
-    async with running_hub(limits=Limits(beat_s=0.05)) as rig:
+    async with running_hub(limits=HubLimits(beat_s=0.05)) as rig:
         key = await enrolled(rig, "gpu-1")
         await rig.submit()
         # Busy, it has no connection that could be closed.

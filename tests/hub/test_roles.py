@@ -11,7 +11,7 @@ import pytest_asyncio
 from tests.hub._hub import HubRig, ask_app, hub_in_process
 
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import FailureReport, Poll, RegisterWorker, Release
 from comfyfleet.model.errors import Refusal
@@ -269,4 +269,4 @@ async def test_an_open_hub_believes_its_own_machine_and_nobody_else() -> None:
 async def test_an_open_hub_listens_on_the_loopback_alone() -> None:
     async with hub_in_process(is_open=True) as rig:
         with pytest.raises(Refusal, match="may not listen on"):
-            await Serving(rig.hub, ServingSettings(host="0.0.0.0", port=0)).__aenter__()
+            await HubServer(rig.hub, HubServerSettings(host="0.0.0.0", port=0)).__aenter__()

@@ -10,7 +10,7 @@ import pytest
 from tests.engine._interleaving import STORIES, DeafBus, Scene, interleavings
 
 from comfyfleet.engine.local_bus import LocalBus
-from comfyfleet.hub.streams.job_channels import Rooms
+from comfyfleet.hub.streams.job_channels import JobChannels
 from comfyfleet.hub.streams.sse import Watcher
 
 END = {
@@ -21,7 +21,7 @@ END = {
 }
 
 
-async def _stream(rooms: Rooms, scene: Scene) -> list[dict[str, Any]]:
+async def _stream(rooms: JobChannels, scene: Scene) -> list[dict[str, Any]]:
     """The facts that one connection is sent, to the end of its stream."""
     watcher: Watcher | None = None
 
@@ -54,7 +54,7 @@ def _problems(facts: list[dict[str, Any]]) -> str:
 
 async def _problem(scene: Scene, story: str, reads: tuple[int, ...]) -> str:
     async with scene:
-        rooms = Rooms(scene.watching)
+        rooms = JobChannels(scene.watching)
         try:
             scene.plan(scene.stories[story], reads)
             early = asyncio.create_task(_stream(rooms, scene))

@@ -26,14 +26,14 @@ from tests.worker._scripted import quick
 from yarl import URL
 
 from comfyfleet.client.client import FleetClient
-from comfyfleet.files.s3 import S3Assets
-from comfyfleet.files.s3_storage import Bucket, Storage, presigned
+from comfyfleet.files.s3 import S3FileStore
+from comfyfleet.files.s3_storage import S3Bucket, S3Storage, presigned
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import Completion, LeasedJob, Poll, RegisterWorker, Release
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult, OutputFile
-from comfyfleet.ports import Assets, Cabinet, Clock
+from comfyfleet.ports import Clock, DocumentStore, FileStore
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.wire import files
 from comfyfleet.wire.files import resolved
@@ -53,11 +53,11 @@ def server() -> Iterator[S3Server]:
 
 
 @asynccontextmanager
-async def s3_hub(bucket: Bucket, prefix: str = "hub", **options: Any) -> AsyncIterator[HubRig]:
-    made: list[S3Assets] = []
+async def s3_hub(bucket: S3Bucket, prefix: str = "hub", **options: Any) -> AsyncIterator[HubRig]:
+    made: list[S3FileStore] = []
 
-    def assets_on(cabinet: Cabinet, clock: Clock) -> Assets:
-        made.append(S3Assets(bucket, CREDENTIALS, cabinet, clock, prefix=prefix, **options))
+    def assets_on(cabinet: DocumentStore, clock: Clock) -> FileStore:
+        made.append(S3FileStore(bucket, CREDENTIALS, cabinet, clock, prefix=prefix, **options))
         return made[0]
 
     try:
@@ -169,7 +169,7 @@ class Tapped:
 async def test_a_picture_goes_to_a_worker_and_back_and_no_key_goes_to_the_storage(server: S3Server) -> None:
     async with (
         Tapped(server.port) as tapped,
-        s3_hub(Bucket(f"http://127.0.0.1:{tapped.port}", server.bucket.region, server.bucket.name)) as rig,
+        s3_hub(S3Bucket(f"http://127.0.0.1:{tapped.port}", server.bucket.region, server.bucket.name)) as rig,
         FakeComfyUI() as fake,
         FleetClient(rig.url, rig.keys[Role.TENANT]) as client,
     ):
@@ -243,24 +243,24 @@ async def test_a_link_that_has_expired_is_renewed_with_the_lease(server: S3Serve
 # what is not believed
 
 
-Spoil = Callable[[Storage, str, files.FileView], Any]
+Spoil = Callable[[S3Storage, str, files.FileView], Any]
 
 
-async def _nothing(storage: Storage, key: str, view: files.FileView) -> None:
+async def _nothing(storage: S3Storage, key: str, view: files.FileView) -> None:
     """Never uploaded."""
 
 
-async def _altered(storage: Storage, key: str, view: files.FileView) -> None:
+async def _altered(storage: S3Storage, key: str, view: files.FileView) -> None:
     await put(view, b"right")
     await storage.remove(key)
     await _written(storage, key, b"wrong")
 
 
-async def _short(storage: Storage, key: str, view: files.FileView) -> None:
+async def _short(storage: S3Storage, key: str, view: files.FileView) -> None:
     await _written(storage, key, b"rig")
 
 
-async def _written(storage: Storage, key: str, content: bytes) -> None:
+async def _written(storage: S3Storage, key: str, content: bytes) -> None:
     async def pieces() -> AsyncIterator[bytes]:
         yield content
 
@@ -271,7 +271,7 @@ async def _written(storage: Storage, key: str, content: bytes) -> None:
 async def test_an_upload_that_is_missing_short_or_altered_completes_nothing(
     server: S3Server, spoil: Spoil
 ) -> None:
-    storage = Storage(server.bucket, CREDENTIALS)
+    storage = S3Storage(server.bucket, CREDENTIALS)
     async with s3_hub(server.bucket) as rig, HttpWorkerApi(rig.url, rig.keys[Role.WORKER]) as api:
         job_id = await submitted(rig, submission())
         job = await a_lease(api)

@@ -16,7 +16,7 @@ from tests.hub._hub import hub_in_process, running_hub, submission
 from tests.worker._scripted import until
 
 from comfyfleet.client.client import FleetClient
-from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.worker.transports.http import HttpWorkerApi
@@ -35,8 +35,8 @@ async def test_a_hub_serves_tls_by_certificate_files(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
-    settings = ServingSettings(port=0, certificate_file=str(certificate), key_file=str(key))
-    async with hub_in_process() as rig, Serving(rig.hub, settings) as serving:
+    settings = HubServerSettings(port=0, certificate_file=str(certificate), key_file=str(key))
+    async with hub_in_process() as rig, HubServer(rig.hub, settings) as serving:
         assert serving.url.startswith("https://127.0.0.1:")
         trusted = ssl.create_default_context(cafile=str(certificate))
         async with aiohttp.ClientSession() as session:
@@ -57,12 +57,12 @@ async def test_a_taken_port_is_named() -> None:
     async with running_hub() as rig, hub_in_process() as other:
         port = int(rig.url.rpartition(":")[2])
         with pytest.raises(Fault, match=f"cannot listen on 127.0.0.1:{port}"):
-            await Serving(other.hub, ServingSettings(port=port)).__aenter__()
+            await HubServer(other.hub, HubServerSettings(port=port)).__aenter__()
 
 
 async def test_a_connection_that_is_kept_alive_does_not_keep_the_hub_from_ending() -> None:
     async with hub_in_process() as rig, aiohttp.ClientSession() as session:
-        serving = Serving(rig.hub, ServingSettings(port=0, graceful_s=600))
+        serving = HubServer(rig.hub, HubServerSettings(port=0, graceful_s=600))
         async with serving, session.get(f"{serving.url}/health") as response:
             await response.read()
             async with asyncio.timeout(60):
@@ -74,7 +74,7 @@ async def test_a_connection_that_is_kept_alive_does_not_keep_the_hub_from_ending
 
 async def test_connections_do_not_wait_for_a_packet_to_fill() -> None:
     # Two writes an answer and delayed acknowledgements cost 40 ms a request where Nagle's algorithm is left on.
-    async with hub_in_process() as rig, Serving(rig.hub, ServingSettings(port=0)) as serving:
+    async with hub_in_process() as rig, HubServer(rig.hub, HubServerSettings(port=0)) as serving:
         _, writer = await asyncio.open_connection("127.0.0.1", serving.port)
         try:
             assert serving._server is not None
@@ -120,7 +120,7 @@ async def test_a_restart_on_a_durable_store_loses_no_job_and_no_idempotency_key(
 async def test_a_second_port_serves_the_same_for_those_who_expect_the_socket_there() -> None:
     async with (
         running_hub(is_open=True) as rig,
-        Serving(rig.hub, ServingSettings(port=0, ws_port=0)) as serving,
+        HubServer(rig.hub, HubServerSettings(port=0, ws_port=0)) as serving,
         aiohttp.ClientSession() as session,
     ):
         assert serving.ws_port not in (None, serving.port)

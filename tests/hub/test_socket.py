@@ -19,8 +19,8 @@ from tests.hub._hub import HubRig, graph, hub_in_process, running_hub
 from tests.hub._watching import complete, lease, register, report
 from tests.worker._scripted import until
 
-from comfyfleet.hub.http.limits import Limits
-from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.http.limits import HubLimits
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.policy.rules import Rules
@@ -403,7 +403,7 @@ async def test_a_frame_that_means_nothing_is_answered_with_an_error(rig: HubRig,
 
 
 async def test_a_frame_that_is_too_large_ends_the_connection_and_nothing_else() -> None:
-    async with running_hub(limits=Limits(max_frame_bytes=10_000)) as rig:
+    async with running_hub(limits=HubLimits(max_frame_bytes=10_000)) as rig:
         async with connected(rig) as line:
             await line.socket.send_str('{"type": "ping", "x": "' + "x" * 20_000 + '"}')
             message = await line.socket.receive(timeout=60)
@@ -412,7 +412,7 @@ async def test_a_frame_that_is_too_large_ends_the_connection_and_nothing_else() 
 
 
 async def test_more_messages_than_the_rate_are_refused_in_words() -> None:
-    async with running_hub(limits=Limits(requests_per_s=1, burst=5)) as rig, connected(rig) as line:
+    async with running_hub(limits=HubLimits(requests_per_s=1, burst=5)) as rig, connected(rig) as line:
         codes = [(await line.ask("ping")).get("code") for _ in range(10)]
         assert codes.count("rate_limited") >= 4
 
@@ -442,7 +442,7 @@ async def test_whoever_sends_and_never_reads_is_not_read_from_for_ever(rig: HubR
 
 async def test_a_hub_that_ends_closes_its_sockets() -> None:
     async with hub_in_process() as rig:
-        serving = Serving(rig.hub, ServingSettings(port=0, graceful_s=600))
+        serving = HubServer(rig.hub, HubServerSettings(port=0, graceful_s=600))
         async with serving:
             rig.url = serving.url
             async with connected(rig, Role.WORKER) as line:
@@ -471,7 +471,7 @@ FIELDS = sorted({field for kind in KINDS.values() for field in kind.body.__struc
 
 @pytest_asyncio.fixture(scope="module")
 async def line() -> AsyncIterator[Line]:
-    limits = Limits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000)
+    limits = HubLimits(max_wait_s=0.0, requests_per_s=1e6, burst=1_000_000)
     async with running_hub(limits=limits) as rig, connected(rig) as line:
         yield line
 

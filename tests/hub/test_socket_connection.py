@@ -14,7 +14,7 @@ from tests.hub.test_connections import rest, wire
 from tests.hub.test_quiet import upgrade
 from websockets.http11 import Request
 
-from comfyfleet.hub.websocket.connection import SocketConnection
+from comfyfleet.hub.websocket.connection import WebSocketConnection
 
 _DEFLATE = b"sec-websocket-extensions: permessage-deflate; client_no_context_takeover\r\n\r\n"
 
@@ -46,14 +46,14 @@ def bombs() -> bytes:
 async def test_what_arrived_at_once_is_not_read_at_once(
     frames: Callable[[], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[SocketConnection] = []
-    accept = SocketConnection.handle_connect
+    seen: list[WebSocketConnection] = []
+    accept = WebSocketConnection.handle_connect
 
-    def recorded(connection: SocketConnection, event: Request) -> None:
+    def recorded(connection: WebSocketConnection, event: Request) -> None:
         seen.append(connection)
         accept(connection, event)
 
-    monkeypatch.setattr(SocketConnection, "handle_connect", recorded)
+    monkeypatch.setattr(WebSocketConnection, "handle_connect", recorded)
     async with running_hub() as rig, wire(rig, upgrade(rig)[:-2] + _DEFLATE) as (reader, _):
         await reader.readuntil(b"\r\n\r\n")
         (connection,) = seen

@@ -10,13 +10,13 @@ from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Document
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.tenancy.webhooks import Webhooks
 
 ACME = TenantId("acme")
 
 
-class Counting(MemoryCabinet):
+class Counting(MemoryDocumentStore):
     def __init__(self) -> None:
         super().__init__()
         self.asked = 0

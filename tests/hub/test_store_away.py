@@ -12,7 +12,7 @@ from tests.hub._hub import hub_in_process, submission
 from tests.worker._scripted import quick, until
 
 from comfyfleet import tracing
-from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import WorkerId
@@ -107,7 +107,7 @@ async def test_a_hub_whose_store_refuses_everything_closes_without_a_traceback(
     connector = SimulatedConnector(behaviour=hangs())
     journal = Journal(tmp_path / "journal", WorkerId("gpu"))
     async with hub_in_process(rules=rules, store_url=f"sqlite:///{tmp_path}/fleet.db") as rig:
-        serving = Serving(rig.hub, ServingSettings(port=0))
+        serving = HubServer(rig.hub, HubServerSettings(port=0))
         async with serving:
             agent = Agent(rig.engine, WorkerId("gpu"), [connector], quick(stop_grace_s=0.1), journal=journal)
             await agent.start()

@@ -14,14 +14,14 @@ from tests.hub._hub import HubRig, hub_in_process, running_hub
 from tests.hub._watching import GPU, complete, lease, register, report, watching
 from tests.worker._scripted import until
 
-from comfyfleet.hub.http.limits import Limits
-from comfyfleet.hub.http.server import Serving, ServingSettings
-from comfyfleet.hub.streams.feed import Entry, Feed
+from comfyfleet.hub.http.limits import HubLimits
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
+from comfyfleet.hub.streams.feed import Feed, FeedEntry
 from comfyfleet.hub.streams.sse import Watcher
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import FailureReport, Release
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.fact import News, NewsKind
+from comfyfleet.model.fact import ProgressEvent, ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job
@@ -55,7 +55,7 @@ async def test_a_stream_tells_every_fact_and_ends_with_the_result(rig: HubRig) -
         assert first.data.keys() == RECORD and first.data["status"] == "queued"
         job = await lease(rig)
         assert (await stream.until("leased")).data["status"] == "leased"
-        await report(rig, job, NewsKind.STARTED)
+        await report(rig, job, ProgressKind.STARTED)
         await stream.until("started")
         await report(rig, job, value=5, max=20, node="1", message="sampling", nodes_done=1)
         while (seen := await stream.until("progress")).data["value"] is None:
@@ -72,7 +72,7 @@ async def test_a_stream_tells_every_fact_and_ends_with_the_result(rig: HubRig) -
             "message": "sampling",
         }
         assert (seen.data["worker_id"], seen.data["lease"]) == ("gpu-a", 1)
-        await report(rig, job, NewsKind.PREVIEW, b"\xff\xd8", node="1")
+        await report(rig, job, ProgressKind.PREVIEW, b"\xff\xd8", node="1")
         assert (await stream.until("preview")).data["image"] == "/9g="
         await complete(rig, job)
         *_, last = await stream.rest()
@@ -304,7 +304,7 @@ async def test_a_watcher_that_does_not_read_loses_progress_and_no_fact_and_slows
 
 
 async def test_a_watcher_that_takes_nothing_for_long_is_closed() -> None:
-    async with running_hub(limits=Limits(beat_s=0.05)) as rig:
+    async with running_hub(limits=HubLimits(beat_s=0.05)) as rig:
         await register(rig)
         job_id = await rig.submit()
         job = await lease(rig)
@@ -320,10 +320,14 @@ async def test_news_of_a_lease_that_was_given_back_is_late_and_not_true(rig: Hub
     job_id = await rig.submit()
     job = await lease(rig)
     await rig.engine.release(Release(job.ref))
-    rig.engine.bus.publish(News(JobId(job_id), NewsKind.PROGRESS, 1.0, GPU, job.ref.number, {"value": 1}))
+    rig.engine.bus.publish(
+        ProgressEvent(JobId(job_id), ProgressKind.PROGRESS, 1.0, GPU, job.ref.number, {"value": 1})
+    )
     async with watching(rig, progress(job_id)) as stream:
         assert (await stream.until("progress")).data["status"] == "queued"
-        rig.engine.bus.publish(News(JobId(job_id), NewsKind.PROGRESS, 1.0, GPU, job.ref.number, {"value": 1}))
+        rig.engine.bus.publish(
+            ProgressEvent(JobId(job_id), ProgressKind.PROGRESS, 1.0, GPU, job.ref.number, {"value": 1})
+        )
         late = await stream.until("progress")
         assert (late.data["status"], late.data["value"]) == ("queued", None)
 
@@ -337,7 +341,7 @@ async def test_whoever_hangs_up_is_forgotten_with_his_room(rig: HubRig) -> None:
 
 
 async def test_an_idle_stream_says_that_it_lives() -> None:
-    async with running_hub(limits=Limits(beat_s=0.02)) as rig:
+    async with running_hub(limits=HubLimits(beat_s=0.02)) as rig:
         job_id = await rig.submit()
         async with watching(rig, progress(job_id)) as stream:
             reading = asyncio.create_task(stream.rest())
@@ -348,7 +352,7 @@ async def test_an_idle_stream_says_that_it_lives() -> None:
 
 async def test_a_hub_that_ends_closes_its_streams_at_once() -> None:
     async with hub_in_process() as rig:
-        serving = Serving(rig.hub, ServingSettings(port=0, graceful_s=600))
+        serving = HubServer(rig.hub, HubServerSettings(port=0, graceful_s=600))
         async with serving:
             rig.url = serving.url
             job_id = await rig.submit()
@@ -482,7 +486,7 @@ async def test_whoever_cannot_follow_the_fleet_is_told_to_read_again() -> None:
     watcher = Watcher(feed, b"", lambda _: True)
     assert await watcher.next() == b"retry: 1000\n\n"
     for number in range(5):
-        feed.add(Entry("queued", {"number": number}))
+        feed.add(FeedEntry("queued", {"number": number}))
     chunk = await watcher.next()
     assert chunk is not None
     assert chunk.startswith(b"event: resync\n") and chunk.count(b"event: queued") == 3

@@ -27,8 +27,8 @@ from comfyfleet.model.tenant import Tenant, TenantTerms
 from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.policy import tenants as policy
 from comfyfleet.tenancy.claims import Claim
-from comfyfleet.tenancy.deletion import Leaver
-from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.tenancy.deletion import TenantDeletion
+from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
 ACME = "/api/tenants/acme"
 
@@ -241,7 +241,7 @@ async def test_a_receipt_says_what_each_round_was_held_for_and_cost(rig: HubRig)
     assert (await rig.get(path, role=Role.TENANT)).body["rounds"] == []
     await made(rig)
     await rig.post(f"{ACME}/grants", {"amount": 100})
-    teller = Teller(await rig.estate.pools.get("default"))
+    teller = LedgerDriver(await rig.estate.pools.get("default"))
     opening = teller.opening(5, TENANT, job_id=job_id)
     await teller.database.open_round(msgspec.structs.replace(opening, price=FlatPrice(5)))
     await teller.end(opening.hold, Phase.FAILED)
@@ -382,11 +382,11 @@ async def test_the_audit_log_tells_of_a_deletion_once_however_often_it_is_tried(
         entries = (await rig.get("/api/audit")).body["entries"]
         return [each["outcome"] for each in entries if each["action"] == "tenant_deleted"]
 
-    async def later(self: Leaver, tenant: Tenant, claim: Claim) -> None:
+    async def later(self: TenantDeletion, tenant: Tenant, claim: Claim) -> None:
         raise Fault("its pool is away")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Leaver, "leave", later)
+        patch.setattr(TenantDeletion, "leave", later)
         for _ in range(3):
             await rig.hub._tenant_duties._see_to(TENANT)
     assert await told() == []

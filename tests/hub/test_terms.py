@@ -15,8 +15,8 @@ from tests.hub.test_conversion import editors_workflow
 from tests.hub.test_socket import connected
 from tests.servers.redis_fixtures import some_server, with_prefix
 
-from comfyfleet.hub.http.limits import DRAWER, Turns
-from comfyfleet.hub.tenants.admission import TermsGate
+from comfyfleet.hub.http.limits import DRAWER, RateLimiter
+from comfyfleet.hub.tenants.admission import TermsAdmission
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
 from comfyfleet.model.dispatch import Phase
@@ -28,9 +28,9 @@ from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
 from comfyfleet.model.worker import Capabilities, Location, Service
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.tenancy.database.registry import TenantDatabases
 from comfyfleet.tenancy.tenants import Tenants
-from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 from comfyfleet.testing.time import ManualClock
 
 
@@ -235,7 +235,7 @@ async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_p
     # As a crash between the two databases left it.
     database = open_tenant_database(pools_in(tmp_path)["first"])
     await database.open()
-    job_id = (await Teller(database).submit(0, TENANT)).hold_id.job_id
+    job_id = (await LedgerDriver(database).submit(0, TENANT)).hold_id.job_id
     await database.close()
     async with hub_in_process(**started) as rig, asyncio.timeout(60):
         while (dispatch := await rig.engine.store.load(job_id)) is None:
@@ -250,7 +250,7 @@ async def test_what_waits_for_a_hub_to_start_is_brought_in_under_the_terms(tmp_p
 async def test_open_jobs_are_counted_in_the_tenants_own_database(tmp_path: Path) -> None:
     async with hub_in_process(pools=pools_in(tmp_path)) as rig:
         await set_up(rig, caps=TenantCaps(max_waiting=3))
-        teller = Teller(await rig.estate.pools.get("first"))
+        teller = LedgerDriver(await rig.estate.pools.get("first"))
         for _ in range(2):
             await teller.submit(0, TENANT)
         assert (await rig.post("/api/jobs", submission(), role=Role.TENANT)).status == 201
@@ -270,21 +270,21 @@ class Gate:
     def __init__(self, folder: Path, *, is_shared: bool) -> None:
         self.clock = ManualClock()
         self.store = MemoryStore(self.clock)
-        self.pools = Pools(pools_in(folder), self.clock, open_tenant_database)
+        self.pools = TenantDatabases(pools_in(folder), self.clock, open_tenant_database)
         self._is_shared = is_shared
         self.gate = self.another()
 
-    def another(self) -> TermsGate:
+    def another(self) -> TermsAdmission:
         """As at another hub."""
         tenants = Tenants(self.store.cabinet, self.clock, is_shared=self._is_shared)
-        return TermsGate(tenants, self.pools, self.store.cabinet, self.clock, is_shared=self._is_shared)
+        return TermsAdmission(tenants, self.pools, self.store.cabinet, self.clock, is_shared=self._is_shared)
 
-    async def come(self, teller: Teller, *gates: TermsGate, count: int, **caps: int) -> int:
+    async def come(self, teller: LedgerDriver, *gates: TermsAdmission, count: int, **caps: int) -> int:
         """So many at once: how many got in."""
         tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(**caps))
         await teller.database.begin_book(TENANT)
 
-        async def one(gate: TermsGate) -> bool:
+        async def one(gate: TermsAdmission) -> bool:
             try:
                 async with gate.entering(tenant):
                     await teller.submit(0, TENANT)
@@ -305,7 +305,7 @@ async def gate(tmp_path: Path) -> AsyncIterator[Gate]:
 
 
 async def test_of_many_that_come_at_once_exactly_those_get_in_that_there_is_room_for(gate: Gate) -> None:
-    teller = Teller(await gate.pools.get("first"))
+    teller = LedgerDriver(await gate.pools.get("first"))
     held = await teller.submit(0, TENANT)
     assert await gate.come(teller, gate.gate, count=50, max_waiting=30) == 29
     await teller.end(held, Phase.CANCELLED)
@@ -318,7 +318,7 @@ async def test_of_many_that_come_at_once_exactly_those_get_in_that_there_is_room
 
 
 async def test_whoever_fails_to_be_written_gives_its_room_back(gate: Gate) -> None:
-    teller = Teller(await gate.pools.get("first"))
+    teller = LedgerDriver(await gate.pools.get("first"))
     tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(max_waiting=1))
     with pytest.raises(Fault):
         async with gate.gate.entering(tenant):
@@ -328,7 +328,7 @@ async def test_whoever_fails_to_be_written_gives_its_room_back(gate: Gate) -> No
 
 
 async def test_nobody_is_counted_out_who_is_on_the_way_in(gate: Gate) -> None:
-    teller = Teller(await gate.pools.get("first"))
+    teller = LedgerDriver(await gate.pools.get("first"))
     await teller.database.begin_book(TENANT)
     tenant = Tenant(TENANT, "first", 1.0, caps=TenantCaps(max_waiting=1))
     async with gate.gate.entering(tenant):
@@ -341,7 +341,7 @@ async def test_nobody_is_counted_out_who_is_on_the_way_in(gate: Gate) -> None:
 
 async def test_several_hubs_share_one_bound(tmp_path: Path) -> None:
     gate = Gate(tmp_path, is_shared=True)
-    teller = Teller(await gate.pools.get("first"))
+    teller = LedgerDriver(await gate.pools.get("first"))
     got_in = await gate.come(teller, gate.gate, gate.another(), gate.another(), count=150, max_waiting=40)
     assert 40 <= got_in <= 40 + 2 * (40 // 8 + 1)
     await gate.pools.close()
@@ -349,7 +349,7 @@ async def test_several_hubs_share_one_bound(tmp_path: Path) -> None:
 
 async def test_several_hubs_share_one_rate_and_hand_out_no_more_than_there_is(tmp_path: Path) -> None:
     gate = Gate(tmp_path, is_shared=True)
-    teller = Teller(await gate.pools.get("first"))
+    teller = LedgerDriver(await gate.pools.get("first"))
     gates = (gate.gate, gate.another(), gate.another())
     assert await gate.come(teller, *gates, count=90, submits_per_minute=60) == 60
     assert [each.name for each in await gate.store.cabinet.listing(DRAWER)] == [TENANT]
@@ -359,7 +359,7 @@ async def test_several_hubs_share_one_rate_and_hand_out_no_more_than_there_is(tm
 
 
 async def test_who_has_no_turn_is_told_when_it_comes(gate: Gate) -> None:
-    turns = Turns(gate.store.cabinet, gate.clock, is_shared=False)
+    turns = RateLimiter(gate.store.cabinet, gate.clock, is_shared=False)
     for _ in range(30):
         await turns.take(TENANT, 30)
     for waited_s in (0.0, 0.5):

@@ -16,7 +16,7 @@ from tests.worker._comfyui import QUICK, picture
 from tests.worker._scripted import quick
 
 from comfyfleet.model.access import Role
-from comfyfleet.model.calls import Completion, Settled
+from comfyfleet.model.calls import Completion, ReportReply
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, WorkerId, prompt_id_of
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
@@ -110,7 +110,7 @@ async def test_a_completion_that_was_not_taken_removes_nothing(
 ) -> None:
     asked: list[Completion] = []
 
-    async def late(_: HttpWorkerApi, call: Completion) -> Settled:
+    async def late(_: HttpWorkerApi, call: Completion) -> ReportReply:
         asked.append(call)
         raise Refusal(RefusalCode.LEASE_LOST, "another has it")
 

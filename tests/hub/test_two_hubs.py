@@ -18,10 +18,10 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import FailureReport, Release
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.net.url_guard import Allowed, Guard
+from comfyfleet.net.url_guard import AllowedHosts, UrlGuard
 from comfyfleet.policy.rules import Rules
 from comfyfleet.stores.redis.store import RedisStore
 
@@ -298,7 +298,7 @@ async def test_the_fleets_stream_tells_of_the_other_hubs_workers_and_jobs(hubs: 
         queued = await stream.until("queued")
         assert (queued.data["job_id"], queued.data["metadata"]) == (job_id, {"user": "42"})
         job = await lease(hubs.b)
-        await report(hubs.b, job, NewsKind.STARTED)
+        await report(hubs.b, job, ProgressKind.STARTED)
         assert (await stream.until("started")).data["worker_id"] == GPU
 
 
@@ -334,11 +334,11 @@ async def _connections(store: RedisStore) -> int:
 async def test_a_webhook_is_told_once_whichever_hub_knows_what(server: str) -> None:
     url = with_prefix(server)
     rules = Rules(round_s=0.05)
-    allowed = Allowed(["127.0.0.1"])
+    allowed = AllowedHosts(["127.0.0.1"])
     async with (
         receiving() as receiver,
-        running_hub(store_url=url, rules=rules, guard=Guard(allowed)) as a,
-        running_hub(store_url=url, rules=rules, guard=Guard(allowed)) as b,
+        running_hub(store_url=url, rules=rules, guard=UrlGuard(allowed)) as a,
+        running_hub(store_url=url, rules=rules, guard=UrlGuard(allowed)) as b,
     ):
         await register(b)
         jobs = []
@@ -364,8 +364,10 @@ async def test_the_stream_of_a_job_tells_of_a_run_by_a_hubs_worker_too(
     job_id = await hubs.a.submit()
     await register(hubs.a)
     leased = await lease(hubs.a)
-    await report(hubs.a, leased, NewsKind.STARTED)
-    await report(hubs.a, leased, NewsKind.PROGRESS, value=1, max=4, percentage=12.5, message="step 1 of 4")
+    await report(hubs.a, leased, ProgressKind.STARTED)
+    await report(
+        hubs.a, leased, ProgressKind.PROGRESS, value=1, max=4, percentage=12.5, message="step 1 of 4"
+    )
     if is_completed:
         await complete(hubs.a, leased)
     else:

@@ -12,10 +12,10 @@ import pytest
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.settings import read_settings
 from comfyfleet.engine.engine import Engine
-from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.local import LocalFileStore
 from comfyfleet.files.records import PAGE
 from comfyfleet.hub.app import Hub
-from comfyfleet.hub.maintenance import Upkeep
+from comfyfleet.hub.maintenance import HubMaintenance
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
@@ -35,7 +35,7 @@ async def piece() -> AsyncIterator[bytes]:
 async def test_files_and_the_audit_log_go_without_anybody_asking_for_something(tmp_path: Path) -> None:
     clock = ManualClock()
     store = MemoryStore(clock)
-    assets = LocalAssets(tmp_path, store.cabinet, clock, keep_s=2 * DAY_S)
+    assets = LocalFileStore(tmp_path, store.cabinet, clock, keep_s=2 * DAY_S)
     # Days pass here, and the engine need not look every second of them.
     async with Engine(store, clock=clock, rules=Rules(sweep_s=1e9, round_s=1e9)) as engine:
         kept = Retention(audit_days=4, audit_jobs_days=2)
@@ -67,7 +67,7 @@ async def test_files_and_the_audit_log_go_without_anybody_asking_for_something(t
 async def test_more_files_than_a_page_has_go_in_one_look(tmp_path: Path) -> None:
     clock = ManualClock()
     store = MemoryStore(clock)
-    assets = LocalAssets(tmp_path, store.cabinet, clock, keep_s=10 * DAY_S)
+    assets = LocalFileStore(tmp_path, store.cabinet, clock, keep_s=10 * DAY_S)
     old = [await assets.reserve(TenantId("acme")) for _ in range(2 * PAGE + 50)]
     await clock.advance(11 * DAY_S)
     young = await assets.reserve(TenantId("acme"))
@@ -93,7 +93,7 @@ async def test_a_duty_that_fails_keeps_no_other_from_being_done(caplog: pytest.L
     async def fine() -> None:
         done.append("fine")
 
-    upkeep = Upkeep({"files": away, "entries": broken, "others": fine}, every_s=0.001)
+    upkeep = HubMaintenance({"files": away, "entries": broken, "others": fine}, every_s=0.001)
     await upkeep.tidy()
     assert done == ["fine"]
     assert "old files could not be forgotten; it is tried again: the disk is gone" in caplog.text

@@ -19,7 +19,7 @@ from comfyfleet.model.access import Role
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.ledger import RunEntry
-from comfyfleet.testing.contract.ledger_driver import ACME, BORG, Teller
+from comfyfleet.testing.contract.ledger_driver import ACME, BORG, LedgerDriver
 
 
 @pytest_asyncio.fixture
@@ -36,7 +36,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[HubRig]:
 
 
 async def take(rig: HubRig, tenant: TenantId, pool: str, worker: str, *ends: float) -> None:
-    teller = Teller(await rig.estate.pools.get(pool), f"{tenant}-{worker}")
+    teller = LedgerDriver(await rig.estate.pools.get(pool), f"{tenant}-{worker}")
     for at in ends:
         hold = await teller.submit(5, tenant)
         run = RunEntry(

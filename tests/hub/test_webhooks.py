@@ -21,8 +21,8 @@ from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.webhook import Delivery
-from comfyfleet.net.url_guard import Guard
-from comfyfleet.tenancy.webhook_outbox import Noted
+from comfyfleet.net.url_guard import UrlGuard
+from comfyfleet.tenancy.webhook_outbox import StoredOutboxEntry
 from comfyfleet.wire.webhooks import MAX_EVENT_BYTES
 
 
@@ -112,7 +112,7 @@ async def test_a_job_without_a_webhook_is_not_looked_at_because_of_others(
     looked_at: list[str] = []
     noted = rig.hub._delivering._book.noted
 
-    async def note_of(job_id: JobId, round_: int) -> Noted | None:
+    async def note_of(job_id: JobId, round_: int) -> StoredOutboxEntry | None:
         looked_at.append(job_id)
         return await noted(job_id, round_)
 
@@ -206,7 +206,7 @@ async def test_a_name_that_leads_home_is_taken_and_never_called(receiver: Receiv
     async def lookup(host: str, port: int) -> list[str]:
         return ["127.0.0.1"]
 
-    async with running_hub(rules=QUICK, guard=Guard(lookup=lookup)) as rig:
+    async with running_hub(rules=QUICK, guard=UrlGuard(lookup=lookup)) as rig:
         await register(rig)
         port = receiver.url.rpartition(":")[2]
         job_id = await run_one(rig, webhook=f"http://rebound.example:{port}")

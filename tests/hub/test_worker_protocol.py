@@ -12,10 +12,10 @@ import pytest_asyncio
 from tests.hub._hub import Answer, HubRig, graph, hub_in_process, running_hub
 from tests.worker._scripted import until
 
-from comfyfleet.hub.http.server import ServingSettings
+from comfyfleet.hub.http.server import HubServerSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.calls import RegisterWorker
-from comfyfleet.model.fact import News
+from comfyfleet.model.fact import ProgressEvent
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import Requirements
@@ -185,8 +185,8 @@ async def test_a_job_goes_from_poll_to_result(rig: HubRig) -> None:
     assert lease["job"]["payload"]["workflow"] == graph()
     assert lease["job"]["metadata"] == {"user": "42"} and lease["job"]["include_outputs"] == ["2"]
     assert lease["duration_s"] > lease["acknowledge_s"] > 0
-    news: list[News] = []
-    rig.engine.bus.listen(lambda event: news.append(event) if isinstance(event, News) else None)
+    news: list[ProgressEvent] = []
+    rig.engine.bus.listen(lambda event: news.append(event) if isinstance(event, ProgressEvent) else None)
     report = {"lease": lease["lease"], "kind": "progress", "data": {"value": 1, "max": 2}}
     preview = {"lease": lease["lease"], "kind": "preview", "image": "aGVsbG8="}
     beat = await call(rig, "progress", reports=[report, preview])
@@ -324,7 +324,7 @@ async def test_a_closed_connection_unparks_its_poll_and_strands_no_job() -> None
 
 
 async def test_a_hub_that_stops_answers_what_is_parked() -> None:
-    async with running_hub(ServingSettings(port=0, graceful_s=600)) as rig:
+    async with running_hub(HubServerSettings(port=0, graceful_s=600)) as rig:
         await register(rig)
         parked = [
             asyncio.create_task(call(rig, "poll", worker_id="gpu-a", poll_id="1", wait_s=60)),

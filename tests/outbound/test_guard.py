@@ -16,9 +16,16 @@ from aiohttp import web
 from tests.outbound._names import NameServer, certificate
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.net.url_guard import MAX_ANSWER_BYTES, Allowed, Forbidden, Guard, check_url, is_public
+from comfyfleet.net.url_guard import (
+    MAX_ANSWER_BYTES,
+    AllowedHosts,
+    ForbiddenUrl,
+    UrlGuard,
+    check_url,
+    is_public,
+)
 
-HERE = Allowed(["127.0.0.0/8"])
+HERE = AllowedHosts(["127.0.0.0/8"])
 
 
 @pytest.mark.parametrize(
@@ -69,8 +76,8 @@ HERE = Allowed(["127.0.0.0/8"])
 def test_an_address_that_is_not_public_is_not_called(address: str) -> None:
     assert not is_public(ipaddress.ip_address(address))
     host = f"[{address}]" if ":" in address else address
-    with pytest.raises(Forbidden):
-        check_url(f"http://{host}/", Allowed())
+    with pytest.raises(ForbiddenUrl):
+        check_url(f"http://{host}/", AllowedHosts())
 
 
 @pytest.mark.parametrize(
@@ -78,7 +85,7 @@ def test_an_address_that_is_not_public_is_not_called(address: str) -> None:
 )
 def test_a_public_address_is_called(address: str) -> None:
     assert is_public(ipaddress.ip_address(address))
-    check_url(f"https://[{address}]/" if ":" in address else f"https://{address}/", Allowed())
+    check_url(f"https://[{address}]/" if ":" in address else f"https://{address}/", AllowedHosts())
 
 
 @pytest.mark.parametrize(
@@ -138,8 +145,8 @@ def test_a_public_address_is_called(address: str) -> None:
     ],
 )
 def test_a_url_that_means_something_else_to_somebody_is_not_called(url: str) -> None:
-    with pytest.raises(Forbidden):
-        check_url(url, Allowed())
+    with pytest.raises(ForbiddenUrl):
+        check_url(url, AllowedHosts())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +162,7 @@ def test_a_url_that_means_something_else_to_somebody_is_not_called(url: str) -> 
     ],
 )
 def test_an_ordinary_url_is_called(url: str) -> None:
-    check_url(url, Allowed())
+    check_url(url, AllowedHosts())
 
 
 @pytest.mark.parametrize(
@@ -176,18 +183,18 @@ def test_an_ordinary_url_is_called(url: str) -> None:
     ],
 )
 def test_an_operator_lets_private_receivers_through(url: str, is_called: bool) -> None:
-    allowed = Allowed(["10.0.0.0/8", "192.168.0.7", "fd00::/8", "hooks.internal", "*.corp.local"])
+    allowed = AllowedHosts(["10.0.0.0/8", "192.168.0.7", "fd00::/8", "hooks.internal", "*.corp.local"])
     if is_called:
         check_url(url, allowed)
     else:
-        with pytest.raises(Forbidden):
+        with pytest.raises(ForbiddenUrl):
             check_url(url, allowed)
 
 
 @pytest.mark.parametrize("entry", ["", "10.0.0.0/33", "10.0.0.1/8", "http://x/", "a b", "*", "2130706433"])
 def test_an_entry_that_means_nothing_is_told(entry: str) -> None:
     with pytest.raises(ValueError, match="neither an address"):
-        Allowed([entry])
+        AllowedHosts([entry])
 
 
 # over real connections
@@ -221,8 +228,8 @@ async def receiver(
 
 
 @asynccontextmanager
-async def guard(allowed: Allowed, **more: object) -> AsyncIterator[Guard]:
-    made = Guard(allowed, **more)  # type: ignore[arg-type]
+async def guard(allowed: AllowedHosts, **more: object) -> AsyncIterator[UrlGuard]:
+    made = UrlGuard(allowed, **more)  # type: ignore[arg-type]
     try:
         yield made
     finally:
@@ -235,11 +242,11 @@ async def test_an_answer_that_changes_between_lookups_changes_nothing() -> None:
         NameServer(["127.0.0.2"], ["127.0.0.1"]) as names,
         receiver(host="127.0.0.2") as (port, good),
         receiver(host="127.0.0.1", port=port) as (_, bad),
-        guard(Allowed(["127.0.0.2"]), lookup=names.lookup) as called,
+        guard(AllowedHosts(["127.0.0.2"]), lookup=names.lookup) as called,
     ):
         assert (await called.post(f"http://hooks.example:{port}/", b"", {})).status == 200
         assert (len(good), len(bad), names.asked) == (1, 0, 1)
-        with pytest.raises(Forbidden, match="leads to an address that is not public"):
+        with pytest.raises(ForbiddenUrl, match="leads to an address that is not public"):
             await called.post(f"http://hooks.example:{port}/", b"", {})
         assert (len(good), len(bad), names.asked) == (1, 0, 2)
 
@@ -247,9 +254,9 @@ async def test_an_answer_that_changes_between_lookups_changes_nothing() -> None:
 async def test_one_bad_address_among_good_ones_condemns_the_name() -> None:
     async with (
         NameServer(["127.0.0.2", "169.254.169.254"]) as names,
-        guard(Allowed(["127.0.0.2"]), lookup=names.lookup) as called,
+        guard(AllowedHosts(["127.0.0.2"]), lookup=names.lookup) as called,
     ):
-        with pytest.raises(Forbidden, match="not public") as forbidden:
+        with pytest.raises(ForbiddenUrl, match="not public") as forbidden:
             await called.post("http://hooks.example:8080/", b"", {})
         assert "169.254" not in forbidden.value.message, (
             "what our name servers know is not the caller's to learn"
@@ -260,16 +267,16 @@ async def test_a_name_that_the_operator_allows_leads_anywhere() -> None:
     async with (
         NameServer(["127.0.0.1"]) as names,
         receiver() as (port, came),
-        guard(Allowed(["hooks.internal"]), lookup=names.lookup) as called,
+        guard(AllowedHosts(["hooks.internal"]), lookup=names.lookup) as called,
     ):
         await called.post(f"http://hooks.internal:{port}/", b"", {})
         assert came[0].host == f"hooks.internal:{port}"
 
 
 async def test_the_systems_own_resolver_is_guarded_too() -> None:
-    async with receiver() as (port, came), guard(Allowed()) as called:
+    async with receiver() as (port, came), guard(AllowedHosts()) as called:
         for host in ("localhost.localdomain", "ip6-localhost", "localhost6"):
-            with pytest.raises((Forbidden, Fault)):
+            with pytest.raises((ForbiddenUrl, Fault)):
                 await called.post(f"http://{host}:{port}/", b"", {})
         assert came == []
 

@@ -13,11 +13,11 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import (
     MAX_CREDITS,
     Account,
-    Book,
     FlatPrice,
     GpuPrice,
     Hold,
     HoldId,
+    Ledger,
     Outcome,
     OutputPrice,
     Posting,
@@ -128,7 +128,7 @@ entries = st.lists(
 )
 
 
-def kept(steps: list[tuple[str, int, object]]) -> Book:
+def kept(steps: list[tuple[str, int, object]]) -> Ledger:
     """A book kept as a database would: a hold or a correction only if the account covers it."""
     postings: list[Posting] = []
     grants, holds, settlements, endings = [], [], [], {}
@@ -159,7 +159,7 @@ def kept(steps: list[tuple[str, int, object]]) -> Book:
                 )
     pending = sum(each.amount for each in grants if each.state == "pending")
     account = msgspec.structs.replace(accounting.total(ACME, postings), pending=pending)
-    return Book(account, tuple(postings), tuple(holds), tuple(settlements), tuple(grants), endings)
+    return Ledger(account, tuple(postings), tuple(holds), tuple(settlements), tuple(grants), endings)
 
 
 @given(entries)

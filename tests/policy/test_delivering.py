@@ -12,7 +12,7 @@ from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
 from comfyfleet.policy.rules import Rules
-from comfyfleet.policy.webhook_delivery import Attempted, after_attempt, asked_again, given_up, wait_s
+from comfyfleet.policy.webhook_delivery import DeliveryAttempt, after_attempt, asked_again, given_up, wait_s
 
 RULES = Rules()
 NEW = Delivery(
@@ -23,19 +23,19 @@ NEW = Delivery(
 @pytest.mark.parametrize(
     ("attempted", "status", "error"),
     [
-        (Attempted(200), "delivered", None),
-        (Attempted(204), "delivered", None),
-        (Attempted(299), "delivered", None),
-        (Attempted(199), "pending", "answered 199"),
-        (Attempted(302), "pending", "redirects are not followed"),
-        (Attempted(400), "pending", "answered 400"),
-        (Attempted(404), "pending", "answered 404"),
-        (Attempted(410), "given_up", "wants no more"),
-        (Attempted(503), "pending", "answered 503"),
-        (Attempted(error="cannot be reached"), "pending", "cannot be reached"),
+        (DeliveryAttempt(200), "delivered", None),
+        (DeliveryAttempt(204), "delivered", None),
+        (DeliveryAttempt(299), "delivered", None),
+        (DeliveryAttempt(199), "pending", "answered 199"),
+        (DeliveryAttempt(302), "pending", "redirects are not followed"),
+        (DeliveryAttempt(400), "pending", "answered 400"),
+        (DeliveryAttempt(404), "pending", "answered 404"),
+        (DeliveryAttempt(410), "given_up", "wants no more"),
+        (DeliveryAttempt(503), "pending", "answered 503"),
+        (DeliveryAttempt(error="cannot be reached"), "pending", "cannot be reached"),
     ],
 )
-def test_an_answer_decides(attempted: Attempted, status: str, error: str | None) -> None:
+def test_an_answer_decides(attempted: DeliveryAttempt, status: str, error: str | None) -> None:
     after = after_attempt(NEW, attempted, now=10.0, fraction=0.5, rules=RULES)
     assert (after.status, after.attempts, after.last_at) == (status, 1, 10.0)
     assert after.last_status == attempted.status
@@ -47,7 +47,7 @@ def test_an_answer_decides(attempted: Attempted, status: str, error: str | None)
 def test_tries_end_and_begin_anew_when_asked_for() -> None:
     delivery, now = NEW, 0.0
     while delivery.status is DeliveryStatus.PENDING:
-        delivery = after_attempt(delivery, Attempted(500), now=now, fraction=1.0, rules=RULES)
+        delivery = after_attempt(delivery, DeliveryAttempt(500), now=now, fraction=1.0, rules=RULES)
         now = delivery.next_at
     assert delivery.attempts == RULES.delivery_tries
     assert delivery.ended_at is not None and 12 * 3600 < delivery.ended_at < RULES.keep_completed_s

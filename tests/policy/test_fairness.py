@@ -19,7 +19,7 @@ from comfyfleet.model.ids import (
     WorkerId,
     WorkflowHash,
 )
-from comfyfleet.model.tenant import Share, TenantTerms, start_among
+from comfyfleet.model.tenant import TenantShare, TenantTerms, start_among
 from comfyfleet.policy.fair_share import charge_s, due_now, turns, used_s
 from comfyfleet.policy.rules import Rules
 
@@ -46,7 +46,7 @@ def test_a_lease_that_nobody_took_up_used_nothing() -> None:
 
 @given(st.lists(st.floats(-100, 100)))
 def test_virtual_time_never_falls_and_nothing_is_lost(charges: list[float]) -> None:
-    share, total = Share(ANN), 0.0
+    share, total = TenantShare(ANN), 0.0
     for by in charges:
         after = share.charged(by)
         assert after.virtual_time >= share.virtual_time
@@ -56,9 +56,9 @@ def test_virtual_time_never_falls_and_nothing_is_lost(charges: list[float]) -> N
 
 
 def test_who_begins_starts_with_the_least_served_that_is_being_served() -> None:
-    running, waiting = Share(ANN, 50.0, leased=1), Share(BOB, 10.0, waiting=3)
-    kept_out = Share(TenantId("eve"), 1.0, waiting=1, leased=2, is_behind=True)
-    gone = Share(TenantId("old"), 900.0)
+    running, waiting = TenantShare(ANN, 50.0, leased=1), TenantShare(BOB, 10.0, waiting=3)
+    kept_out = TenantShare(TenantId("eve"), 1.0, waiting=1, leased=2, is_behind=True)
+    gone = TenantShare(TenantId("old"), 900.0)
     assert start_among([running, waiting, kept_out, gone], 900.0) == 50.0
     assert start_among([waiting, kept_out, gone], 900.0) == 10.0
     assert start_among([kept_out, gone], 900.0) == 1.0
@@ -66,13 +66,13 @@ def test_who_begins_starts_with_the_least_served_that_is_being_served() -> None:
 
 
 def test_terms_say_who_is_out() -> None:
-    share = Share(ANN, leased=2, terms=TenantTerms(ANN, max_leased=2))
+    share = TenantShare(ANN, leased=2, terms=TenantTerms(ANN, max_leased=2))
     assert share.is_out(0.0)
-    assert not Share(ANN, leased=1, terms=TenantTerms(ANN, max_leased=2)).is_out(0.0)
-    held = Share(ANN, terms=TenantTerms(ANN, held_until=5.0))
+    assert not TenantShare(ANN, leased=1, terms=TenantTerms(ANN, max_leased=2)).is_out(0.0)
+    held = TenantShare(ANN, terms=TenantTerms(ANN, held_until=5.0))
     assert [held.is_out(now) for now in (4.9, 5.0)] == [True, False]
-    assert Share(ANN, terms=TenantTerms(ANN, held_until=inf)).is_out(1e12)
-    assert not Share(ANN, leased=99).is_out(0.0)
+    assert TenantShare(ANN, terms=TenantTerms(ANN, held_until=inf)).is_out(1e12)
+    assert not TenantShare(ANN, leased=99).is_out(0.0)
 
 
 def test_each_job_of_a_tenant_in_view_costs_the_next_one_its_place() -> None:

@@ -27,7 +27,7 @@ from comfyfleet.model.worker import (
     Service,
     TenantAccess,
 )
-from comfyfleet.policy.feasibility import Miss, is_feasible, misses, nearest_miss, weight_of
+from comfyfleet.policy.feasibility import Mismatch, is_feasible, misses, nearest_miss, weight_of
 from comfyfleet.policy.rules import Weights
 
 NORTH = WorkerId("north")
@@ -226,7 +226,7 @@ def test_a_cost_tier_is_a_limit_and_not_a_wish() -> None:
 
 
 def test_the_nearest_miss_has_the_fewest_then_the_lightest_reasons() -> None:
-    light, heavy = Miss("cost", "costs too much"), Miss("hardware", "is too small")
+    light, heavy = Mismatch("cost", "costs too much"), Mismatch("hardware", "is too small")
     able, near, far = WorkerId("able"), WorkerId("near"), WorkerId("far")
     assert nearest_miss({far: (light, light), near: (heavy,)}, Weights()) == near
     assert nearest_miss({far: (heavy,), near: (light,)}, Weights()) == near

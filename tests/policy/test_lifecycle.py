@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from comfyfleet.model.dispatch import Change, Dispatch, Lease, Phase, Standing
+from comfyfleet.model.dispatch import Change, Dispatch, Lease, Phase, Readiness
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, WorkerId, WorkflowHash
 from comfyfleet.policy.lifecycle import (
     MOVES,
-    IllegalMove,
-    Move,
+    IllegalTransition,
+    Transition,
     cancelled,
     completed,
     diagram,
@@ -20,17 +20,17 @@ from comfyfleet.policy.lifecycle import (
 )
 
 LEGAL = {
-    ("queued", Move.LEASE): "leased",
-    ("queued", Move.CANCEL): "cancelled",
-    ("queued", Move.END): "failed",
-    ("leased", Move.COMPLETE): "completed",
-    ("leased", Move.REQUEUE): "queued",
-    ("leased", Move.RELEASE): "queued",
-    ("leased", Move.GIVE_UP): "failed",
-    ("leased", Move.END): "failed",
-    ("leased", Move.CANCEL): "cancelled",
-    ("failed", Move.RETRY): "queued",
-    ("cancelled", Move.RETRY): "queued",
+    ("queued", Transition.LEASE): "leased",
+    ("queued", Transition.CANCEL): "cancelled",
+    ("queued", Transition.END): "failed",
+    ("leased", Transition.COMPLETE): "completed",
+    ("leased", Transition.REQUEUE): "queued",
+    ("leased", Transition.RELEASE): "queued",
+    ("leased", Transition.GIVE_UP): "failed",
+    ("leased", Transition.END): "failed",
+    ("leased", Transition.CANCEL): "cancelled",
+    ("failed", Transition.RETRY): "queued",
+    ("cancelled", Transition.RETRY): "queued",
 }
 LEASE = Lease(WorkerId("a"), 1, 1, LeaseToken("t"), PollId("p"), 0.0, 60.0)
 
@@ -43,11 +43,13 @@ def job(phase: Phase, wake_at: float | None = None) -> Dispatch:
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("move", list(Move))
-def test_a_move_is_taken_from_the_phases_the_table_names_and_from_no_other(phase: Phase, move: Move) -> None:
+@pytest.mark.parametrize("move", list(Transition))
+def test_a_move_is_taken_from_the_phases_the_table_names_and_from_no_other(
+    phase: Phase, move: Transition
+) -> None:
     goal = LEGAL.get((phase.value, move))
     if goal is None:
-        with pytest.raises(IllegalMove, match=phase.value):
+        with pytest.raises(IllegalTransition, match=phase.value):
             target(phase, move)
     else:
         assert target(phase, move) is Phase(goal)
@@ -59,16 +61,16 @@ def test_a_completed_job_moves_nowhere() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED])
 def test_a_final_job_cannot_be_ended_again(phase: Phase) -> None:
-    for end in (cancelled, lambda dispatch: failed(dispatch, Move.END)):
-        with pytest.raises(IllegalMove):
+    for end in (cancelled, lambda dispatch: failed(dispatch, Transition.END)):
+        with pytest.raises(IllegalTransition):
             end(job(phase))
-    with pytest.raises(IllegalMove):
+    with pytest.raises(IllegalTransition):
         completed(phase)
 
 
 @pytest.mark.parametrize(
     "change",
-    [completed(), failed(job(Phase.LEASED), Move.GIVE_UP), cancelled(job(Phase.LEASED))],
+    [completed(), failed(job(Phase.LEASED), Transition.GIVE_UP), cancelled(job(Phase.LEASED))],
 )
 def test_a_move_that_ends_a_lease_clears_it_and_waits_for_nothing_more(change: Change) -> None:
     after = change.apply(job(Phase.LEASED, wake_at=5.0))
@@ -78,15 +80,15 @@ def test_a_move_that_ends_a_lease_clears_it_and_waits_for_nothing_more(change: C
 
 
 def test_only_a_waiting_job_can_be_paused() -> None:
-    assert paused(job(Phase.QUEUED)).apply(job(Phase.QUEUED)).standing is Standing.PAUSED
+    assert paused(job(Phase.QUEUED)).apply(job(Phase.QUEUED)).standing is Readiness.PAUSED
     with pytest.raises(AssertionError):
         paused(job(Phase.LEASED))
 
 
 def test_a_delay_ends_at_exactly_its_time() -> None:
-    assert standing_at(10.0, 9.999) is Standing.DELAYED
-    assert standing_at(10.0, 10.0) is Standing.IN_LANE
-    assert standing_at(None, 0.0) is Standing.IN_LANE
+    assert standing_at(10.0, 9.999) is Readiness.DELAYED
+    assert standing_at(10.0, 10.0) is Readiness.IN_LANE
+    assert standing_at(None, 0.0) is Readiness.IN_LANE
 
 
 def test_the_diagram_shows_every_move() -> None:

@@ -10,14 +10,22 @@ from hypothesis import strategies as st
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import ClassKey, JobId, WorkerId, WorkflowHash
-from comfyfleet.policy.retry import TABLE, BlockRule, Charge, Choice, Verdict, after_failure, backoff_s
+from comfyfleet.policy.retry import (
+    TABLE,
+    BlockRule,
+    Charge,
+    RetryChoice,
+    RetryDecision,
+    after_failure,
+    backoff_s,
+)
 from comfyfleet.policy.rules import Rules
 
 RULES = Rules()
 NOW = 1000.0
 JOB = Dispatch(JobId("job"), ClassKey("class"), WorkflowHash("hash"), 0)
-OTHERS = Choice(others=2, is_blocked_everywhere=False)
-ALONE = Choice(others=0, is_blocked_everywhere=True)
+OTHERS = RetryChoice(others=2, is_blocked_everywhere=False)
+ALONE = RetryChoice(others=0, is_blocked_everywhere=True)
 A, B, C, D = (WorkerId(name) for name in "abcd")
 
 FINAL = {
@@ -47,10 +55,10 @@ def verdict(
     kind: FailureKind,
     dispatch: Dispatch = JOB,
     worker: WorkerId = A,
-    choice: Choice = OTHERS,
+    choice: RetryChoice = OTHERS,
     fraction: float = 0.5,
     retry_delay_s: float | None = None,
-) -> Verdict:
+) -> RetryDecision:
     return after_failure(
         dispatch,
         worker,

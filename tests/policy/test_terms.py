@@ -14,7 +14,7 @@ from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import Isolation, LocationNeed, Requirements
 from comfyfleet.model.tenant import Tenant, TenantCaps, TenantState
 from comfyfleet.model.workflow_variants import WorkflowVariant
-from comfyfleet.policy.rate_limit import Bucket, draw
+from comfyfleet.policy.rate_limit import TokenBucket, draw
 from comfyfleet.policy.terms import check_graph, check_state, check_waiting, under_terms, with_terms
 
 ACME = TenantId("acme")
@@ -253,7 +253,9 @@ def test_a_minutes_turns_come_at_once_after_a_quiet_minute_and_then_evenly() -> 
     assert turns == 0 and wait_s == pytest.approx(6.0)
     assert draw(bucket, 6, 1, 10.0).turns == 1
     assert draw(bucket, 6, 100, 1e6).turns == 6, "no more are saved up than a minute brings"
-    assert draw(Bucket(3.0, 50.0), 6, 9, 10.0) == (Bucket(0.0, 50.0), 3, 0.0), "a clock that went back"
+    assert draw(TokenBucket(3.0, 50.0), 6, 9, 10.0) == (TokenBucket(0.0, 50.0), 3, 0.0), (
+        "a clock that went back"
+    )
     assert draw(None, 0, 1, 0.0)[1:] == (0, 60.0)
 
 

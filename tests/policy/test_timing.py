@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests._examples import examples
 
-from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Standing
+from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Readiness
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, WorkerId, WorkflowHash
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.timers import Due, returned, review, wake_at
@@ -48,9 +48,9 @@ def dispatches(draw: st.DrawFn) -> Dispatch:
         ends_at = draw(moments.filter(lambda at: at is not None))
         assert ends_at is not None
         return leased(ends_at, **fields, cancel_requested_at=draw(moments))
-    standing = draw(st.sampled_from(Standing))
+    standing = draw(st.sampled_from(Readiness))
     not_before = draw(moments)
-    if standing is Standing.DELAYED and not_before is None:
+    if standing is Readiness.DELAYED and not_before is None:
         not_before = NOW + 1
     return job(**fields, standing=standing, not_before=not_before)
 
@@ -92,20 +92,20 @@ def test_nothing_is_due_before_the_time_it_names(dispatch: Dispatch) -> None:
 
 
 def test_a_delayed_job_steps_into_its_lane_at_exactly_not_before() -> None:
-    waiting = job(standing=Standing.DELAYED, not_before=NOW)
+    waiting = job(standing=Readiness.DELAYED, not_before=NOW)
     early = review(waiting, NOW - 0.001, RULES).change
     on_time = review(waiting, NOW, RULES).change
     assert early is not None
-    assert early.apply(waiting).standing is Standing.DELAYED
+    assert early.apply(waiting).standing is Readiness.DELAYED
     assert on_time is not None
-    assert on_time.apply(waiting).standing is Standing.IN_LANE
+    assert on_time.apply(waiting).standing is Readiness.IN_LANE
 
 
 def test_a_paused_job_stays_paused_whatever_it_was_waiting_for() -> None:
-    waiting = job(standing=Standing.PAUSED, not_before=NOW - 1)
+    waiting = job(standing=Readiness.PAUSED, not_before=NOW - 1)
     change = review(waiting, NOW, RULES).change
     assert change is not None
-    assert change.apply(waiting).standing is Standing.PAUSED
+    assert change.apply(waiting).standing is Readiness.PAUSED
 
 
 def test_a_preference_relaxes_into_its_class_at_exactly_its_time() -> None:
@@ -172,7 +172,7 @@ def test_what_comes_back_from_a_lease_catches_up_with_the_time_that_passed() -> 
         NOW + 60, deadline_at=NOW + 300, relax_at=NOW - 1, relaxed_class=ClassKey("relaxed"), wake_at=None
     )
     back = returned(running, Phase.QUEUED, None, NOW, RULES).apply(running)
-    assert (back.phase, back.lease, back.standing) == (Phase.QUEUED, None, Standing.IN_LANE)
+    assert (back.phase, back.lease, back.standing) == (Phase.QUEUED, None, Readiness.IN_LANE)
     assert back.class_key == "relaxed"
     assert back.priority == 60
     assert back.wake_at == NOW + 60

@@ -14,7 +14,7 @@ from tests.policy._workflows import Graph, changed, graphs, text_to_image
 from comfyfleet.model.errors import RefusalCode
 from comfyfleet.model.workflow import (
     InvalidWorkflow,
-    Link,
+    NodeLink,
     exact_hash,
     hash_workflow,
     is_wire,
@@ -221,10 +221,10 @@ def test_a_list_that_is_not_a_string_and_a_number_is_a_value(value: Any) -> None
 def test_wires_are_read_in_the_order_of_their_names_and_nodes_after_their_sources() -> None:
     workflow = parse_workflow(text_to_image())
     assert list(workflow.nodes["3"].links.items()) == [
-        ("latent_image", Link("5", 0)),
-        ("model", Link("4", 0)),
-        ("negative", Link("7", 0)),
-        ("positive", Link("6", 0)),
+        ("latent_image", NodeLink("5", 0)),
+        ("model", NodeLink("4", 0)),
+        ("negative", NodeLink("7", 0)),
+        ("positive", NodeLink("6", 0)),
     ]
     seen: set[str] = set()
     for node_id in workflow.order:
@@ -245,7 +245,7 @@ def test_bytes_text_a_mapping_and_a_view_of_it_are_the_same_workflow() -> None:
 
 def test_wires_written_as_tuples_are_wires() -> None:
     workflow = parse_workflow({"1": NODE, "2": {"class_type": "A", "inputs": {"x": ("1", 0)}}})
-    assert workflow.nodes["2"].links == {"x": Link("1", 0)}
+    assert workflow.nodes["2"].links == {"x": NodeLink("1", 0)}
 
 
 def test_a_workflow_does_not_change_with_the_mapping_it_was_read_from() -> None:
@@ -327,7 +327,9 @@ def test_another_input_is_set_in_a_copy() -> None:
 
 
 def test_a_changed_input_is_checked() -> None:
-    assert with_input(text_to_image(), "3", "negative", ["6", 0]).nodes["3"].links["negative"] == Link("6", 0)
+    assert with_input(text_to_image(), "3", "negative", ["6", 0]).nodes["3"].links["negative"] == NodeLink(
+        "6", 0
+    )
     with pytest.raises(InvalidWorkflow, match="depends on its own output"):
         with_input(text_to_image(), "4", "ckpt_name", ["8", 0])
     with pytest.raises(InvalidWorkflow, match="nan is not a JSON number"):

@@ -9,8 +9,8 @@ import pytest
 from tests.pool._fleet import Told, fleet, quick, text_to_image
 
 from comfyfleet import BlockedWorkflow, JobCancelled, OutputFile, Server, WorkflowPool, hash_workflow
-from comfyfleet.model.calls import LeasedJob, Report
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.calls import LeasedJob, ProgressReport
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.policy.rules import Rules
 from comfyfleet.testing.fake_comfyui import NodeFault
@@ -19,7 +19,7 @@ from comfyfleet.worker.connectors.simulated import Reporter, SimulatedConnector
 
 def reporting(files: Any) -> Server:
     async def behave(job: LeasedJob, report: Reporter) -> JobResult:
-        report(Report(job.ref, NewsKind.OUTPUT, {"node": "9", "files": files}))
+        report(ProgressReport(job.ref, ProgressKind.OUTPUT, {"node": "9", "files": files}))
         return JobResult()
 
     return Server(id="a", connector=SimulatedConnector(behaviour=behave))

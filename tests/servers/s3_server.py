@@ -22,12 +22,12 @@ from pathlib import Path
 import pytest
 from tests.servers.redis_server import DIE_WITH_PARENT, free_port
 
-from comfyfleet.files.s3_storage import Bucket, Credentials, presigned
+from comfyfleet.files.s3_storage import S3Bucket, S3Credentials, presigned
 
 READY_WITHIN_S = 30.0
 BUCKET = "fleet"
 REGION = "eu-test-1"
-CREDENTIALS = Credentials("AKIATESTTESTTESTTEST", "not-a-secret/for+tests=only")
+CREDENTIALS = S3Credentials("AKIATESTTESTTESTTEST", "not-a-secret/for+tests=only")
 _PORTS = (
     *(
         f"{part}.port{kind}"
@@ -59,8 +59,8 @@ class S3Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
-    def bucket(self) -> Bucket:
-        return Bucket(f"http://127.0.0.1:{self.port}", REGION, BUCKET)
+    def bucket(self) -> S3Bucket:
+        return S3Bucket(f"http://127.0.0.1:{self.port}", REGION, BUCKET)
 
     def start(self) -> S3Server:
         program = binary()

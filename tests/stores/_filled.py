@@ -8,11 +8,11 @@ from typing import cast
 
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.calls import WholeJob
-from comfyfleet.model.dispatch import Standing
+from comfyfleet.model.calls import JobSnapshot
+from comfyfleet.model.dispatch import Readiness
 from comfyfleet.model.ids import JobId, WorkflowHash
-from comfyfleet.model.workflow_stats import Lesson
-from comfyfleet.ports import Movable, Store
+from comfyfleet.model.workflow_stats import WorkflowStats
+from comfyfleet.ports import Store, TransferableStore
 from comfyfleet.stores.factory import open_store
 from comfyfleet.testing.contract.job_transfer import whole
 from comfyfleet.testing.contract.store_bench import (
@@ -23,7 +23,7 @@ from comfyfleet.testing.contract.store_bench import (
     SLOW,
     A,
     B,
-    Bench,
+    StoreBench,
     completion,
     failure,
     release,
@@ -31,12 +31,12 @@ from comfyfleet.testing.contract.store_bench import (
 )
 
 BLOCK = Block(A, HASH, BlockReason.FAILURES, 2, 1e12)
-LESSON = Lesson(HASH, {}, 12.0)
+LESSON = WorkflowStats(HASH, {}, 12.0)
 
 
 @asynccontextmanager
-async def opened(url: str) -> AsyncIterator[Movable]:
-    store = cast("Movable", open_store(url, SystemClock()))
+async def opened(url: str) -> AsyncIterator[TransferableStore]:
+    store = cast("TransferableStore", open_store(url, SystemClock()))
     await store.open()
     try:
         yield store
@@ -45,7 +45,7 @@ async def opened(url: str) -> AsyncIterator[Movable]:
 
 
 async def fill(url: str, waiting: int, *, first_id: int = 0) -> None:
-    bench = Bench(lambda _: open_store(url, SystemClock()))
+    bench = StoreBench(lambda _: open_store(url, SystemClock()))
     for _ in range(first_id):
         bench.new_number()
     await bench.open()
@@ -58,8 +58,8 @@ async def fill(url: str, waiting: int, *, first_id: int = 0) -> None:
     cancelled = await bench.enqueue(FOR_FAST)
     assert await bench.cancel(cancelled) is not None
     later = SystemClock().now() + 9000
-    await bench.enqueue(standing=Standing.DELAYED, not_before=later, wake_at=later)
-    await bench.enqueue(standing=Standing.PAUSED)
+    await bench.enqueue(standing=Readiness.DELAYED, not_before=later, wake_at=later)
+    await bench.enqueue(standing=Readiness.PAUSED)
     for number in range(waiting):
         await bench.enqueue(
             (FOR_FAST, FOR_BOTH)[number % 2],
@@ -74,10 +74,10 @@ async def fill(url: str, waiting: int, *, first_id: int = 0) -> None:
     await store.close()
 
 
-async def histories(store: Store) -> dict[JobId, WholeJob]:
+async def histories(store: Store) -> dict[JobId, JobSnapshot]:
     """Of every job, in order of submission."""
-    bench = Bench(lambda _: store)
-    found: dict[JobId, WholeJob] = {}
+    bench = StoreBench(lambda _: store)
+    found: dict[JobId, JobSnapshot] = {}
     after = None
     while page := await store.records.listing(tenant=None, phase=None, limit=100, after=after):
         after = page[-1].job_id
@@ -88,7 +88,7 @@ async def histories(store: Store) -> dict[JobId, WholeJob]:
 
 async def leasing_order(store: Store) -> list[JobId]:
     """Takes everything that waits."""
-    bench = Bench(lambda _: store)
+    bench = StoreBench(lambda _: store)
     version = (await store.table()).version
     table = await store.table()
     for profile in (FAST, SLOW):

@@ -13,7 +13,7 @@ import pytest
 from comfyfleet.ports import Clock
 from comfyfleet.stores.sqlite import writer
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.testing.contract.store_bench import Bench
+from comfyfleet.testing.contract.store_bench import StoreBench
 from comfyfleet.testing.time import ManualClock
 
 
@@ -27,8 +27,8 @@ async def reopened(path: Path, clock: Clock | None = None) -> AsyncIterator[Sqli
         await store.close()
 
 
-def make_bench(path: Path) -> Bench:
-    return Bench(lambda clock: SqliteStore(path, clock))
+def make_bench(path: Path) -> StoreBench:
+    return StoreBench(lambda clock: SqliteStore(path, clock))
 
 
 class FullDisk:

@@ -12,15 +12,15 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
-from comfyfleet.model.calls import WholeJob
-from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write, Written
+from comfyfleet.model.calls import JobSnapshot
+from comfyfleet.model.dispatch import AtRevision, Change, Lease, Phase, Write, WriteResult
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import ClassKey, JobId, LeaseToken, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres import PostgresStore, codec, lanes
-from comfyfleet.stores.postgres.connections import Row, Step, Values
+from comfyfleet.stores.postgres.connections import Row, SqlStep, Values
 from comfyfleet.stores.postgres.job_import import _KNOWN
 from comfyfleet.testing.contract.store_bench import FAST, A, B, completion, release
 
@@ -257,15 +257,15 @@ async def test_a_job_that_is_purged_while_it_is_found_known_is_taken_in(
     dispatch, job = jobs.make(phase=Phase.COMPLETED)
     job = msgspec.structs.replace(job, phase=Phase.COMPLETED)
     assert await stores[0].enqueue(dispatch, job, ()) is not None
-    real = Step.row
+    real = SqlStep.row
 
-    async def purged_before(step: Step, query: str, values: Values = ()) -> Row | None:
+    async def purged_before(step: SqlStep, query: str, values: Values = ()) -> Row | None:
         if query == _KNOWN:
             await stores[1].purge(Phase.COMPLETED, 1e12, 10)
         return await real(step, query, values)
 
-    monkeypatch.setattr(Step, "row", purged_before)
-    adopted = await stores[0].moving.adopt([WholeJob(dispatch, job, (), ())])
+    monkeypatch.setattr(SqlStep, "row", purged_before)
+    adopted = await stores[0].moving.adopt([JobSnapshot(dispatch, job, (), ())])
     assert adopted is not None
     assert [each.job_id for each in adopted] == [dispatch.job_id]
     assert await stores[1].load(dispatch.job_id) == adopted[0]
@@ -280,7 +280,7 @@ async def test_a_reference_whose_job_is_purged_while_it_is_looked_up_is_free_aga
     assert await stores[0].enqueue(dispatch, job, ()) is not None
     real = PostgresStore._known
 
-    async def purged_before(store: PostgresStore, step: Step, known: JobId) -> Written | None:
+    async def purged_before(store: PostgresStore, step: SqlStep, known: JobId) -> WriteResult | None:
         await stores[1].purge(Phase.COMPLETED, 1e12, 10)
         return await real(store, step, known)
 

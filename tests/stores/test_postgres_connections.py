@@ -25,7 +25,7 @@ from comfyfleet.ports import Peek
 from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.postgres import connections as postgres_connections
-from comfyfleet.stores.postgres.connections import Connection, Pool, Step
+from comfyfleet.stores.postgres.connections import Connection, ConnectionPool, SqlStep
 from comfyfleet.testing.contract.store_bench import FAST, A, completion
 from comfyfleet.testing.time import ManualClock
 
@@ -155,7 +155,7 @@ async def test_a_process_that_stands_still_in_a_transaction_loses_its_locks_and_
     monkeypatch.setattr(postgres_connections, "_BEGIN", patient.replace("10s", "100ms"))
     is_standing, is_continued, tries = asyncio.Event(), asyncio.Event(), 0
 
-    async def stand_still(step: Step) -> None:
+    async def stand_still(step: SqlStep) -> None:
         nonlocal tries
         tries += 1
         await step.row("SELECT FROM comfyfleet.state FOR UPDATE")
@@ -164,7 +164,7 @@ async def test_a_process_that_stands_still_in_a_transaction_loses_its_locks_and_
             await is_continued.wait()
         await step.row("UPDATE comfyfleet.state SET is_paused = true RETURNING is_paused")
 
-    connections = Pool(url)
+    connections = ConnectionPool(url)
     stopped = asyncio.create_task(connections.transact(stand_still))
     await asyncio.wait_for(is_standing.wait(), 60)
     # Only the first try is to lose its patience: on a busy machine any other might stand still as long.
@@ -295,7 +295,7 @@ async def test_a_call_that_is_given_up_twice_leaves_no_connection_open(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second time while what it had begun is being taken back."""
-    connections, begun = Pool(url), asyncio.Event()
+    connections, begun = ConnectionPool(url), asyncio.Event()
     opened: list[Connection] = []
     connect = connections.connect
 
@@ -307,7 +307,7 @@ async def test_a_call_that_is_given_up_twice_leaves_no_connection_open(
         begun.set()
         await asyncio.Event().wait()
 
-    async def work(step: Step) -> None:
+    async def work(step: SqlStep) -> None:
         await step.rows("SELECT 1")
         monkeypatch.setattr(opened[0], "rollback", never)
         await never()

@@ -12,11 +12,11 @@ from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import Phase, Written
+from comfyfleet.model.dispatch import Phase, WriteResult
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import PollId
 from comfyfleet.stores.postgres import PostgresStore, leases
-from comfyfleet.stores.postgres.connections import MAX_GROUP, Groups, Pool, Step
+from comfyfleet.stores.postgres.connections import MAX_GROUP, CallBatcher, ConnectionPool, SqlStep
 from comfyfleet.testing.contract.store_bench import FAST, A, B
 
 
@@ -38,7 +38,7 @@ class Desk:
 
 async def test_who_comes_alone_goes_alone_and_who_comes_meanwhile_goes_together() -> None:
     desk = Desk()
-    groups: Groups[int, int] = Groups(desk.answer)
+    groups: CallBatcher[int, int] = CallBatcher(desk.answer)
     first = asyncio.ensure_future(groups.ask("kind", 1))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -57,7 +57,7 @@ async def test_who_comes_alone_goes_alone_and_who_comes_meanwhile_goes_together(
 
 async def test_a_fault_is_told_to_everyone_of_its_group_and_to_nobody_else() -> None:
     desk = Desk()
-    groups: Groups[int, int] = Groups(desk.answer)
+    groups: CallBatcher[int, int] = CallBatcher(desk.answer)
     desk.is_open.set()
     desk.fault = ValueError("no")
     failed = await asyncio.gather(
@@ -71,7 +71,7 @@ async def test_a_fault_is_told_to_everyone_of_its_group_and_to_nobody_else() -> 
 
 async def test_a_group_has_a_bound() -> None:
     desk = Desk()
-    groups: Groups[int, int] = Groups(desk.answer)
+    groups: CallBatcher[int, int] = CallBatcher(desk.answer)
     desk.is_open.set()
     count = 2 * MAX_GROUP + 5
     answers = await asyncio.gather(*(groups.ask("kind", number) for number in range(count)))
@@ -95,14 +95,14 @@ async def test_fifty_leases_at_one_time_are_fifty_jobs_in_few_transactions(
     jobs = Jobs()
     waiting = [await jobs.enqueue(store, f"hash-{number % 7}") for number in range(60)]
     transactions = 0
-    real = Pool.transact
+    real = ConnectionPool.transact
 
-    async def counted(pool: Pool, work: Callable[[Step], Awaitable[Any]]) -> Any:
+    async def counted(pool: ConnectionPool, work: Callable[[SqlStep], Awaitable[Any]]) -> Any:
         nonlocal transactions
         transactions += 1
         return await real(pool, work)
 
-    monkeypatch.setattr(Pool, "transact", counted)
+    monkeypatch.setattr(ConnectionPool, "transact", counted)
     taken = await asyncio.gather(*(store.lease_next(jobs.offer()) for _ in range(50)))
     assert transactions <= 3
     dispatches = [written.dispatch for written in taken if written is not None]
@@ -163,4 +163,4 @@ async def test_an_offer_that_cannot_be_written_is_refused_alone(store: PostgresS
     refused = [each for each in taken if isinstance(each, BaseException)]
     assert [type(each) for each in refused] == [Refusal]
     assert taken[4] is refused[0]
-    assert all(isinstance(each, Written) for number, each in enumerate(taken) if number != 4)
+    assert all(isinstance(each, WriteResult) for number, each in enumerate(taken) if number != 4)

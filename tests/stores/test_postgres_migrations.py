@@ -16,7 +16,7 @@ from tests.stores._postgres import fill_table
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.stores.migrations import Migration
 from comfyfleet.stores.postgres import PostgresStore
-from comfyfleet.stores.postgres.connections import Connection, Pool
+from comfyfleet.stores.postgres.connections import Connection, ConnectionPool
 from comfyfleet.stores.postgres.schema import known_migrations, migrate
 
 OPEN_AT_A_WORD = """
@@ -43,7 +43,7 @@ def url(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 async def connection(url: str) -> AsyncIterator[Connection]:
-    async with await Pool(url).connect() as connection:
+    async with await ConnectionPool(url).connect() as connection:
         yield connection
 
 

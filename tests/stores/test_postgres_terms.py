@@ -11,13 +11,13 @@ import pytest
 from tests.servers.postgres_database import empty_database
 from tests.stores._postgres import Jobs, fill_table
 
-from comfyfleet.model.dispatch import LeaseRef, Written
+from comfyfleet.model.dispatch import LeaseRef, WriteResult
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.ports import Store
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.stores.postgres import PostgresStore, fair_share, lanes
-from comfyfleet.stores.postgres.connections import Step
+from comfyfleet.stores.postgres.connections import SqlStep
 from comfyfleet.testing.contract.store_bench import completion, release
 from comfyfleet.testing.time import ManualClock
 
@@ -59,14 +59,14 @@ async def test_leases_that_come_together_ask_the_server_a_few_times_in_all(
         await store.shares.put_terms(TenantTerms(tenant))
         for _ in range(5):
             await jobs.enqueue(store, tenant=tenant)
-    real = Step._send
+    real = SqlStep._send
 
-    async def counted(step: Step) -> None:
+    async def counted(step: SqlStep) -> None:
         nonlocal messages
         messages += 1
         await real(step)
 
-    monkeypatch.setattr(Step, "_send", counted)
+    monkeypatch.setattr(SqlStep, "_send", counted)
     taken = await asyncio.gather(*(store.lease_next(jobs.offer()) for _ in range(12)))
     assert [each.dispatch.tenant for each in taken if each is not None] == [*TENANTS] * 4
     assert messages <= 5, "two for the one that came first, three for the others together"
@@ -83,7 +83,7 @@ async def test_leases_that_come_together_are_those_of_the_memory_store_one_by_on
     makers = (Jobs(), Jobs())
     refs: list[LeaseRef] = []
 
-    async def take(count: int) -> list[Written | None]:
+    async def take(count: int) -> list[WriteResult | None]:
         one_by_one = [await memory.lease_next(makers[0].offer()) for _ in range(count)]
         together = await asyncio.gather(*(store.lease_next(makers[1].offer()) for _ in range(count)))
         assert together == one_by_one
@@ -165,7 +165,7 @@ async def test_all_that_leases_ends_and_sets_terms_at_once_never_waits_in_a_circ
 
     async def work(store: PostgresStore) -> None:
         nonlocal done
-        held: Written | None = None
+        held: WriteResult | None = None
         while done < total:
             if held is None:
                 if chance.random() < 0.5:

@@ -21,9 +21,9 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 from comfyfleet.ports import Peek
 from comfyfleet.stores.redis.address import parse_address
-from comfyfleet.stores.redis.client import Client
+from comfyfleet.stores.redis.client import RedisClient
 from comfyfleet.stores.redis.store import RedisStore
-from comfyfleet.testing.contract.store_bench import FOR_BOTH, Bench, completion
+from comfyfleet.testing.contract.store_bench import FOR_BOTH, StoreBench, completion
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,16 @@ async def proxy(server: RedisServer) -> AsyncIterator[CuttingProxy]:
 
 
 @pytest.fixture
-async def bench(proxy: CuttingProxy) -> AsyncIterator[Bench]:
-    bench = Bench(lambda clock: RedisStore(f"redis://127.0.0.1:{proxy.port}/0?prefix={new_prefix()}"))
+async def bench(proxy: CuttingProxy) -> AsyncIterator[StoreBench]:
+    bench = StoreBench(lambda clock: RedisStore(f"redis://127.0.0.1:{proxy.port}/0?prefix={new_prefix()}"))
     await bench.open()
     yield bench
     await bench.store.close()
 
 
-async def test_a_job_is_taken_in_once_though_the_answer_was_lost(bench: Bench, proxy: CuttingProxy) -> None:
+async def test_a_job_is_taken_in_once_though_the_answer_was_lost(
+    bench: StoreBench, proxy: CuttingProxy
+) -> None:
     proxy.cut_after = 0
     job = await bench.enqueue()
     assert proxy.cuts == 1
@@ -55,7 +57,7 @@ async def test_a_job_is_taken_in_once_though_the_answer_was_lost(bench: Bench, p
 
 
 async def test_a_repeated_lease_finds_the_same_lease_and_takes_no_second_job(
-    bench: Bench, proxy: CuttingProxy
+    bench: StoreBench, proxy: CuttingProxy
 ) -> None:
     first, second = await bench.enqueue(), await bench.enqueue()
     proxy.cut_after = 0
@@ -67,7 +69,7 @@ async def test_a_repeated_lease_finds_the_same_lease_and_takes_no_second_job(
 
 
 async def test_finish_and_lease_is_answered_as_a_whole_when_it_is_repeated(
-    bench: Bench, proxy: CuttingProxy
+    bench: StoreBench, proxy: CuttingProxy
 ) -> None:
     _, ref = await bench.leased()
     waiting = await bench.enqueue()
@@ -81,7 +83,7 @@ async def test_finish_and_lease_is_answered_as_a_whole_when_it_is_repeated(
 
 
 async def test_what_a_repeat_answers_is_what_was_done_though_the_world_moved_on(
-    bench: Bench, proxy: CuttingProxy
+    bench: StoreBench, proxy: CuttingProxy
 ) -> None:
     """The answer is remembered, not found out again."""
     await bench.store.put_block(Block(WorkerId("a"), "x", BlockReason.OPERATOR, 1, 1e12))
@@ -91,7 +93,7 @@ async def test_what_a_repeat_answers_is_what_was_done_though_the_world_moved_on(
     assert [block.target for block in lifted] == ["x"]
 
 
-async def test_a_copy_that_arrives_when_its_slot_has_gone_on_does_nothing(bench: Bench) -> None:
+async def test_a_copy_that_arrives_when_its_slot_has_gone_on_does_nothing(bench: StoreBench) -> None:
     """A network may deliver what was sent over a connection given up long ago, after all that came later."""
     assert isinstance(bench.store, RedisStore)
     ann, head = TenantId("ann"), f"{bench.store.prefix}meta"
@@ -102,7 +104,7 @@ async def test_a_copy_that_arrives_when_its_slot_has_gone_on_does_nothing(bench:
     assert (await bench.store.shares.of(ann)).virtual_time == 2.0
 
 
-async def test_a_storm_of_cuts_doubles_and_loses_nothing(bench: Bench, proxy: CuttingProxy) -> None:
+async def test_a_storm_of_cuts_doubles_and_loses_nothing(bench: StoreBench, proxy: CuttingProxy) -> None:
     chance = random.Random(7)
     ann = TenantId("ann")
     # A new connection asks for five answers before it works: some of these cut it while it is set up.
@@ -124,7 +126,7 @@ async def test_a_storm_of_cuts_doubles_and_loses_nothing(bench: Bench, proxy: Cu
     assert sequences == set(range(1, 401))
 
 
-async def test_remembered_answers_take_as_many_keys_as_calls_at_a_time(bench: Bench) -> None:
+async def test_remembered_answers_take_as_many_keys_as_calls_at_a_time(bench: StoreBench) -> None:
     store = bench.store
     assert isinstance(store, RedisStore)
     for _ in range(50):
@@ -136,7 +138,7 @@ async def test_remembered_answers_take_as_many_keys_as_calls_at_a_time(bench: Be
 
 
 async def test_a_client_that_is_gone_for_a_day_is_forgotten_with_its_answers(
-    server: RedisServer, bench: Bench
+    server: RedisServer, bench: StoreBench
 ) -> None:
     store = bench.store
     assert isinstance(store, RedisStore)
@@ -165,7 +167,7 @@ async def _requests(store: RedisStore) -> int:
 
 async def test_calls_wait_while_the_server_is_away_and_are_answered_when_it_is_back() -> None:
     with own_server() as server:
-        bench = Bench(lambda clock: RedisStore(f"{server.url}?prefix=back"))
+        bench = StoreBench(lambda clock: RedisStore(f"{server.url}?prefix=back"))
         await bench.open()
         server.kill()
         waiting = [asyncio.ensure_future(bench.enqueue()) for _ in range(5)]
@@ -180,7 +182,7 @@ async def test_calls_wait_while_the_server_is_away_and_are_answered_when_it_is_b
 async def test_a_silent_server_ends_in_a_fault_that_says_the_outcome_is_unknown(
     server: RedisServer, proxy: CuttingProxy
 ) -> None:
-    client = Client(
+    client = RedisClient(
         parse_address(f"redis://127.0.0.1:{proxy.port}/0"), "tests", patience_s=1.0, silence_s=0.4
     )
     await client.connect()
@@ -213,7 +215,7 @@ async def test_calls_that_are_given_up_leave_their_slots_to_others(proxy: Cuttin
         await store.close()
 
 
-async def test_a_closed_store_answers_with_a_fault_and_may_be_closed_again(bench: Bench) -> None:
+async def test_a_closed_store_answers_with_a_fault_and_may_be_closed_again(bench: StoreBench) -> None:
     pending = asyncio.ensure_future(bench.store.counts())
     await asyncio.sleep(0)
     await bench.store.close()
@@ -224,7 +226,7 @@ async def test_a_closed_store_answers_with_a_fault_and_may_be_closed_again(bench
     await bench.store.close()
 
 
-async def test_an_abandoned_call_does_not_take_anothers_answer(bench: Bench) -> None:
+async def test_an_abandoned_call_does_not_take_anothers_answer(bench: StoreBench) -> None:
     abandoned = asyncio.ensure_future(bench.store.shares.charge(TenantId("ann"), 1.0))
     await asyncio.sleep(0)
     abandoned.cancel()
@@ -243,7 +245,7 @@ async def test_another_process_that_takes_a_job_in_wakes_those_who_listen(
     listening = RedisStore(f"redis://127.0.0.1:{proxy.port}/0?prefix={prefix}")
     listening.listen(woken.set)
     await listening.open()
-    bench = Bench(lambda clock: RedisStore(f"{server.url}?prefix={prefix}"))
+    bench = StoreBench(lambda clock: RedisStore(f"{server.url}?prefix={prefix}"))
     await bench.open()
     try:
         async with asyncio.timeout(60):

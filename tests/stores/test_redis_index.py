@@ -23,9 +23,9 @@ from comfyfleet.model.dispatch import (
     LeaseOffer,
     LeaseRef,
     Phase,
-    Standing,
+    Readiness,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
@@ -41,8 +41,8 @@ from comfyfleet.testing.contract.store_bench import (
     FOR_FAST,
     SLOW,
     A,
-    Bench,
     MakeStore,
+    StoreBench,
     completion,
 )
 
@@ -161,10 +161,10 @@ class Play:
                 await self.take(ProfileKey(profile), set(), off)
             case ("remove", int() as at) if self.waiting:
                 job = self.waiting.pop(sorted(self.waiting)[at % len(self.waiting)])
-                self.aside.append(await self.change(job, Change(standing=Standing.PAUSED)))
+                self.aside.append(await self.change(job, Change(standing=Readiness.PAUSED)))
             case ("put_back", int() as at) if self.aside:
                 back = self.aside.pop(at % len(self.aside))
-                job = await self.change(back, Change(standing=Standing.IN_LANE))
+                job = await self.change(back, Change(standing=Readiness.IN_LANE))
                 self.waiting[job.job_id] = job
             case ("priority", int() as at, int() as priority) if self.waiting:
                 job = self.waiting[sorted(self.waiting)[at % len(self.waiting)]]
@@ -299,7 +299,7 @@ async def test_finishing_a_job_and_leasing_the_next_takes_few_calls_inside_the_s
 ) -> None:
     """Fourteen; some more where tenants are charged, as each lease changes whose turn is next."""
     with own_server(is_durable=False) as server:
-        bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
+        bench = StoreBench(lambda clock: RedisStore(with_prefix(server.url)))
         await bench.open()
         store = bench.store
         assert isinstance(store, RedisStore)
@@ -326,7 +326,7 @@ async def test_finishing_a_job_and_leasing_the_next_takes_few_calls_inside_the_s
 @pytest.mark.parametrize("waiting", ["jobs", "classes", "blocked", "misfits", "lanes", "tenants"])
 async def test_a_lease_takes_no_more_calls_when_more_waits(server_url: str, waiting: str) -> None:
     with own_server(is_durable=False) as server:
-        bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
+        bench = StoreBench(lambda clock: RedisStore(with_prefix(server.url)))
         await bench.open()
         store = bench.store
         assert isinstance(store, RedisStore)
@@ -350,7 +350,7 @@ async def test_a_lease_takes_no_more_calls_when_more_waits(server_url: str, wait
             await store.close()
 
 
-async def _pile(bench: Bench, store: RedisStore, what: str, number: int) -> None:
+async def _pile(bench: StoreBench, store: RedisStore, what: str, number: int) -> None:
     match what:
         case "jobs":
             await bench.enqueue()
@@ -397,7 +397,7 @@ class Joint:
     """Groups of calls on one store; who is finished is decided before a group begins."""
 
     def __init__(self, make_store: MakeStore) -> None:
-        self.bench = Bench(make_store)
+        self.bench = StoreBench(make_store)
         self.refs: list[LeaseRef] = []
 
     async def play(self, group: list[tuple[Any, ...]]) -> list[Any]:
@@ -405,7 +405,7 @@ class Joint:
         answers = await asyncio.gather(*[self._do(step, refs) for step in group])
         for answer in answers:
             for each in answer if isinstance(answer, tuple) else (answer,):
-                if isinstance(each, Written) and each.dispatch.lease is not None:
+                if isinstance(each, WriteResult) and each.dispatch.lease is not None:
                     self.refs.append(each.dispatch.lease_ref())
         return answers
 

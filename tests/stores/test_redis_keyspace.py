@@ -28,7 +28,7 @@ from comfyfleet.testing.contract.store_bench import (
     SLOW,
     A,
     B,
-    Bench,
+    StoreBench,
     completion,
     failure,
     release,
@@ -43,27 +43,27 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture
-async def bench(url: str) -> AsyncIterator[Bench]:
-    bench = Bench(lambda clock: RedisStore(url))
+async def bench(url: str) -> AsyncIterator[StoreBench]:
+    bench = StoreBench(lambda clock: RedisStore(url))
     store = bench.store
     assert isinstance(store, RedisStore)
     await store.open()
     await store.diagnose("FLUSHALL")
     await store.close()
-    bench = Bench(lambda clock: RedisStore(url))
+    bench = StoreBench(lambda clock: RedisStore(url))
     await bench.open()
     yield bench
     await bench.store.close()
 
 
-async def keys(bench: Bench) -> set[str]:
+async def keys(bench: StoreBench) -> set[str]:
     assert isinstance(bench.store, RedisStore)
     found = await bench.store.diagnose("KEYS", "*")
     assert isinstance(found, list)
     return {key.decode() for key in found}
 
 
-async def size(bench: Bench, key: str) -> int:
+async def size(bench: StoreBench, key: str) -> int:
     assert isinstance(bench.store, RedisStore)
     found = await bench.store.diagnose("ZCARD", bench.store.prefix + key)
     assert isinstance(found, int)
@@ -71,7 +71,7 @@ async def size(bench: Bench, key: str) -> int:
 
 
 async def test_the_heartbeat_of_a_worker_ends_with_what_was_heard_of_it_and_not_with_what_was_written(
-    bench: Bench,
+    bench: StoreBench,
 ) -> None:
     store = bench.store
     assert isinstance(store, RedisStore)
@@ -99,7 +99,7 @@ async def test_the_heartbeat_of_a_worker_ends_with_what_was_heard_of_it_and_not_
 WORKERS = 20
 
 
-async def soak(bench: Bench, jobs: int) -> None:
+async def soak(bench: StoreBench, jobs: int) -> None:
     """Lanes come and go: every job has a workflow of its own. Only one of two profiles is ever polled for."""
 
     async def work(number: int) -> None:
@@ -131,7 +131,7 @@ async def soak(bench: Bench, jobs: int) -> None:
     await asyncio.gather(*[work(number) for number in range(WORKERS)])
 
 
-async def drain(bench: Bench) -> None:
+async def drain(bench: StoreBench) -> None:
     async def work(number: int) -> None:
         worker = WorkerId(f"worker-{number}")
         for held in await bench.store.leases_of(worker):
@@ -143,14 +143,14 @@ async def drain(bench: Bench) -> None:
     await asyncio.gather(*[work(number) for number in range(WORKERS)])
 
 
-async def purge(bench: Bench) -> None:
+async def purge(bench: StoreBench) -> None:
     horizon = await bench.store.now() + 1
     for phase in (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED):
         while await bench.store.purge(phase, horizon, 500):
             pass
 
 
-async def memory(bench: Bench) -> int:
+async def memory(bench: StoreBench) -> int:
     assert isinstance(bench.store, RedisStore)
     text = await bench.store.diagnose("INFO", "memory")
     assert isinstance(text, bytes)
@@ -160,7 +160,7 @@ async def memory(bench: Bench) -> int:
 
 
 async def test_after_a_soak_and_a_purge_the_keys_are_those_that_are_promised(
-    bench: Bench, url: str, pytestconfig: pytest.Config
+    bench: StoreBench, url: str, pytestconfig: pytest.Config
 ) -> None:
     jobs, began = pytestconfig.getoption("--soak"), time.monotonic()
     await soak(bench, jobs)
@@ -199,7 +199,7 @@ async def test_after_a_soak_and_a_purge_the_keys_are_those_that_are_promised(
     )
 
 
-async def test_a_finished_job_leaves_its_own_keys_and_no_others(bench: Bench) -> None:
+async def test_a_finished_job_leaves_its_own_keys_and_no_others(bench: StoreBench) -> None:
     for profile in (FAST, SLOW):
         assert await bench.lease_next(A, profile) is None
     before = await keys(bench)
@@ -215,7 +215,7 @@ async def test_a_finished_job_leaves_its_own_keys_and_no_others(bench: Bench) ->
     assert "{cf}:profiles:sought" not in await keys(bench)
 
 
-async def test_blocks_leave_nothing_when_they_are_over(bench: Bench) -> None:
+async def test_blocks_leave_nothing_when_they_are_over(bench: StoreBench) -> None:
     before = {key for key in await keys(bench) if ":request:" not in key}
     await bench.store.put_block(Block(B, "x", BlockReason.FAILURES, 1, 1.0))
     await bench.store.put_block(Block(B, "y", BlockReason.FAILURES, 1, 1e12))
@@ -224,7 +224,7 @@ async def test_blocks_leave_nothing_when_they_are_over(bench: Bench) -> None:
     assert {key for key in await keys(bench) if ":request:" not in key} == before
 
 
-async def test_a_waiting_job_takes_at_most_a_kilobyte_beside_its_payload(bench: Bench) -> None:
+async def test_a_waiting_job_takes_at_most_a_kilobyte_beside_its_payload(bench: StoreBench) -> None:
     store = bench.store
     assert isinstance(store, RedisStore)
 
@@ -269,7 +269,7 @@ def test_every_key_of_the_layout_is_used_and_every_command_is_as_old_as_redis_7(
     assert commands == known
 
 
-async def test_tenants_with_terms_leave_nothing_behind_but_their_shares(bench: Bench) -> None:
+async def test_tenants_with_terms_leave_nothing_behind_but_their_shares(bench: StoreBench) -> None:
     for number, most in enumerate((2, 5, None)):
         await bench.store.shares.put_terms(TenantTerms(tenant(f"t{number}"), 1.0 + number, most))
     await soak(bench, 600)

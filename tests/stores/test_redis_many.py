@@ -12,7 +12,7 @@ from tests.servers.redis_fixtures import some_server, with_prefix
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import PollId
 from comfyfleet.stores.redis.store import RedisStore
-from comfyfleet.testing.contract.store_bench import Bench, completion
+from comfyfleet.testing.contract.store_bench import StoreBench, completion
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def url() -> Iterator[str]:
 async def test_a_report_that_asks_for_more_than_can_be_kept_has_not_ended_its_job(
     url: str, companions: int
 ) -> None:
-    bench = Bench(lambda clock: RedisStore(with_prefix(url), winding=clock))
+    bench = StoreBench(lambda clock: RedisStore(with_prefix(url), winding=clock))
     await bench.open()
     try:
         bad, *good = [(await bench.leased())[1] for _ in range(1 + companions)]

@@ -14,10 +14,10 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.stores.factory import open_store
 from comfyfleet.stores.redis.address import parse_address
-from comfyfleet.stores.redis.client import Client, ServerError
+from comfyfleet.stores.redis.client import RedisClient, RedisServerError
 from comfyfleet.stores.redis.library import ensure_library, installed_revision, library_text, revision_of
 from comfyfleet.stores.redis.store import RedisStore
-from comfyfleet.testing.contract.store_bench import Bench, completion
+from comfyfleet.testing.contract.store_bench import StoreBench, completion
 from comfyfleet.testing.time import ManualClock
 
 
@@ -28,8 +28,8 @@ def server() -> Iterator[RedisServer]:
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[Client]:
-    client = Client(parse_address(url), "tests")
+async def connected(url: str) -> AsyncIterator[RedisClient]:
+    client = RedisClient(parse_address(url), "tests")
     await client.connect()
     try:
         yield client
@@ -78,7 +78,7 @@ async def test_an_older_library_is_replaced_and_a_newer_one_is_left_alone(server
 
 async def test_a_fleet_of_an_older_revision_goes_on(server: RedisServer) -> None:
     """Its head did not say how large the payloads are, and neither did its jobs."""
-    bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
+    bench = StoreBench(lambda clock: RedisStore(with_prefix(server.url)))
     await bench.open()
     older = await bench.enqueue()
     async with connected(server.url) as client:
@@ -108,7 +108,7 @@ async def test_another_version_of_the_library_lives_beside_ours(server: RedisSer
 
 
 async def test_a_library_that_disappears_is_a_loud_fault_and_gives_no_job(server: RedisServer) -> None:
-    bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
+    bench = StoreBench(lambda clock: RedisStore(with_prefix(server.url)))
     await bench.open()
     async with connected(server.url) as client:
         await bench.enqueue()
@@ -123,9 +123,9 @@ async def test_a_library_that_disappears_is_a_loud_fault_and_gives_no_job(server
 async def test_a_fleet_nobody_opened_is_refused(server: RedisServer) -> None:
     async with connected(server.url) as client:
         await ensure_library(client.call)
-        with pytest.raises(ServerError, match="CFCLOSED"):
+        with pytest.raises(RedisServerError, match="CFCLOSED"):
             await client.call("FCALL", "cf1_now", 1, "{nobody}:meta", "", "", "")
-        with pytest.raises(ServerError, match="CFCALL"):
+        with pytest.raises(RedisServerError, match="CFCALL"):
             await client.call("FCALL", "cf1_now", 1, "{nobody}:other", "", "", "")
 
 
@@ -137,7 +137,7 @@ async def test_only_a_fleet_opened_for_tests_takes_the_time_from_a_caller(server
     async with opened(RedisStore(url)) as store:
         now = await store.now()
         meta = f"{parse_address(url).prefix}meta"
-        with pytest.raises(ServerError, match="CFTIME"):
+        with pytest.raises(RedisServerError, match="CFTIME"):
             await store.diagnose("FCALL", "cf1_now", 1, meta, "", "", "5.0")
         assert await store.now() >= now > 1e9
     with pytest.raises(Fault, match="CFTIME"):
@@ -185,7 +185,7 @@ async def test_a_wrong_password_is_told_and_never_shown() -> None:
 
 async def test_a_full_server_refuses_a_write_as_a_whole_and_lets_old_jobs_be_purged() -> None:
     with own_server(is_durable=False) as server:
-        bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
+        bench = StoreBench(lambda clock: RedisStore(with_prefix(server.url)))
         await bench.open()
         store = bench.store
         assert isinstance(store, RedisStore)
@@ -210,7 +210,7 @@ async def test_a_full_server_refuses_a_write_as_a_whole_and_lets_old_jobs_be_pur
 
 async def test_what_was_acknowledged_survives_a_killed_server_and_old_leases_are_told_apart() -> None:
     with own_server() as server:
-        bench = Bench(lambda clock: RedisStore(with_prefix(server.url, "kept")))
+        bench = StoreBench(lambda clock: RedisStore(with_prefix(server.url, "kept")))
         await bench.open()
         assert isinstance(bench.store, RedisStore)
         assert bench.store.durability == "durable"
@@ -235,7 +235,7 @@ async def test_the_epoch_stays_while_the_server_does(server: RedisServer) -> Non
 
 
 async def test_of_two_leases_under_one_poll_the_newer_owns_it(server: RedisServer) -> None:
-    bench = Bench(lambda clock: RedisStore(with_prefix(server.url)))
+    bench = StoreBench(lambda clock: RedisStore(with_prefix(server.url)))
     await bench.open()
     refs = []
     for _ in range(2):
@@ -282,8 +282,8 @@ def test_the_url_opens_the_redis_store(scheme: str) -> None:
 
 async def test_two_prefixes_are_two_fleets() -> None:
     with some_server() as url:
-        first = Bench(lambda clock: RedisStore(with_prefix(url, new_prefix())))
-        second = Bench(lambda clock: RedisStore(with_prefix(url, new_prefix())))
+        first = StoreBench(lambda clock: RedisStore(with_prefix(url, new_prefix())))
+        second = StoreBench(lambda clock: RedisStore(with_prefix(url, new_prefix())))
         for bench in (first, second):
             await bench.open()
         await first.enqueue()

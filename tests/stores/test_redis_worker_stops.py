@@ -9,14 +9,14 @@ from redis import Redis
 from tests.servers.redis_server import RedisServer
 from tests.stores.test_redis_workers import Worker, admit, bench, server, worker
 
-from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase, Standing
+from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase, Readiness
 from comfyfleet.stores.redis.store import RedisStore
-from comfyfleet.testing.contract.store_bench import A, Bench
+from comfyfleet.testing.contract.store_bench import A, StoreBench
 
 __all__ = ["bench", "server", "worker"]
 
 
-async def test_a_cancelled_job_ends_with_the_reason_of_its_cancel(bench: Bench, worker: Worker) -> None:
+async def test_a_cancelled_job_ends_with_the_reason_of_its_cancel(bench: StoreBench, worker: Worker) -> None:
     await admit(bench)
     job = await bench.enqueue()
     assert worker.lease_next("p1") == job.job_id
@@ -31,9 +31,9 @@ async def test_a_cancelled_job_ends_with_the_reason_of_its_cancel(bench: Bench, 
     assert ended is not None and ended.cancel_reason == 'the "customer" left'
 
 
-@pytest.mark.parametrize(("asked", "standing"), [("pause", Standing.PAUSED), ("retry", Standing.IN_LANE)])
+@pytest.mark.parametrize(("asked", "standing"), [("pause", Readiness.PAUSED), ("retry", Readiness.IN_LANE)])
 async def test_a_job_that_is_to_be_stopped_is_paused_or_back_in_line_when_it_is_released(
-    bench: Bench, worker: Worker, asked: str, standing: Standing
+    bench: StoreBench, worker: Worker, asked: str, standing: Readiness
 ) -> None:
     await admit(bench)
     job, later = await bench.enqueue(), await bench.enqueue()
@@ -58,7 +58,7 @@ async def test_a_job_that_is_to_be_stopped_is_paused_or_back_in_line_when_it_is_
 
 
 async def test_a_job_has_started_with_the_first_heartbeat_and_its_stream_tells_of_each_step(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench)
     job = await bench.enqueue()
@@ -94,7 +94,7 @@ async def test_a_job_has_started_with_the_first_heartbeat_and_its_stream_tells_o
 
 
 async def test_a_job_that_was_completed_without_a_heartbeat_started_with_its_lease(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench)
     job = await bench.enqueue()
@@ -108,7 +108,7 @@ async def test_a_job_that_was_completed_without_a_heartbeat_started_with_its_lea
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 async def test_what_a_run_does_is_told_to_engines_while_somebody_watches_and_else_to_nobody(
-    bench: Bench, worker: Worker, server: RedisServer, is_allowed: bool
+    bench: StoreBench, worker: Worker, server: RedisServer, is_allowed: bool
 ) -> None:
     assert isinstance(bench.store, RedisStore)
     await admit(bench)

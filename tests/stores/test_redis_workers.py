@@ -18,7 +18,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from tests.servers.redis_fixtures import own_server
 from tests.servers.redis_server import RedisServer
 
-from comfyfleet.model.calls import Applicant, Command
+from comfyfleet.model.calls import Command, PendingRegistration
 from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, TenantId
@@ -29,7 +29,7 @@ from comfyfleet.ports import Clock
 from comfyfleet.stores.redis.library import library_text
 from comfyfleet.stores.redis.server import engine_rules, worker_rules
 from comfyfleet.stores.redis.store import RedisStore
-from comfyfleet.testing.contract.store_bench import FAST, A, B, Bench
+from comfyfleet.testing.contract.store_bench import FAST, A, B, StoreBench
 
 META = "{cf}:meta"
 WORKER = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
@@ -42,11 +42,11 @@ def server() -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-async def bench(server: RedisServer) -> AsyncIterator[Bench]:
+async def bench(server: RedisServer) -> AsyncIterator[StoreBench]:
     with Redis(port=server.port) as admin:
         admin.flushall()
         admin.execute_command("ACL", "SETUSER", "gpu-a", "reset", "on", ">secret", *worker_rules("{cf}:"))
-    bench = Bench(lambda clock: RedisStore(server.url))
+    bench = StoreBench(lambda clock: RedisStore(server.url))
     await bench.open()
     yield bench
     await bench.store.close()
@@ -76,7 +76,7 @@ class Worker:
 
 
 @pytest.fixture
-def worker(server: RedisServer, bench: Bench) -> Iterator[Worker]:
+def worker(server: RedisServer, bench: StoreBench) -> Iterator[Worker]:
     worker = Worker(server)
     yield worker
     worker.redis.close()
@@ -85,15 +85,15 @@ def worker(server: RedisServer, bench: Bench) -> Iterator[Worker]:
 DECLARED = '{"services": [{"name": "comfyui"}]}'
 
 
-async def admit(bench: Bench, record: WorkerRecord = WORKER) -> None:
+async def admit(bench: StoreBench, record: WorkerRecord = WORKER) -> None:
     """What an engine does for a worker that waits."""
     assert isinstance(bench.store, RedisStore)
     await bench.store.put_worker(record)
-    await bench.store.foreign.admitted(Applicant(record.worker_id, DECLARED.encode()))
+    await bench.store.foreign.admitted(PendingRegistration(record.worker_id, DECLARED.encode()))
 
 
 async def test_a_worker_is_admitted_once_an_engine_has_computed_its_profile(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     assert worker.call("register", A, DECLARED) is None
     with pytest.raises(ResponseError, match="CFWORKER"):
@@ -104,7 +104,7 @@ async def test_a_worker_is_admitted_once_an_engine_has_computed_its_profile(
 
 
 async def test_a_worker_that_was_lost_registers_again_before_it_gets_anything(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench, msgspec.structs.replace(WORKER, is_offline=True))
     await bench.enqueue()
@@ -118,7 +118,7 @@ async def test_a_worker_that_was_lost_registers_again_before_it_gets_anything(
 
 @pytest.mark.parametrize("flags", [{"is_paused": True}, {"is_draining": True}, {"quarantined_until": 1e12}])
 async def test_a_worker_that_is_kept_from_work_is_given_none(
-    bench: Bench, worker: Worker, flags: dict[str, float]
+    bench: StoreBench, worker: Worker, flags: dict[str, float]
 ) -> None:
     await bench.enqueue()
     await admit(bench, msgspec.structs.replace(WORKER, **flags))
@@ -128,7 +128,7 @@ async def test_a_worker_that_is_kept_from_work_is_given_none(
 
 
 async def test_two_workers_that_choose_the_same_poll_id_get_leases_of_their_own(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     first, second = await bench.enqueue(), await bench.enqueue()
     await admit(bench)
@@ -140,7 +140,7 @@ async def test_two_workers_that_choose_the_same_poll_id_get_leases_of_their_own(
 
 
 async def test_a_name_that_is_too_long_to_be_kept_is_refused_and_takes_no_job(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     job = await bench.enqueue()
     await admit(bench)
@@ -150,7 +150,7 @@ async def test_a_name_that_is_too_long_to_be_kept_is_refused_and_takes_no_job(
 
 
 async def test_what_no_reader_could_read_is_refused_at_the_door_and_changes_nothing(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     with pytest.raises(ResponseError, match="CFDECLARED"):
         worker.call("register", A, "comfyui")
@@ -167,7 +167,7 @@ async def test_what_no_reader_could_read_is_refused_at_the_door_and_changes_noth
     assert record.result == JobResult()
 
 
-async def test_a_result_in_another_form_does_not_hide_the_job(bench: Bench, worker: Worker) -> None:
+async def test_a_result_in_another_form_does_not_hide_the_job(bench: StoreBench, worker: Worker) -> None:
     await admit(bench)
     job = await bench.enqueue()
     worker.lease_next("p1")
@@ -179,7 +179,7 @@ async def test_a_result_in_another_form_does_not_hide_the_job(bench: Bench, work
 
 
 async def test_a_command_is_read_from_the_workers_stream_under_its_own_user(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench)
     reading = asyncio.create_task(
@@ -199,7 +199,7 @@ async def test_a_command_is_read_from_the_workers_stream_under_its_own_user(
     assert len(kept[0][1]) <= 200
 
 
-async def test_a_worker_leases_beats_reports_and_completes(bench: Bench, worker: Worker) -> None:
+async def test_a_worker_leases_beats_reports_and_completes(bench: StoreBench, worker: Worker) -> None:
     await admit(bench)
     job = await bench.enqueue()
     assert worker.lease_next("p1") == job.job_id
@@ -232,7 +232,7 @@ async def test_a_worker_leases_beats_reports_and_completes(bench: Bench, worker:
 
 
 async def test_the_hash_that_comes_with_a_lease_is_that_of_the_payload_also_after_a_change(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench)
     dispatch = await bench.enqueue()
@@ -246,7 +246,7 @@ async def test_the_hash_that_comes_with_a_lease_is_that_of_the_payload_also_afte
 
 
 async def test_a_released_job_returns_to_its_place_and_a_cancelled_one_ends(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench)
     job, later = await bench.enqueue(), await bench.enqueue()
@@ -268,7 +268,7 @@ async def test_a_released_job_returns_to_its_place_and_a_cancelled_one_ends(
 
 
 async def test_what_such_a_worker_ends_of_a_tenant_apart_is_to_be_settled(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench)
     plain, completed, cancelled = [await bench.enqueue(is_apart=number > 0) for number in range(3)]
@@ -292,7 +292,7 @@ async def test_what_such_a_worker_ends_of_a_tenant_apart_is_to_be_settled(
 
 
 async def test_a_failure_is_kept_once_for_an_engine_to_judge(
-    server: RedisServer, bench: Bench, worker: Worker
+    server: RedisServer, bench: StoreBench, worker: Worker
 ) -> None:
     await admit(bench)
     job = await bench.enqueue()
@@ -308,7 +308,7 @@ async def test_a_failure_is_kept_once_for_an_engine_to_judge(
 
 
 async def test_the_worker_user_calls_no_other_function_and_sees_no_other_key(
-    bench: Bench, worker: Worker
+    bench: StoreBench, worker: Worker
 ) -> None:
     refused: list[tuple[object, ...]] = [
         ("FCALL", "cf1_purge", 1, META, "", "", "", "completed", "1e12", "10"),
@@ -327,7 +327,9 @@ async def test_the_worker_user_calls_no_other_function_and_sees_no_other_key(
             worker.send(*[str(part) for part in command])
 
 
-async def test_the_worker_user_neither_reads_nor_writes_the_cabinet(bench: Bench, worker: Worker) -> None:
+async def test_the_worker_user_neither_reads_nor_writes_the_cabinet(
+    bench: StoreBench, worker: Worker
+) -> None:
     cabinet = bench.store.cabinet
     assert await cabinet.put("keys", "k", b"an administrator's", version=0)
     assert not worker.redis.exists("{cf}:cabinet", "{cf}:cabinet:keys", "{cf}:cabinet:keys:names")
@@ -365,7 +367,7 @@ async def test_an_engines_user_opens_works_and_listens_and_leaves_other_fleets_a
         store.listen(woken.set)
         return store
 
-    bench = Bench(make)
+    bench = StoreBench(make)
     await bench.open()
     assert isinstance(bench.store, RedisStore)
     await bench.enqueue()
@@ -397,7 +399,7 @@ def test_the_page_on_the_protocol_shows_the_rules_as_they_are_and_names_every_fu
 
 @pytest.mark.parametrize("seconds", ["NaN", "inf", "-1", "soon", ""])
 async def test_a_time_that_is_none_is_refused_before_anything_changes(
-    bench: Bench, worker: Worker, seconds: str
+    bench: StoreBench, worker: Worker, seconds: str
 ) -> None:
     """As a program writes that reads its settings badly."""
     job = await bench.enqueue()
@@ -414,7 +416,7 @@ async def test_a_time_that_is_none_is_refused_before_anything_changes(
 @pytest.mark.parametrize("bad", [b"\xff\xfe", b"\xe0\xa0\xc2\x80\x80", b"\xed\xa0\x80", b"\xf0\x80\x80\x80"])
 @pytest.mark.parametrize("place", [1, 2])
 async def test_names_that_are_no_text_are_refused_before_an_engine_stumbles_over_them(
-    bench: Bench, worker: Worker, place: int, bad: bytes
+    bench: StoreBench, worker: Worker, place: int, bad: bytes
 ) -> None:
     """A token of random bytes is no bad idea, but no engine could read the job again."""
     job = await bench.enqueue()
@@ -430,7 +432,7 @@ async def test_names_that_are_no_text_are_refused_before_an_engine_stumbles_over
     assert worker.call("lease_next", *given) is not None
 
 
-async def test_a_reason_that_is_no_text_leaves_the_facts_readable(bench: Bench, worker: Worker) -> None:
+async def test_a_reason_that_is_no_text_leaves_the_facts_readable(bench: StoreBench, worker: Worker) -> None:
     job = await bench.enqueue()
     await admit(bench)
     worker.lease_next("p1")
@@ -440,7 +442,7 @@ async def test_a_reason_that_is_no_text_leaves_the_facts_readable(bench: Bench, 
 
 
 async def test_nothing_is_kept_of_a_removed_worker_though_it_still_calls(
-    bench: Bench, worker: Worker, server: RedisServer
+    bench: StoreBench, worker: Worker, server: RedisServer
 ) -> None:
     await admit(bench)
     await bench.enqueue()
@@ -454,7 +456,7 @@ async def test_nothing_is_kept_of_a_removed_worker_though_it_still_calls(
 
 
 async def test_a_tenant_at_its_cap_or_held_gives_such_a_worker_nothing(
-    bench: Bench, server: RedisServer
+    bench: StoreBench, server: RedisServer
 ) -> None:
     await bench.store.put_worker(WORKER)
     worker, ann, shares = Worker(server), TenantId("ann"), bench.store.shares
@@ -471,7 +473,9 @@ async def test_a_tenant_at_its_cap_or_held_gives_such_a_worker_nothing(
     assert worker.lease_next("four") is not None
 
 
-async def test_such_a_worker_charges_the_tenant_as_an_engine_would(bench: Bench, server: RedisServer) -> None:
+async def test_such_a_worker_charges_the_tenant_as_an_engine_would(
+    bench: StoreBench, server: RedisServer
+) -> None:
     await bench.store.put_worker(WORKER)
     worker, ann, shares = Worker(server), TenantId("ann"), bench.store.shares
     await shares.put_terms(TenantTerms(ann, weight=2.0))

@@ -29,12 +29,12 @@ from comfyfleet.policy.rules import Rules
 from comfyfleet.ports import Store
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
 from comfyfleet.stores.crypto.store import sealed_store
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.factory import open_store
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.encrypted import sealed_database
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
 GPU = WorkerId("gpu")
 MASTERS = MasterKeys({"k1": b"1" * 32}, "k1")
@@ -238,10 +238,10 @@ async def test_a_tenants_database_holds_ciphertext_too(
     url = f"sqlite:///{tmp_path}/pool.db" if kind == "sqlite" else tenant_schema(request.config)
     database: TenantDatabase = open_tenant_database(url)
     if is_sealed:
-        keyring = Keyring(MemoryCabinet(), SystemClock(), lambda: MASTERS)
+        keyring = Keyring(MemoryDocumentStore(), SystemClock(), lambda: MASTERS)
         database = sealed_database(database, keyring)
     await database.open()
-    teller = Teller(database)
+    teller = LedgerDriver(database)
     opening = teller.opening(0)
     payload = Submission({"1": {"text": PROMPT}}, metadata={"why": METADATA})
     opening = msgspec.structs.replace(

@@ -9,14 +9,14 @@ import pytest
 
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.stores.crypto.keyring import KEEP_S, Keyring, MasterKeys, Wrapped
-from comfyfleet.stores.crypto.value_cipher import CannotOpen, Place, key_id_of, open_value, seal
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.crypto.keyring import KEEP_S, Keyring, MasterKeys, WrappedKey
+from comfyfleet.stores.crypto.value_cipher import DecryptionFailed, ValueContext, key_id_of, open_value, seal
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.factory import DATA_KEYS, MASTER_KEYS, refuse_if_sealed
 from comfyfleet.testing.time import ManualClock
 
 ACME, BORG = TenantId("acme"), TenantId("borg")
-PLACE = Place(ACME, JobId("job"), "payload")
+PLACE = ValueContext(ACME, JobId("job"), "payload")
 ONE, TWO = b"1" * 32, b"2" * 32
 
 
@@ -24,7 +24,7 @@ class Desk:
     """A cabinet, a clock, and keyrings of several processes on them."""
 
     def __init__(self) -> None:
-        self.cabinet = MemoryCabinet()
+        self.cabinet = MemoryDocumentStore()
         self.clock = ManualClock()
         self.masters = MasterKeys({"k1": ONE}, "k1")
 
@@ -98,7 +98,7 @@ async def test_a_data_key_that_does_not_open_keeps_no_other_from_being_wrapped_a
     for tenant in (ACME, BORG):
         await keyring.to_seal(tenant)
     first = (await desk.cabinet.listing(DATA_KEYS))[0]
-    broken = msgspec.json.encode(Wrapped(1.0, "k1", b"x" * 60))
+    broken = msgspec.json.encode(WrappedKey(1.0, "k1", b"x" * 60))
     await desk.cabinet.put(DATA_KEYS, first.name, broken, version=None)
     desk.masters = MasterKeys({"k2": TWO, "k1": ONE}, "k2")
     assert await desk.keyring().rewrap() == 1
@@ -137,7 +137,7 @@ async def test_a_wrong_master_key_is_told_at_the_start() -> None:
         await desk.keyring(MasterKeys({"k2": TWO}, "k2")).open()
     with pytest.raises(Refusal, match=r"sealed and this process has no key.*'k1'"):
         await refuse_if_sealed(desk.cabinet)
-    await refuse_if_sealed(MemoryCabinet())
+    await refuse_if_sealed(MemoryDocumentStore())
 
 
 async def test_a_master_key_that_is_missed_later_is_a_fault_and_not_the_end_of_a_job() -> None:
@@ -170,10 +170,10 @@ async def test_what_was_shredded_opens_nowhere_and_the_tenant_may_begin_anew() -
     other = await keyring.to_seal(BORG)
     assert await desk.opened(elsewhere, sealed) == b"a fox"
     assert await keyring.shred(ACME) == 1 and await keyring.shred(ACME) == 0
-    with pytest.raises(CannotOpen, match="'acme' that it was sealed with was destroyed"):
+    with pytest.raises(DecryptionFailed, match="'acme' that it was sealed with was destroyed"):
         await desk.opened(keyring, sealed)
     await desk.clock.advance(KEEP_S)
-    with pytest.raises(CannotOpen, match="destroyed"):
+    with pytest.raises(DecryptionFailed, match="destroyed"):
         await desk.opened(elsewhere, sealed)
     assert await desk.keyring().to_seal(BORG) == other
     again = await desk.sealed(elsewhere)
@@ -200,7 +200,7 @@ async def test_a_rewrap_never_brings_back_what_was_shredded_meanwhile() -> None:
 
     desk.cabinet.put = shredded_first  # type: ignore[method-assign]
     assert await rewrapping.rewrap() == 0
-    with pytest.raises(CannotOpen, match="destroyed"):
+    with pytest.raises(DecryptionFailed, match="destroyed"):
         await desk.opened(desk.keyring(), sealed)
 
 

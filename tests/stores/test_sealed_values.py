@@ -11,9 +11,9 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Submission
 from comfyfleet.stores.crypto.keyring import read_master_keys
 from comfyfleet.stores.crypto.value_cipher import (
-    CannotOpen,
     DataKey,
-    Place,
+    DecryptionFailed,
+    ValueContext,
     key_id_of,
     new_key_id,
     open_value,
@@ -23,7 +23,7 @@ from comfyfleet.stores.crypto.value_cipher import (
 )
 
 KEY = DataKey(new_key_id(1.0), bytes(range(32)), 1.0)
-PLACE = Place(TenantId("acme"), JobId("job-1"), "payload")
+PLACE = ValueContext(TenantId("acme"), JobId("job-1"), "payload")
 LINE = "k1=" + "ab" * 32
 
 
@@ -41,14 +41,14 @@ def test_a_change_of_any_bit_is_noticed() -> None:
         for bit in range(8):
             changed = bytearray(sealed)
             changed[place] ^= 1 << bit
-            with pytest.raises(CannotOpen):
+            with pytest.raises(DecryptionFailed):
                 key_id_of(bytes(changed))
                 open_value(KEY, PLACE, bytes(changed))
 
 
 @pytest.mark.parametrize("cut", [0, 3, 20, 40, -1])
 def test_a_value_that_was_cut_is_noticed(cut: int) -> None:
-    with pytest.raises(CannotOpen):
+    with pytest.raises(DecryptionFailed):
         cut_short = seal(KEY, PLACE, b"a fox in the snow")[:cut]
         key_id_of(cut_short)
         open_value(KEY, PLACE, cut_short)
@@ -64,13 +64,13 @@ def test_a_value_that_was_cut_is_noticed(cut: int) -> None:
         PLACE._replace(tenant=TenantId("acmej"), job_id=JobId("ob-1")),
     ],
 )
-def test_a_value_in_another_place_does_not_open(place: Place) -> None:
-    with pytest.raises(CannotOpen, match="does not fit its seal"):
+def test_a_value_in_another_place_does_not_open(place: ValueContext) -> None:
+    with pytest.raises(DecryptionFailed, match="does not fit its seal"):
         open_value(KEY, place, seal(KEY, PLACE, b"a fox"))
 
 
 def test_another_key_of_the_same_id_does_not_open_it() -> None:
-    with pytest.raises(CannotOpen):
+    with pytest.raises(DecryptionFailed):
         open_value(DataKey(KEY.key_id, bytes(32), 1.0), PLACE, seal(KEY, PLACE, b"a fox"))
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from comfyfleet.model.block import Block, BlockReason, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.model.workflow_stats import Lesson
-from comfyfleet.stores.inprocess.blocks import MAX_LESSONS, MAX_PAIRS_PER_WORKER, BlockShelf, LessonShelf
+from comfyfleet.model.workflow_stats import WorkflowStats
+from comfyfleet.stores.inprocess.blocks import (
+    MAX_LESSONS,
+    MAX_PAIRS_PER_WORKER,
+    BlockTable,
+    WorkflowStatsTable,
+)
 
 A = WorkerId("a")
 
 
 def test_pairs_of_a_worker_are_bounded_and_a_block_in_force_outlives_older_and_younger_counts() -> None:
-    blocks = BlockShelf()
+    blocks = BlockTable()
     in_force = Block(A, "blocked", BlockReason.FAILURES, 1, 100.0)
     blocks.put(in_force)
     for number in range(MAX_PAIRS_PER_WORKER + 10):
@@ -24,7 +29,7 @@ def test_pairs_of_a_worker_are_bounded_and_a_block_in_force_outlives_older_and_y
 
 
 def test_what_is_blocked_is_seen_anew_after_every_change() -> None:
-    blocks = BlockShelf()
+    blocks = BlockTable()
     for target, end in (("x", 10.0), ("y", 20.0)):
         blocks.put(Block(A, target, BlockReason.FAILURES, 1, end))
     assert blocks.blocked_targets(A, 5.0) == {"x", "y"}
@@ -38,11 +43,11 @@ def test_what_is_blocked_is_seen_anew_after_every_change() -> None:
 
 
 def test_the_longest_unused_lesson_is_forgotten_first() -> None:
-    lessons = LessonShelf()
+    lessons = WorkflowStatsTable()
     for number in range(MAX_LESSONS + 1):
-        lessons.put(Lesson(WorkflowHash(f"hash-{number}")))
+        lessons.put(WorkflowStats(WorkflowHash(f"hash-{number}")))
         if number == 1:
-            lessons.put(Lesson(WorkflowHash("hash-0"), memory_above_gb=8))
+            lessons.put(WorkflowStats(WorkflowHash("hash-0"), memory_above_gb=8))
     assert lessons.get(WorkflowHash("hash-1")) is None
     kept = lessons.get(WorkflowHash("hash-0"))
     assert kept is not None

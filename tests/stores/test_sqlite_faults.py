@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.stores._sqlite import FullDisk, SlowDisk, make_bench, reopened
 
-from comfyfleet.model.dispatch import Dispatch, Phase, Written
+from comfyfleet.model.dispatch import Dispatch, Phase, WriteResult
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, Submission
@@ -116,7 +116,7 @@ async def test_a_refusal_that_rests_on_an_unwritten_change_is_reconsidered_when_
         bench.cancel(dispatch), bench.store.write(completion(ref)), return_exceptions=True
     )
     assert isinstance(cancelled, Fault)
-    assert isinstance(completed, Written)
+    assert isinstance(completed, WriteResult)
     found = await bench.store.load(ref.job_id)
     assert found is not None
     assert found.phase is Phase.COMPLETED

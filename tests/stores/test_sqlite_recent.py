@@ -11,7 +11,7 @@ from tests.stores._sqlite import FullDisk, make_bench
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId
-from comfyfleet.stores.sqlite.reader import Recent
+from comfyfleet.stores.sqlite.reader import RecentRecords
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.testing.contract.store_bench import completion, release
 
@@ -59,7 +59,7 @@ async def test_a_job_that_could_not_be_written_is_not_at_hand(
 
 
 def test_the_oldest_make_room_for_the_newest() -> None:
-    recent = Recent(max_bytes=100)
+    recent = RecentRecords(max_bytes=100)
     for number in range(1_000):
         recent.keep(JobId(f"job-{number}"), bytes(number % 60))
         recent.keep(JobId(f"large-{number}"), bytes(101))

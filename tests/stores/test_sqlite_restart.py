@@ -17,25 +17,34 @@ import pytest
 from tests.stores._sqlite import make_bench, reopened
 
 from comfyfleet.model.block import Block, BlockReason, Pair
-from comfyfleet.model.dispatch import Change, Phase, Standing, Written
+from comfyfleet.model.dispatch import Change, Phase, Readiness, WriteResult
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
-from comfyfleet.model.workflow_stats import Duration, Lesson
+from comfyfleet.model.workflow_stats import MeanDuration, WorkflowStats
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.maintenance import check
-from comfyfleet.stores.sqlite.reader import Disk
+from comfyfleet.stores.sqlite.reader import DatabaseReader
 from comfyfleet.stores.sqlite.store import SqliteStore
-from comfyfleet.testing.contract.store_bench import FAST, HASH, A, Bench, completion, failure, release, tenant
+from comfyfleet.testing.contract.store_bench import (
+    FAST,
+    HASH,
+    A,
+    StoreBench,
+    completion,
+    failure,
+    release,
+    tenant,
+)
 
 
-async def a_day(bench: Bench) -> None:
+async def a_day(bench: StoreBench) -> None:
     """A bit of everything that is kept."""
     store = bench.store
     await store.put_worker(WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 2, 1.0, 2.0))
-    await bench.enqueue(standing=Standing.PAUSED)
-    await bench.enqueue(standing=Standing.DELAYED, wake_at=bench.clock.now() + 60, not_before=5.0)
+    await bench.enqueue(standing=Readiness.PAUSED)
+    await bench.enqueue(standing=Readiness.DELAYED, wake_at=bench.clock.now() + 60, not_before=5.0)
     first = await bench.enqueue(priority=2, tenant=tenant("ann"), reference="mine")
     await bench.enqueue(tenant=tenant("bob"))
     await store.shares.charge(tenant("ann"), 12.5)
@@ -59,7 +68,7 @@ async def a_day(bench: Bench) -> None:
     assert retried is not None
     assert await bench.change(retried, Change(phase=Phase.QUEUED, round=2), job={"phase": Phase.QUEUED})
     await store.put_block(Block(A, HASH, BlockReason.OUT_OF_MEMORY, 2))
-    await store.put_lesson(Lesson(HASH, {"card": Duration(3.0, 1)}, 24.0))
+    await store.put_lesson(WorkflowStats(HASH, {"card": MeanDuration(3.0, 1)}, 24.0))
     await store.pause_queue(True)
     await store.pause_queue(False)
 
@@ -292,18 +301,18 @@ async def test_a_restart_reads_each_open_job_once_and_none_that_has_ended(
     await bench.store.close()
     decoded: list[bytes] = []
     asked: list[str] = []
-    decode, ask = codec.decode_state, Disk._all
+    decode, ask = codec.decode_state, DatabaseReader._all
 
-    def count_decoded(blob: bytes) -> codec.State:
+    def count_decoded(blob: bytes) -> codec.RowState:
         decoded.append(blob)
         return decode(blob)
 
-    def count_asked(disk: Disk, sql: str, *values: Any) -> list[Any]:
+    def count_asked(disk: DatabaseReader, sql: str, *values: Any) -> list[Any]:
         asked.append(sql)
         return ask(disk, sql, *values)
 
     monkeypatch.setattr(codec, "decode_state", count_decoded)
-    monkeypatch.setattr(Disk, "_all", count_asked)
+    monkeypatch.setattr(DatabaseReader, "_all", count_asked)
     async with reopened(path, bench.clock) as store:
         bench.store = store
         assert len(decoded) == len(waiting)
@@ -349,7 +358,7 @@ async def test_what_is_to_be_settled_is_found_after_a_restart_and_kept(tmp_path:
         assert await store.purge(Phase.COMPLETED, bench.clock.now(), 10) == 1
         assert await store.load(ended[1].job_id) is None
         first = msgspec.structs.replace(ended[2], phase=Phase.QUEUED)
-        assert await store.enqueue(first, bench.job(first), ()) == Written(ended[2], ())
+        assert await store.enqueue(first, bench.job(first), ()) == WriteResult(ended[2], ())
 
 
 @pytest.mark.parametrize("mode", ["wal", "full"])

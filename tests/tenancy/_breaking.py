@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from typing import Any, Literal, cast
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.ports import Cabinet, Records, Store
+from comfyfleet.ports import DocumentStore, Records, Store
 from comfyfleet.tenancy.database.port import TenantDatabase
 
 Kind = Literal["crash", "fault"]
@@ -100,7 +100,7 @@ class Fated:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
         if name in _PARTS and self._port is Store:
-            return Fated(found, self._fate, Records if name == "records" else Cabinet)
+            return Fated(found, self._fate, Records if name == "records" else DocumentStore)
         if name in ("open", "close") or not inspect.iscoroutinefunction(getattr(self._port, name, None)):
             return found
 

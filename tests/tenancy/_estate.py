@@ -23,8 +23,8 @@ from comfyfleet.ports import Clock, Store
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.outbox_relay import OutboxRelay
-from comfyfleet.tenancy.services import Estate
-from comfyfleet.testing.time import ManualClock, SeededChance
+from comfyfleet.tenancy.services import TenantServices
+from comfyfleet.testing.time import ManualClock, SeededRandom
 
 ACME, BORG = TenantId("acme"), TenantId("borg")
 WORKER = WorkerId("gpu")
@@ -48,8 +48,8 @@ class Fleet:
         """Two of them on one store are given different seeds, or they make the same ids."""
         self.clock = clock
         self.central = store
-        self.estate = Estate(store, clock, pools, open_database, around=around)
-        self.engine = Engine(self.estate.store, rules=Rules(**rules), clock=clock, chance=SeededChance(seed))
+        self.estate = TenantServices(store, clock, pools, open_database, around=around)
+        self.engine = Engine(self.estate.store, rules=Rules(**rules), clock=clock, chance=SeededRandom(seed))
         self.relay = OutboxRelay(self.estate.apart, self.engine.admit)
         self._polls = itertools.count(1)
         self._seed = seed

@@ -13,12 +13,12 @@ from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Submission
 from comfyfleet.stores.factory import open_store
-from comfyfleet.tenancy.services import Estate
+from comfyfleet.tenancy.services import TenantServices
 
 
 async def spend(store_url: str, pool_url: str) -> None:
     clock = SystemClock()
-    estate = Estate(open_store(store_url, clock), clock, {"first": pool_url})
+    estate = TenantServices(open_store(store_url, clock), clock, {"first": pool_url})
     async with Engine(estate.store, clock=clock) as engine, estate.kept(engine.admit):
         print("ready", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):

@@ -8,13 +8,13 @@ import sys
 
 from comfyfleet.model.ids import TenantId
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
 
 async def spend(url: str) -> None:
     database = open_tenant_database(url)
     await database.open()
-    teller = Teller(database, f"job-{os.getpid()}")
+    teller = LedgerDriver(database, f"job-{os.getpid()}")
     print("ready", flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         tenant, amount = line.split()

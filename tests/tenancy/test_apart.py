@@ -20,7 +20,7 @@ from comfyfleet.model.job import Submission
 from comfyfleet.model.ledger import Account, GpuPrice, HoldId, Outcome, OutputPrice
 from comfyfleet.model.tenant import TenantState
 from comfyfleet.stores.memory import MemoryStore
-from comfyfleet.tenancy.database.port import Ended, Ending, Entered, OutboxEntry, TenantDatabase
+from comfyfleet.tenancy.database.port import OutboxEntry, PostingResult, RoundEnd, RoundEnded, TenantDatabase
 from comfyfleet.testing.time import ManualClock
 
 
@@ -359,8 +359,8 @@ async def test_an_end_that_the_database_did_not_take_in_is_not_marked_as_settled
     await fleet.tenant(granted=100)
     apart = await database(fleet)
 
-    async def refuse(ending: Ending) -> Ended:
-        return Ended(Entered.REFUSED, None)
+    async def refuse(ending: RoundEnd) -> RoundEnded:
+        return RoundEnded(PostingResult.REFUSED, None)
 
     job_id = await fleet.submit()
     with monkeypatch.context() as patch:
@@ -378,7 +378,7 @@ async def test_a_cancel_stands_whatever_the_tenants_database_says_to_its_settlem
     await fleet.tenant(granted=100)
     apart = await database(fleet)
 
-    async def refuse(ending: Ending) -> Ended:
+    async def refuse(ending: RoundEnd) -> RoundEnded:
         raise Refusal(RefusalCode.INVALID_REQUEST, "this cannot be kept")
 
     job_id = await fleet.submit()
@@ -453,7 +453,7 @@ async def test_an_end_that_cannot_be_settled_now_is_told(
     heard: list[Event] = []
     fleet.engine.bus.listen(heard.append)
 
-    async def fails(*_: object) -> Ended:
+    async def fails(*_: object) -> RoundEnded:
         raise RuntimeError("the disk is full")
 
     monkeypatch.setattr(await database(fleet), "end_round", fails)

@@ -31,8 +31,8 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account, Hold, HoldId
 from comfyfleet.policy import accounting
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import Entered, TenantDatabase
-from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.tenancy.database.port import PostingResult, TenantDatabase
+from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
 _Answer = TypeVar("_Answer")
 
@@ -73,7 +73,7 @@ class Day(RuleBasedStateMachine):
         number = next(self.days.numbers)
         self.tenants = [TenantId(f"ann-{number}"), TenantId(f"bob-{number}")]
         self.tellers = [
-            Teller(each, f"day-{number}-{which}") for which, each in enumerate(self.days.databases)
+            LedgerDriver(each, f"day-{number}-{which}") for which, each in enumerate(self.days.databases)
         ]
         self.balance = dict.fromkeys(self.tenants, 0)
         self.pending: dict[str, tuple[TenantId, int]] = {}
@@ -96,14 +96,14 @@ class Day(RuleBasedStateMachine):
 
     @rule(tenant=which, amount=st.integers(1, 200))
     def grant(self, tenant: int, amount: int) -> None:
-        assert self.run(self.tellers[0].grant(amount, self.tenants[tenant])) is Entered.DONE
+        assert self.run(self.tellers[0].grant(amount, self.tenants[tenant])) is PostingResult.DONE
         self.balance[self.tenants[tenant]] += amount
 
     @rule(tenant=which, amount=st.integers(1, 200))
     def promise(self, tenant: int, amount: int) -> None:
         name = str(self.tellers[0].new_name())
         pending = accounting.grant(name, self.tenants[tenant], amount, 1.0, is_pending=True)
-        assert self.run(self.tellers[0].database.grant(pending, None)) is Entered.DONE
+        assert self.run(self.tellers[0].database.grant(pending, None)) is PostingResult.DONE
         self.pending[name] = (self.tenants[tenant], amount)
 
     @rule(number=pick, is_paid=st.booleans())
@@ -115,11 +115,11 @@ class Day(RuleBasedStateMachine):
         database = self.tellers[0].database
         if is_paid:
             posting = accounting.posting_of(accounting.grant(name, tenant, amount, 2.0))
-            assert self.run(database.confirm(posting)) is Entered.DONE
-            assert self.run(database.confirm(posting)) is Entered.KNOWN
+            assert self.run(database.confirm(posting)) is PostingResult.DONE
+            assert self.run(database.confirm(posting)) is PostingResult.KNOWN
             self.balance[tenant] += amount
         else:
-            assert self.run(database.void(tenant, name)) is Entered.DONE
+            assert self.run(database.void(tenant, name)) is PostingResult.DONE
 
     @rule(tenant=which, amount=st.integers(-100, 100).filter(bool))
     def correct(self, tenant: int, amount: int) -> None:
@@ -129,7 +129,7 @@ class Day(RuleBasedStateMachine):
         )
         is_covered = self.available(name) + amount >= 0
         outcome = self.run(self.tellers[0].database.adjust(posting))
-        assert outcome is (Entered.DONE if is_covered else Entered.SHORT)
+        assert outcome is (PostingResult.DONE if is_covered else PostingResult.SHORT)
         self.balance[name] += amount if is_covered else 0
 
     # rounds
@@ -138,7 +138,11 @@ class Day(RuleBasedStateMachine):
     def submit(self, tenant: int, amount: int) -> None:
         opening = self.tellers[0].opening(amount, self.tenants[tenant])
         is_covered = amount <= self.available(self.tenants[tenant])
-        for outcome in (Entered.DONE, Entered.KNOWN) if is_covered else (Entered.SHORT, Entered.SHORT):
+        for outcome in (
+            (PostingResult.DONE, PostingResult.KNOWN)
+            if is_covered
+            else (PostingResult.SHORT, PostingResult.SHORT)
+        ):
             assert self.run(self.tellers[0].database.open_round(opening)).outcome is outcome
         if is_covered:
             self.open[opening.hold.hold_id] = opening.hold
@@ -150,7 +154,7 @@ class Day(RuleBasedStateMachine):
             teller.opening(amount, name) for teller, amount in zip(self.tellers, (first, second), strict=True)
         ]
 
-        async def both() -> list[Entered]:
+        async def both() -> list[PostingResult]:
             answers = await asyncio.gather(
                 *(
                     teller.database.open_round(opening)
@@ -161,11 +165,11 @@ class Day(RuleBasedStateMachine):
 
         accepted = []
         for opening, outcome in zip(openings, self.run(both()), strict=True):
-            if outcome is Entered.DONE:
+            if outcome is PostingResult.DONE:
                 self.open[opening.hold.hold_id] = opening.hold
                 accepted.append(opening.hold.amount)
             else:
-                assert outcome is Entered.SHORT
+                assert outcome is PostingResult.SHORT
         assert sum(accepted) <= before
         assert len(accepted) == 2 or first + second > before, "both fit, and one was refused"
         assert accepted or min(first, second) > before, "one fits, and none was accepted"
@@ -191,7 +195,7 @@ class Day(RuleBasedStateMachine):
         if hold is None:
             return
 
-        async def told() -> list[Entered]:
+        async def told() -> list[PostingResult]:
             tellers = self.tellers if is_raced else self.tellers[:1]
             answers = await asyncio.gather(
                 *(
@@ -201,7 +205,7 @@ class Day(RuleBasedStateMachine):
             )
             return sorted(each.outcome for each in answers)
 
-        assert self.run(told()) == [Entered.DONE, Entered.KNOWN][: 1 + is_raced]
+        assert self.run(told()) == [PostingResult.DONE, PostingResult.KNOWN][: 1 + is_raced]
         del self.open[hold.hold_id]
         taken = min(cost, hold.amount) if phase is Phase.COMPLETED else 0
         self.balance[hold.tenant] -= taken
@@ -213,7 +217,7 @@ class Day(RuleBasedStateMachine):
             return
         hold, _, taken = found
         answer = self.run(self.tellers[copy].end(hold, phase, cost, f"{copy} {hold.hold_id}"))
-        assert answer.outcome is Entered.KNOWN
+        assert answer.outcome is PostingResult.KNOWN
         assert answer.settlement is not None and answer.settlement.consumed == taken
 
     @rule(number=pick)
@@ -224,13 +228,13 @@ class Day(RuleBasedStateMachine):
         following = HoldId(hold.hold_id.job_id, hold.hold_id.round + 1)
         outcome = self.run(self.tellers[0].retry(hold)).outcome
         if following in self.open or following in self.ended:
-            assert outcome is Entered.KNOWN
+            assert outcome is PostingResult.KNOWN
         elif phase is Phase.COMPLETED:
-            assert outcome is Entered.REFUSED
+            assert outcome is PostingResult.REFUSED
         elif hold.amount > self.available(hold.tenant):
-            assert outcome is Entered.SHORT
+            assert outcome is PostingResult.SHORT
         else:
-            assert outcome is Entered.DONE
+            assert outcome is PostingResult.DONE
             self.open[following] = Hold(following, hold.tenant, hold.amount, 2.0)
 
     @rule(number=pick, is_sent=st.booleans())

@@ -12,7 +12,7 @@ from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.engine.job_list import records_of
 from comfyfleet.hub.tenants import maintenance
-from comfyfleet.hub.tenants.maintenance import TenantDuties
+from comfyfleet.hub.tenants.maintenance import TenantMaintenance
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureKind
@@ -24,7 +24,7 @@ from comfyfleet.tenancy import outbox_relay, reconciler
 from comfyfleet.tenancy.claims import Claim, claim, waits_for
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.tenancy.terms import ShareKeeper
+from comfyfleet.tenancy.terms import FairShareSync
 from comfyfleet.testing.time import ManualClock
 
 
@@ -161,14 +161,14 @@ async def test_few_tenants_are_seen_to_at_a_time_and_each_has_its_turn(
             moving = Tenant(name, "first", 1.0, state=TenantState.MOVING, moving_to="second")
             await fleet.estate.tenants.create(moving)
         unused = cast(Any, None)
-        duties = TenantDuties(
+        duties = TenantMaintenance(
             fleet.central.cabinet,
             clock,
             fleet.estate.tenants,
             cast(Any, mover),
             unused,
             unused,
-            ShareKeeper(fleet.central.shares),
+            FairShareSync(fleet.central.shares),
             unused,
             look_s=0.01,
         )

@@ -27,7 +27,7 @@ from comfyfleet.model.job import JobResult, OutputFile, Submission
 from comfyfleet.model.ledger import Account, HoldId
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.policy.rules import Rules
-from comfyfleet.stores.failure_texts import DRAWER, LeftText, body_of, left_in, without_a_hub
+from comfyfleet.stores.failure_texts import DRAWER, PendingFailureText, body_of, left_in, without_a_hub
 from comfyfleet.stores.redis.store import RedisStore
 
 HUBS_ALONE = Requirements(needs_hub=True)
@@ -185,7 +185,7 @@ def test_a_text_that_waits_for_a_hub_fits_into_a_document(length: int) -> None:
         Failure(FailureKind.NODE_ERROR, noise, traceback=(noise,) * 9, node_errors={"3": {"errors": [noise]}})
     )
     data = {"kind": "node_error", "message": failure.message, "why": failure.message}
-    left = LeftText(ACME, HoldId(JobId("1"), 1), FailureText(failure, data), 1.0)
+    left = PendingFailureText(ACME, HoldId(JobId("1"), 1), FailureText(failure, data), 1.0)
     body = body_of(left)
     assert len(body) < 64 * 1024
     found = left_in(body)

@@ -11,7 +11,7 @@ import pytest
 from tests.tenancy._estate import ACME, BORG, WORKER, Fleet, one_fleet
 
 from comfyfleet.model.calls import Poll
-from comfyfleet.model.dispatch import Phase, Standing
+from comfyfleet.model.dispatch import Phase, Readiness
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, PollId
 from comfyfleet.stores.memory import MemoryStore
@@ -57,7 +57,7 @@ async def with_leases_that_end(fleet: Fleet) -> list[JobId]:
     return [leased.ref.job_id for leased in leases]
 
 
-async def stands(fleet: Fleet, job_id: JobId) -> Standing:
+async def stands(fleet: Fleet, job_id: JobId) -> Readiness:
     dispatch = await fleet.central.load(job_id)
     assert dispatch is not None
     return dispatch.standing
@@ -77,8 +77,8 @@ async def test_jobs_that_are_due_and_cannot_be_attended_to_stop_nobody_elses_tim
     await clock_of(fleet).advance(100)
     for _ in range(3):
         await fleet.engine.sweep()
-    assert await stands(fleet, delayed) is Standing.IN_LANE
-    assert await stands(fleet, anybodys) is Standing.IN_LANE
+    assert await stands(fleet, delayed) is Readiness.IN_LANE
+    assert await stands(fleet, anybodys) is Readiness.IN_LANE
     said = [each for each in caplog.records if each.name == "comfyfleet.engine.sweeper"]
     assert [(each.levelname, each.exc_info) for each in said] == [("WARNING", None)], "once, not for each job"
     assert "acme" in said[0].getMessage()
@@ -106,7 +106,7 @@ async def test_a_database_that_does_not_answer_holds_up_nobody_elses_timers(
     await clock_of(fleet).advance(100)
     async with asyncio.timeout(60):
         await fleet.engine.sweep()
-        assert await stands(fleet, delayed) is Standing.IN_LANE
+        assert await stands(fleet, delayed) is Readiness.IN_LANE
         answers.set()
         while any([(await fleet.engine.get(each)).dispatch.phase is Phase.LEASED for each in theirs]):
             await fleet.engine.sweep()

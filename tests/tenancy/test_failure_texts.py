@@ -21,7 +21,7 @@ from comfyfleet.model.ids import JobId
 from comfyfleet.model.tenant import TenantState
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.tenancy.claims import claim
-from comfyfleet.tenancy.relocation import Mover
+from comfyfleet.tenancy.relocation import TenantRelocation
 from comfyfleet.tenancy.tenants import REMEMBER_S
 from comfyfleet.testing.time import ManualClock
 
@@ -174,6 +174,6 @@ async def _moved(fleet: Fleet, clock: ManualClock, *, is_tidied: bool = True) ->
     )
     mine = await claim(fleet.central.cabinet, clock, ACME)
     assert mine is not None
-    moved = await Mover(estate.tenants, estate.pools, at_once).move(begun, mine)
+    moved = await TenantRelocation(estate.tenants, estate.pools, at_once).move(begun, mine)
     if is_tidied:
-        await Mover(estate.tenants, estate.pools, at_once).tidy(moved, mine)
+        await TenantRelocation(estate.tenants, estate.pools, at_once).tidy(moved, mine)

@@ -15,7 +15,7 @@ from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy.rules import DAY_S, Retention
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.tenancy.deletion import Forgetting
+from comfyfleet.tenancy.deletion import TenantRetention
 from comfyfleet.testing.time import ManualClock
 
 
@@ -81,7 +81,7 @@ async def test_a_job_that_the_store_still_has_stays(fleet: Fleet, clock: ManualC
     ended = await three_ends(fleet)
     # Nobody sweeps: the engine's own time is longer than this.
     short = Retention(completed_days=1 / 24, cancelled_days=1 / 24, failed_days=1 / 24)
-    forgetting = Forgetting(fleet.central, fleet.estate.homes, short)
+    forgetting = TenantRetention(fleet.central, fleet.estate.homes, short)
     await clock.advance(7200)
     await forgetting.tidy()
     assert len(await kept(fleet, ended)) == 3

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from tests.tenancy._estate import ACME, BORG, one_fleet
 
-from comfyfleet.model.dispatch import Phase, Standing
+from comfyfleet.model.dispatch import Phase, Readiness
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.policy import tenants as policy
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.tenants import Tenants
-from comfyfleet.tenancy.terms import ShareKeeper
+from comfyfleet.tenancy.terms import FairShareSync
 from comfyfleet.testing.time import ManualClock
 
 
@@ -63,7 +63,7 @@ async def test_a_moment_never_shortens_what_another_hub_has_said(
         async def suspended_meanwhile(*_: object) -> None:
             elsewhere = Tenants(fleet.central.cabinet, clock, is_shared=True)
             there = await elsewhere.change(ACME, policy.suspended)
-            await ShareKeeper(fleet.central.shares).keep(there)
+            await FairShareSync(fleet.central.shares).keep(there)
             raise Fault("the database is away")
 
         monkeypatch.setattr(home.database, "leasable", suspended_meanwhile)
@@ -74,13 +74,13 @@ async def test_a_moment_never_shortens_what_another_hub_has_said(
 @pytest.mark.parametrize(
     ("asked", "phase", "standing"),
     [
-        ("cancel", Phase.CANCELLED, Standing.IN_LANE),
-        ("pause", Phase.QUEUED, Standing.PAUSED),
-        ("retry", Phase.QUEUED, Standing.IN_LANE),
+        ("cancel", Phase.CANCELLED, Readiness.IN_LANE),
+        ("pause", Phase.QUEUED, Readiness.PAUSED),
+        ("retry", Phase.QUEUED, Readiness.IN_LANE),
     ],
 )
 async def test_what_is_asked_for_while_the_database_is_looked_at_is_not_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, phase: Phase, standing: Standing
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, phase: Phase, standing: Readiness
 ) -> None:
     """The job is leased for that moment, so its worker is to confirm; and no worker ever hears of it."""
     clock = ManualClock()

@@ -11,7 +11,7 @@ from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
-from comfyfleet.engine.admission import OpenGate
+from comfyfleet.engine.admission import OpenAdmission
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureKind
@@ -22,7 +22,7 @@ from comfyfleet.model.tenant import Tenant, TenantCaps
 from comfyfleet.policy import tenants as policy
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import claim
-from comfyfleet.tenancy.terms import TermsJudge
+from comfyfleet.tenancy.terms import TermsReview
 from comfyfleet.testing.time import ManualClock
 
 
@@ -46,7 +46,7 @@ async def changed(fleet: Fleet, **terms: Any) -> None:
     assert tenant.judged_number < tenant.terms_number
     mine = await claim(fleet.central.cabinet, clock, ACME)
     assert mine is not None
-    judge = TermsJudge(fleet.central, estate.tenants, fleet.engine.judge.judge_again, clock.advance)
+    judge = TermsReview(fleet.central, estate.tenants, fleet.engine.judge.judge_again, clock.advance)
     tenant = await judge.judge(tenant, mine)
     assert tenant.judged_number == tenant.terms_number
     await mine.give_back()
@@ -150,7 +150,7 @@ async def test_jobs_of_another_hub_are_judged_too(tmp_path: Path) -> None:
         assert graph() == (await other.engine.get(job_id)).job.payload.workflow
 
 
-class _Newest(OpenGate):
+class _Newest(OpenAdmission):
     """Judges by the terms as they are now."""
 
     def __init__(self, fleet: Fleet) -> None:

@@ -22,14 +22,14 @@ from comfyfleet.policy import tenants as policy
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import CLAIM_S, DRAWER, claim
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.tenancy.database.port import BookClosed, Entered, TenantDatabase
-from comfyfleet.tenancy.database.registry import Pools
-from comfyfleet.tenancy.deletion import Belongings, Leaver
+from comfyfleet.tenancy.database.port import AccountFrozen, PostingResult, TenantDatabase
+from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.deletion import TenantDeletion, TenantResources
 from comfyfleet.tenancy.keys import Keys
-from comfyfleet.tenancy.tenants import Homes, Tenants
-from comfyfleet.tenancy.webhook_outbox import Deliveries
+from comfyfleet.tenancy.tenants import TenantDirectory, Tenants
+from comfyfleet.tenancy.webhook_outbox import WebhookOutbox
 from comfyfleet.tenancy.webhooks import Webhooks
-from comfyfleet.testing.contract.ledger_driver import ACME, BORG, Teller
+from comfyfleet.testing.contract.ledger_driver import ACME, BORG, LedgerDriver
 from comfyfleet.testing.time import ManualClock
 
 
@@ -39,7 +39,7 @@ class Site:
         self.deadline = Deadline()
         self.store = MemoryStore(self.clock)
         urls = {name: f"sqlite:///{folder}/{name}.db" for name in ("first", "second")}
-        self.pools = Pools(
+        self.pools = TenantDatabases(
             urls,
             self.clock,
             lambda url: cast(TenantDatabase, Mortal(open_tenant_database(url), self.deadline)),
@@ -47,16 +47,16 @@ class Site:
         cabinet = cast(Any, Mortal(self.store.cabinet, self.deadline))
         self.tenants = Tenants(cabinet, self.clock, is_shared=True)
         self.keys, self.webhooks = Keys(cabinet, self.clock), Webhooks(cabinet, self.clock)
-        self.deliveries = Deliveries(cabinet)
+        self.deliveries = WebhookOutbox(cabinet)
         self.shredded: list[TenantId] = []
         self.erased: list[TenantId] = []
-        self.leaver = Leaver(
+        self.leaver = TenantDeletion(
             self.store,
-            Homes(self.tenants, self.pools),
+            TenantDirectory(self.tenants, self.pools),
             self.keys,
             self.webhooks,
             self.deliveries,
-            Belongings(cancel=self.cancel, erase_files=self.erase_files, shred=self.shred),
+            TenantResources(cancel=self.cancel, erase_files=self.erase_files, shred=self.shred),
             self.clock.advance,
         )
 
@@ -69,7 +69,7 @@ class Site:
     async def erase_files(self, tenant: TenantId) -> None:
         self.erased.append(tenant)
 
-    async def settle(self) -> Teller:
+    async def settle(self) -> LedgerDriver:
         """Two tenants who have something of everything, and no open job."""
         database = await self.pools.get("first")
         teller = await fill(database)
@@ -130,7 +130,7 @@ async def test_everything_of_a_tenant_goes_whoever_dies_on_the_way(tmp_path: Pat
         assert await site.tenants.newest(ACME) is None
         assert not any((await everything(database)).values())
         assert await everything(database, BORG) == neighbour
-        await Teller(database).check(BORG)
+        await LedgerDriver(database).check(BORG)
         assert set(site.shredded) == set(site.erased) == {ACME}
         assert [block.tenant for block in await site.store.blocks()] == [BORG]
         keys = {key.tenant: key.revoked_at is not None for key in await site.keys.listing()}
@@ -142,8 +142,8 @@ async def test_everything_of_a_tenant_goes_whoever_dies_on_the_way(tmp_path: Pat
             1,
             1,
         )
-        with pytest.raises(BookClosed):
-            await Teller(database, "late").submit(0)
+        with pytest.raises(AccountFrozen):
+            await LedgerDriver(database, "late").submit(0)
         await site.pools.close()
         if is_over:
             assert steps > 20
@@ -158,7 +158,7 @@ async def test_a_tenant_of_the_same_name_begins_anew(tmp_path: Path) -> None:
     await site.leave()
     database = await site.pools.get("first")
     await database.begin_book(ACME)
-    teller = Teller(database, "new")
+    teller = LedgerDriver(database, "new")
     assert (await database.account(ACME)).balance == 0
     await teller.grant(5)
     await teller.submit(5)
@@ -194,18 +194,18 @@ async def test_a_tenant_that_is_deleted_on_its_way_to_another_pool_can_still_set
     for pool in ("first", "second"):
         assert await (await site.pools.get(pool)).close_book(ACME, 1)
     await site.tenants.change(ACME, going)
-    refunded: list[Entered] = []
+    refunded: list[PostingResult] = []
 
     async def relay(seconds: float) -> None:
         await site.clock.advance(seconds)
         if not refunded:
-            with contextlib.suppress(BookClosed):
+            with contextlib.suppress(AccountFrozen):
                 refunded.append((await teller.end(hold, Phase.CANCELLED)).outcome)
                 await teller.check()
 
     site.leaver._sleep = relay
     await site.leave()
-    assert refunded == [Entered.DONE]
+    assert refunded == [PostingResult.DONE]
     assert await site.tenants.newest(ACME) is None
     for pool in ("first", "second"):
         database = await site.pools.get(pool)

@@ -29,17 +29,17 @@ from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy import accounting
 from comfyfleet.policy import tenants as policy
 from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database import open_tenant_database, tenant_export
 from comfyfleet.tenancy.database.encrypted import sealed_database
 from comfyfleet.tenancy.database.executor import for_postgres
-from comfyfleet.tenancy.database.port import PARTS, BookClosed, Row, TenantDatabase
-from comfyfleet.tenancy.database.registry import Pools
-from comfyfleet.tenancy.relocation import Mover
-from comfyfleet.tenancy.tenants import Home, Tenants
-from comfyfleet.testing.contract.ledger_driver import ACME, BORG, Teller
+from comfyfleet.tenancy.database.port import PARTS, AccountFrozen, Row, TenantDatabase
+from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.relocation import TenantRelocation
+from comfyfleet.tenancy.tenants import TenantLocation, Tenants
+from comfyfleet.testing.contract.ledger_driver import ACME, BORG, LedgerDriver
 from comfyfleet.testing.time import ManualClock
 
 
@@ -52,14 +52,14 @@ class Site:
         self.clock = ManualClock()
         self.deadline = Deadline()
         self.cabinet = MemoryStore(self.clock).cabinet
-        self.pools = Pools(
+        self.pools = TenantDatabases(
             urls,
             self.clock,
             lambda url: cast(TenantDatabase, Mortal(open_database(url), self.deadline)),
         )
         mortal = cast(Any, Mortal(self.cabinet, self.deadline))
         self.tenants = Tenants(mortal, self.clock, is_shared=True)
-        self.mover = Mover(self.tenants, self.pools, self.clock.advance)
+        self.mover = TenantRelocation(self.tenants, self.pools, self.clock.advance)
 
     async def database(self, name: str) -> TenantDatabase:
         return await self.pools.get(name)
@@ -99,9 +99,9 @@ async def site(
         await made.pools.close()
 
 
-async def fill(database: TenantDatabase) -> Teller:
+async def fill(database: TenantDatabase) -> LedgerDriver:
     """Something of every kind, and another tenant beside it."""
-    teller = Teller(database)
+    teller = LedgerDriver(database)
     for tenant in (BORG, ACME):
         await database.begin_book(tenant)
         await teller.grant(1_000, tenant, "given")
@@ -165,7 +165,7 @@ async def test_a_tenant_moves_with_everything_of_its_own_and_goes_on_there(urls:
         assert not any((await everything(first)).values())
         assert await everything(first, BORG) == neighbour
         # Work goes on where it is now …
-        teller = Teller(second, "later")
+        teller = LedgerDriver(second, "later")
         for hold in await second.open_holds(10.0, 9):
             await teller.end(hold, Phase.COMPLETED, 1)
         await teller.submit(5)
@@ -173,14 +173,14 @@ async def test_a_tenant_moves_with_everything_of_its_own_and_goes_on_there(urls:
         numbers = [each.number for each in await second.statement(ACME, after=0, limit=100)]
         assert numbers == list(range(1, len(numbers) + 1))
         # … and nothing that comes late is written where it was.
-        with pytest.raises(BookClosed):
-            await Teller(first, "late").submit(0)
-        with pytest.raises(BookClosed):
+        with pytest.raises(AccountFrozen):
+            await LedgerDriver(first, "late").submit(0)
+        with pytest.raises(AccountFrozen):
             await first.cabinet(ACME).put("files", "late", b"", version=0)
         await here.begin("first")
         assert (await here.go_on()).pool == "first"
-        await Teller(first).check()
-        await Teller(first, "again").submit(0)
+        await LedgerDriver(first).check()
+        await LedgerDriver(first, "again").submit(0)
 
 
 @pytest.mark.parametrize("is_before", [False, True], ids=["after a step", "before a step"])
@@ -216,13 +216,13 @@ async def killed_again_and_again(here: Site, is_before: bool, stride: int) -> in
         assert await everything(await here.database(target)) == before, steps
         left = await everything(await here.database(source))
         assert not any(left.values()), steps
-        await Teller(await here.database(target)).check()
+        await LedgerDriver(await here.database(target)).check()
         target, source = source, target
     raise AssertionError("a move has fewer steps")
 
 
 async def test_what_is_sealed_moves_as_it_is_and_opens_there(urls: Urls) -> None:
-    keyring = Keyring(MemoryCabinet(), ManualClock(), lambda: MasterKeys({"k1": b"1" * 32}, "k1"))
+    keyring = Keyring(MemoryDocumentStore(), ManualClock(), lambda: MasterKeys({"k1": b"1" * 32}, "k1"))
     async with site(urls, lambda url: sealed_database(open_tenant_database(url), keyring)) as here:
         await fill(await here.database("first"))
         source, target = await here.database("first"), await here.database("second")
@@ -243,11 +243,11 @@ async def test_once_a_book_is_closed_nothing_is_written_whoever_was_on_his_way(u
         await each.open()
     database = others.pop()
     await database.begin_book(ACME)
-    running = await Teller(database, "running").submit(0)
+    running = await LedgerDriver(database, "running").submit(0)
     refused = []
 
     async def write(other: TenantDatabase, name: str) -> None:
-        teller, number = Teller(other, name), itertools.count()
+        teller, number = LedgerDriver(other, name), itertools.count()
         steps: list[Callable[[], Awaitable[object]]] = [
             lambda: teller.submit(0),
             lambda: teller.grant(1),
@@ -260,7 +260,7 @@ async def test_once_a_book_is_closed_nothing_is_written_whoever_was_on_his_way(u
         for step in itertools.cycle(steps):
             try:
                 await step()
-            except BookClosed:
+            except AccountFrozen:
                 refused.append(name)
                 return
 
@@ -274,7 +274,7 @@ async def test_once_a_book_is_closed_nothing_is_written_whoever_was_on_his_way(u
     assert len(refused) == len(others)
     assert await everything(database) == closed
     assert await database.open_book(ACME, 1)
-    await Teller(database).check()
+    await LedgerDriver(database).check()
     for each in (*others, database):
         await each.close()
 
@@ -288,7 +288,7 @@ async def test_a_book_is_closed_once_all_who_found_it_open_have_written(
     await database.begin_book(ACME)
     async with await psycopg.AsyncConnection.connect(url) as other:
         await other.execute(for_postgres(tenant_export.LOOK).encode(), {"tenant": ACME})
-        await Teller(database).grant(5)
+        await LedgerDriver(database).grant(5)
         closing = asyncio.ensure_future(database.close_book(ACME, 1))
         await asyncio.wait({closing}, timeout=0.5)
         assert not closing.done(), "whoever looked has not written yet"
@@ -333,7 +333,7 @@ async def test_two_names_of_one_database_are_not_copied_and_nothing_is_erased(tm
         await here.begin()
         assert (await here.go_on()).pool == "second"
         assert await everything(await here.database("second")) == before
-        await Teller(await here.database("second"), "later").submit(5)
+        await LedgerDriver(await here.database("second"), "later").submit(5)
 
 
 async def test_a_tenant_is_called_back_before_it_has_arrived(tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ async def test_a_tenant_is_called_back_before_it_has_arrived(tmp_path: Path) -> 
         with pytest.raises(Killed):
             await here.go_on()
         here.deadline.left = None
-        with pytest.raises(BookClosed):
+        with pytest.raises(AccountFrozen):
             await teller.submit(1)
         await here.clock.advance(CLAIM_S)
         await here.begin("first")
@@ -435,7 +435,7 @@ async def move(here: Fleet, there: Fleet, *, is_tidied: bool) -> None:
     old = await there.estate.tenants.newest(ACME)
     mine = await claim(here.central.cabinet, here.clock, ACME)
     assert mine is not None and old is not None
-    mover = Mover(here.estate.tenants, here.estate.pools, cast(ManualClock, here.clock).advance)
+    mover = TenantRelocation(here.estate.tenants, here.estate.pools, cast(ManualClock, here.clock).advance)
     gone = await here.estate.tenants.change(ACME, lambda found: policy.moving(found, "second", 1.0))
     moved = await mover.move(gone, mine)
     if is_tidied:
@@ -468,7 +468,7 @@ async def test_a_result_is_not_left_where_its_tenant_lived(
     old = await there.estate.homes.of(ACME)
     await move(here, there, is_tidied=True)
 
-    async def lived(_: TenantId) -> Home | None:
+    async def lived(_: TenantId) -> TenantLocation | None:
         return old
 
     with monkeypatch.context() as patched:

@@ -17,7 +17,7 @@ from comfyfleet.policy import accounting
 from comfyfleet.policy.reconciliation import FindingKind
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy import reconciler
-from comfyfleet.tenancy.database.port import Ending, TenantDatabase
+from comfyfleet.tenancy.database.port import RoundEnd, TenantDatabase
 from comfyfleet.testing.time import ManualClock
 
 
@@ -58,7 +58,7 @@ async def cancel_apart(fleet: Fleet, job_id: JobId) -> None:
     assert hold is not None
     settlement = accounting.refund(hold, 5.0)
     posting = accounting.settling_posting(hold, settlement)
-    await apart.end_round(Ending("lost", settlement, posting, Phase.CANCELLED))
+    await apart.end_round(RoundEnd("lost", settlement, posting, Phase.CANCELLED))
 
 
 async def forget(fleet: Fleet, job_id: JobId) -> None:

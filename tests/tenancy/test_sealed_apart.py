@@ -11,7 +11,7 @@ from tests.tenancy._estate import ACME, BORG, Fleet, one_fleet
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
-from comfyfleet.stores.crypto.keyring import KEEP_S, Keyring, MasterKeys, Wrapped
+from comfyfleet.stores.crypto.keyring import KEEP_S, Keyring, MasterKeys, WrappedKey
 from comfyfleet.stores.factory import DATA_KEYS
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.database.encrypted import sealed_database
@@ -40,7 +40,7 @@ async def damage(fleet: Fleet, clock: ManualClock, tenant: TenantId) -> None:
     cabinet = fleet.central.cabinet
     for document in await cabinet.listing(DATA_KEYS):
         if document.name.startswith(f"{tenant}/"):
-            kept = msgspec.json.decode(document.body, type=Wrapped)
+            kept = msgspec.json.decode(document.body, type=WrappedKey)
             broken = msgspec.structs.replace(kept, wrapped=b"x" * len(kept.wrapped))
             await cabinet.put(DATA_KEYS, document.name, msgspec.json.encode(broken), version=None)
     await clock.advance(KEEP_S)

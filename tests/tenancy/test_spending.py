@@ -15,7 +15,7 @@ from tests.tenancy._spending import spend_at_once, spender
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.ledger import Account
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 
 TIMES = 100
 
@@ -35,7 +35,7 @@ async def test_two_submits_of_80_against_100_from_two_processes_one_is_accepted(
         database = open_tenant_database(url)
         await database.open()
         stack.push_async_callback(database.close)
-        teller = Teller(database, "grant")
+        teller = LedgerDriver(database, "grant")
         tenants = [TenantId(f"tenant-{number:03d}") for number in range(TIMES)]
         for tenant in tenants:
             await teller.grant(100, tenant)
@@ -51,7 +51,7 @@ async def test_a_process_that_is_killed_while_it_spends_leaves_a_book_that_is_ri
     tenant = TenantId("acme")
     database = open_tenant_database(url)
     await database.open()
-    teller = Teller(database, "grant")
+    teller = LedgerDriver(database, "grant")
     await teller.grant(100_000, tenant)
     accepted = 0
     for answers in (1, 7, 20):

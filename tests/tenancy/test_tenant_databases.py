@@ -15,7 +15,7 @@ from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.stores.postgres import PostgresStore
 from comfyfleet.stores.sqlite.store import SqliteStore
 from comfyfleet.tenancy.database import open_tenant_database
-from comfyfleet.testing.contract.ledger_driver import Teller
+from comfyfleet.testing.contract.ledger_driver import LedgerDriver
 from comfyfleet.testing.contract.tenants import Connect, TenantDatabaseContract
 from comfyfleet.testing.time import ManualClock
 
@@ -34,7 +34,7 @@ SPOILS = [
 async def keep_a_book(connect: Connect) -> None:
     database = connect()
     await database.open()
-    teller = Teller(database)
+    teller = LedgerDriver(database)
     await teller.grant(100)
     await teller.end(await teller.submit(80), Phase.COMPLETED, 30)
     await database.close()

@@ -14,10 +14,10 @@ from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database import registry as pools_module
-from comfyfleet.tenancy.database.documents import TenantCabinet
+from comfyfleet.tenancy.database.documents import TenantDocumentStore
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.tenancy.database.registry import Pools
-from comfyfleet.tenancy.tenants import REMEMBER_S, Homes, Tenants
+from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.tenants import REMEMBER_S, TenantDirectory, Tenants
 from comfyfleet.testing.time import ManualClock
 
 ACME = TenantId("acme")
@@ -86,7 +86,7 @@ async def test_a_pool_is_opened_once_for_everybody(tmp_path: Path, clock: Manual
         opened.append(url)
         return open_tenant_database(url)
 
-    pools = Pools({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_database)
+    pools = TenantDatabases({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_database)
     assert await pools.get("first") is await pools.get("first")
     assert len(opened) == 1
     await pools.close()
@@ -96,7 +96,7 @@ async def test_a_pool_that_cannot_be_opened_is_asked_again_a_little_later(
     tmp_path: Path, clock: ManualClock
 ) -> None:
     folder = tmp_path / "pools"
-    pools = Pools({"first": f"sqlite:///{folder}/pool.db"}, clock, open_tenant_database)
+    pools = TenantDatabases({"first": f"sqlite:///{folder}/pool.db"}, clock, open_tenant_database)
     folder.write_text("in the way")
     for _ in range(2):
         with pytest.raises(Fault):
@@ -111,10 +111,10 @@ async def test_a_pool_that_cannot_be_opened_is_asked_again_a_little_later(
 async def test_a_pool_that_nobody_needs_is_not_made(
     tmp_path: Path, store: MemoryStore, clock: ManualClock
 ) -> None:
-    pools = Pools(
+    pools = TenantDatabases(
         {name: f"sqlite:///{tmp_path}/{name}.db" for name in ("a", "b")}, clock, open_tenant_database
     )
-    homes = Homes(Tenants(store.cabinet, clock, is_shared=False), pools)
+    homes = TenantDirectory(Tenants(store.cabinet, clock, is_shared=False), pools)
     await homes.open()
     assert await pools.opened() == []
     await homes.tenants.create(Tenant(ACME, "b", 1.0))
@@ -125,7 +125,7 @@ async def test_a_pool_that_nobody_needs_is_not_made(
 
 
 async def test_a_pool_that_is_not_set_up_is_named(clock: ManualClock) -> None:
-    pools = Pools({"first": "sqlite:///x.db"}, clock, open_tenant_database)
+    pools = TenantDatabases({"first": "sqlite:///x.db"}, clock, open_tenant_database)
     with pytest.raises(Refusal, match="there is no pool 'second' here"):
         pools.check("second")
     with pytest.raises(Fault, match="second"):
@@ -141,8 +141,8 @@ async def test_documents_of_a_database_that_does_not_answer_are_given_up_too(
     async def stand_still(self: object, drawer: str, name: str) -> None:
         await never.wait()
 
-    monkeypatch.setattr(TenantCabinet, "get", stand_still)
-    pools = Pools({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_tenant_database)
+    monkeypatch.setattr(TenantDocumentStore, "get", stand_still)
+    pools = TenantDatabases({"first": f"sqlite:///{tmp_path}/pool.db"}, clock, open_tenant_database)
     documents = (await pools.get("first")).cabinet(ACME)
     async with asyncio.timeout(60):
         with pytest.raises(Fault, match="did not answer"):

@@ -10,7 +10,7 @@ from tests.engine._rig import graph
 from tests.engine.test_several_engines import SharedStore
 from tests.tenancy._estate import ACME, Fleet, one_fleet
 
-from comfyfleet.hub.tenants.maintenance import UnrunnableJobs
+from comfyfleet.hub.tenants.maintenance import UnrunnableJobTimeout
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, WorkerId
@@ -37,9 +37,9 @@ async def fleet(clock: ManualClock, tmp_path: Path) -> AsyncIterator[Fleet]:
         yield fleet
 
 
-def looking(fleet: Fleet) -> UnrunnableJobs:
+def looking(fleet: Fleet) -> UnrunnableJobTimeout:
     """As a hub that has just been started."""
-    return UnrunnableJobs(fleet.engine, fleet.estate.tenants, fleet.central.cabinet, fleet.clock)
+    return UnrunnableJobTimeout(fleet.engine, fleet.estate.tenants, fleet.central.cabinet, fleet.clock)
 
 
 async def phase(fleet: Fleet, job_id: JobId) -> Phase:

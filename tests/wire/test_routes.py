@@ -14,7 +14,7 @@ from comfyfleet.wire.openapi import body_table, document, page, problem_table
 from comfyfleet.wire.problems import KINDS, answer_to, refusal_in
 from comfyfleet.wire.route import Route
 from comfyfleet.wire.routes import ROUTES
-from comfyfleet.wire.status_names import Face, spell, understood
+from comfyfleet.wire.status_names import StatusDialect, spell, understood
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +25,10 @@ def test_the_page_of_the_protocol_is_the_table() -> None:
     assert problem_table() in text
     assert body_table(ROUTES) in text
     for phase in (Phase.QUEUED, Phase.LEASED):
-        row = " | ".join(spell(phase, face) for face in (Face.REST, Face.POOL, Face.SOCKET, Face.BROKER))
+        row = " | ".join(
+            spell(phase, face)
+            for face in (StatusDialect.REST, StatusDialect.POOL, StatusDialect.SOCKET, StatusDialect.BROKER)
+        )
         assert f"| {row} |" in text
 
 
@@ -73,7 +76,7 @@ def test_a_time_to_wait_that_is_none_is_left_out(said: object) -> None:
 
 
 def test_statuses_are_understood_from_every_face() -> None:
-    for face, phase in itertools.product(Face, Phase):
+    for face, phase in itertools.product(StatusDialect, Phase):
         assert understood(spell(phase, face)) is phase
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.calls import LeasedJob, Report
+from comfyfleet.model.calls import LeasedJob, ProgressReport
 from comfyfleet.model.dispatch import LeaseRef
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, ServiceFailed
 from comfyfleet.model.ids import JobId, LeaseToken, WorkerId, WorkflowHash, prompt_id_of
 from comfyfleet.model.job import Attachment, JobResult, Timeouts
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, FakeSettings
 from comfyfleet.worker.connectors.comfyui import ComfyUI, ComfyUISettings
-from comfyfleet.worker.connectors.comfyui.api import Answer, Unreachable
+from comfyfleet.worker.connectors.comfyui.api import ApiAnswer, Unreachable
 
 TRACES = Path(__file__).parents[1] / "data" / "comfyui_traces"
 
@@ -115,18 +115,18 @@ class Attempt:
         self.job = job
         self.connector = connector
         self.prompt_id = prompt_id_of(job.attempt_id)
-        self.reports: list[Report] = []
+        self.reports: list[ProgressReport] = []
         self._news = asyncio.Event()
         self.task: asyncio.Task[JobResult] = asyncio.create_task(connector.process_job(job, self._hear))
 
-    def _hear(self, report: Report) -> None:
+    def _hear(self, report: ProgressReport) -> None:
         self.reports.append(report)
         self._news.set()
 
-    def of(self, kind: NewsKind) -> list[Report]:
+    def of(self, kind: ProgressKind) -> list[ProgressReport]:
         return [report for report in self.reports if report.kind is kind]
 
-    async def heard(self, kind: NewsKind, count: int = 1, within_s: float = 60.0) -> None:
+    async def heard(self, kind: ProgressKind, count: int = 1, within_s: float = 60.0) -> None:
         async with asyncio.timeout(within_s):
             while len(self.of(kind)) < count:
                 if self.task.done():
@@ -157,7 +157,7 @@ class LateSubmit:
         self._arguments: tuple[Any, ...] = ()
         connector._api.__dict__["submit"] = self._lose
 
-    async def _lose(self, *arguments: Any) -> Answer:
+    async def _lose(self, *arguments: Any) -> ApiAnswer:
         self._arguments = arguments
         raise Unreachable("no answer in time", is_timeout=True)
 

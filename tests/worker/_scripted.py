@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 
 from comfyfleet.model.calls import (
-    Beat,
     Command,
     Completion,
     FailureReport,
+    HeartbeatReply,
     LeasedJob,
     Poll,
+    ProgressReport,
     RegisterWorker,
     Release,
-    Report,
-    Settled,
+    ReportReply,
 )
 from comfyfleet.model.dispatch import LeaseRef, Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -134,37 +134,37 @@ class ScriptedApi:
         self._answer("poll")
         return self._by_poll[call.poll_id]
 
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         await self._arrive("heartbeat", tuple(refs))
         self._check_known()
         self._answer("heartbeat")
         return self._beat(refs)
 
-    async def progress(self, reports: Sequence[Report]) -> Beat:
+    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
         await self._arrive("progress", tuple(reports))
         self._answer("progress")
         return self._beat({report.ref: None for report in reports})
 
-    async def complete(self, call: Completion) -> Settled:
+    async def complete(self, call: Completion) -> ReportReply:
         await self._arrive("complete", call)
         self._check_held(call.ref)
         self._answer("complete")
-        return Settled(Phase.COMPLETED)
+        return ReportReply(Phase.COMPLETED)
 
-    async def fail(self, call: FailureReport) -> Settled:
+    async def fail(self, call: FailureReport) -> ReportReply:
         await self._arrive("fail", call)
         self._check_held(call.ref)
         self._answer("fail")
-        return Settled(Phase.QUEUED, will_retry=True)
+        return ReportReply(Phase.QUEUED, will_retry=True)
 
-    async def release(self, call: Release) -> Settled:
+    async def release(self, call: Release) -> ReportReply:
         await self._arrive("release", call)
         self._check_held(call.ref)
         if call.reason == "declined":
             # The worst that the other side may do: whoever declines and polls gets the same job again.
             self.give(self._given[call.ref])
         self._answer("release")
-        return Settled(Phase.QUEUED)
+        return ReportReply(Phase.QUEUED)
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
         await self._arrive("commands", wait_s)
@@ -197,11 +197,11 @@ class ScriptedApi:
         if ref in self.lost:
             raise Refusal(RefusalCode.LEASE_LOST, "The lease is over.")
 
-    def _beat(self, refs: Sequence[LeaseRef] | dict[LeaseRef, None]) -> Beat:
+    def _beat(self, refs: Sequence[LeaseRef] | dict[LeaseRef, None]) -> HeartbeatReply:
         commands, self.orders = tuple(self.orders), []
         alive = tuple(ref for ref in refs if ref not in self.lost)
         lost = tuple(ref for ref in refs if ref in self.lost)
-        return Beat(self.ttl_s, alive, lost, commands)
+        return HeartbeatReply(self.ttl_s, alive, lost, commands)
 
 
 QUICK = AgentSettings(

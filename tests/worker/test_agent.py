@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.worker._scripted import WORKER, ScriptedApi, cancel, leased_job, quick, running, until
 
-from comfyfleet.model.calls import Command, LeasedJob, Poll, Report
+from comfyfleet.model.calls import Command, LeasedJob, Poll, ProgressReport
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import TenantId
@@ -225,7 +225,7 @@ async def test_a_burst_of_commands_is_heard_without_growing_pauses() -> None:
 async def test_a_drain_finishes_what_runs_and_takes_nothing_new() -> None:
     api, finish = ScriptedApi(), asyncio.Event()
 
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         await finish.wait()
         return JobResult()
 
@@ -291,7 +291,7 @@ async def test_a_result_that_arrives_while_the_run_is_drained_is_completed() -> 
 
     api, finish = ScriptedApi(), asyncio.Event()
 
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         await finish.wait()
         return JobResult()
 
@@ -446,7 +446,7 @@ async def test_a_slot_goes_on_while_the_end_of_its_job_is_not_taken(is_failure: 
     api, journal, call = ScriptedApi(), Journal(tmp_path, WORKER), "fail" if is_failure else "complete"
     first, second = leased_job("first", ttl_s=1000.0), leased_job("second", ttl_s=1000.0)
 
-    async def work(job: LeasedJob, _: Callable[[Report], None]) -> JobResult:
+    async def work(job: LeasedJob, _: Callable[[ProgressReport], None]) -> JobResult:
         if is_failure and job.job_id == "first":
             raise ServiceFailed(Failure(FailureKind.NODE_ERROR, "it broke"))
         return JobResult()

@@ -16,7 +16,7 @@ from comfyfleet.ports import Inventory
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent, AgentStatus
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.servers import TellsConnection
+from comfyfleet.worker.servers import ReportsConnection
 
 RARE = quick(health_interval_s=1000.0, missed_checks=2)
 """Whatever is noticed with these was told, not asked for."""
@@ -51,7 +51,7 @@ def models_of(api: ScriptedApi) -> frozenset[str]:
 
 
 def test_the_connector_tells_of_its_connection() -> None:
-    assert isinstance(ComfyUI("http://gpu-a:8188"), TellsConnection)
+    assert isinstance(ComfyUI("http://gpu-a:8188"), ReportsConnection)
 
 
 async def test_a_restart_between_two_checks_is_noticed_with_what_it_brought() -> None:

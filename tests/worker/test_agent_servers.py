@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from tests.worker._scripted import ScriptedApi, leased_job, quick, running, until
 
-from comfyfleet.model.calls import LeasedJob, Report
+from comfyfleet.model.calls import LeasedJob, ProgressReport
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.job import JobResult
@@ -16,7 +16,7 @@ from comfyfleet.model.worker import Capabilities, Service
 from comfyfleet.ports import Inventory
 from comfyfleet.worker.agent import AgentState, AgentStatus
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails
-from comfyfleet.worker.servers import Server
+from comfyfleet.worker.servers import MonitoredServer
 
 # servers that come and go
 
@@ -122,7 +122,7 @@ class Mortal(SimulatedConnector):
         super().__init__(service_name, behaviour=self._die)
         self.answered = answered
 
-    async def _die(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def _die(self, job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         self.is_healthy = False
         raise ServiceFailed(Failure(FailureKind.TRANSIENT, "connection refused"))
 
@@ -188,7 +188,7 @@ async def test_a_server_that_is_back_before_its_offer_was_taken_back_gets_work_a
 
     ends = {"1": asyncio.Event(), "2": asyncio.Event()}
 
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         await ends[job.job_id].wait()
         raise ServiceFailed(Failure(FailureKind.TRANSIENT, "connection refused"))
 
@@ -242,7 +242,7 @@ async def test_a_model_that_was_missing_is_looked_for_until_it_appears() -> None
 
 async def test_what_stays_missing_is_looked_for_less_and_less_often() -> None:
     connector = SimulatedConnector()
-    server = Server(connector, quick(missing_interval_s=10.0, inventory_interval_s=60.0))
+    server = MonitoredServer(connector, quick(missing_interval_s=10.0, inventory_interval_s=60.0))
     server.lacks(("b.ckpt",))
     pauses = []
     for _ in range(5):

@@ -10,17 +10,17 @@ import msgspec
 import pytest
 from tests.worker._scripted import QUICK, ScriptedApi, cancel, leased_job, quick, running, until
 
-from comfyfleet.model.calls import Beat, Command, LeasedJob, Report, RunningAttempt
+from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, ProgressReport, RunningAttempt
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import JobId, WorkerId
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.payload_digest import leased_sha256
 from comfyfleet.worker.attempt import AttemptRun, StopReason
 from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails, hangs, takes
-from comfyfleet.worker.progress_sender import NewsSender
+from comfyfleet.worker.progress_sender import ProgressSender
 
 # what a run took
 
@@ -29,11 +29,11 @@ from comfyfleet.worker.progress_sender import NewsSender
 async def test_the_wait_in_the_servers_own_queue_is_not_counted(failure: Failure | None) -> None:
     api = ScriptedApi()
 
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
-        report(Report(job.ref, NewsKind.ACCEPTED))
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
+        report(ProgressReport(job.ref, ProgressKind.ACCEPTED))
         await asyncio.sleep(1.0)
-        report(Report(job.ref, NewsKind.STARTED))
-        report(Report(job.ref, NewsKind.STARTED))
+        report(ProgressReport(job.ref, ProgressKind.STARTED))
+        report(ProgressReport(job.ref, ProgressKind.STARTED))
         if failure is not None:
             raise ServiceFailed(failure)
         return JobResult()
@@ -48,7 +48,7 @@ async def test_the_wait_in_the_servers_own_queue_is_not_counted(failure: Failure
 async def test_a_run_that_never_told_its_start_counts_from_its_beginning() -> None:
     api = ScriptedApi()
 
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         await asyncio.sleep(0.1)
         return JobResult()
 
@@ -123,7 +123,7 @@ async def test_a_lease_whose_heartbeats_fail_for_a_while_is_kept() -> None:
 
 async def test_a_heartbeat_that_hangs_is_given_up_in_time_for_another() -> None:
     class HangsOnce(ScriptedApi):
-        async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+        async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
             if not self.named("heartbeat"):
                 self.holds["heartbeat"] = asyncio.Event()
             try:
@@ -145,7 +145,7 @@ async def test_a_heartbeat_that_hangs_is_given_up_in_time_for_another() -> None:
 
 async def test_a_job_cancelled_before_it_started_never_runs() -> None:
     api, connector, job = ScriptedApi(), SimulatedConnector(), leased_job()
-    run = AttemptRun(job, connector, api, NewsSender(api, QUICK, lambda _: None), QUICK)
+    run = AttemptRun(job, connector, api, ProgressSender(api, QUICK, lambda _: None), QUICK)
     run.stop(StopReason.CANCELLED)
     await run.run()
     assert not connector.runs
@@ -240,10 +240,10 @@ async def test_a_cancel_that_the_service_cannot_carry_out_still_ends_the_lease()
 # news
 
 
-def reporting(*kinds_and_values: tuple[NewsKind, int]) -> Any:
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+def reporting(*kinds_and_values: tuple[ProgressKind, int]) -> Any:
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         for kind, value in kinds_and_values:
-            report(Report(job.ref, kind, {"value": value}))
+            report(ProgressReport(job.ref, kind, {"value": value}))
         return JobResult()
 
     return behave
@@ -251,7 +251,7 @@ def reporting(*kinds_and_values: tuple[NewsKind, int]) -> Any:
 
 async def test_news_is_in_order_the_newest_progress_wins_and_nothing_else_is_dropped() -> None:
     api = ScriptedApi()
-    kinds = NewsKind
+    kinds = ProgressKind
     behaviour = reporting(
         (kinds.ACCEPTED, 0),
         (kinds.STARTED, 1),
@@ -297,8 +297,8 @@ async def test_a_completion_waits_for_news_that_is_on_its_way() -> None:
     api, finish = ScriptedApi(), asyncio.Event()
     arrived = api.holds["progress"] = asyncio.Event()
 
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
-        report(Report(job.ref, NewsKind.STARTED))
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
+        report(ProgressReport(job.ref, ProgressKind.STARTED))
         await finish.wait()
         return JobResult()
 
@@ -335,7 +335,7 @@ async def test_a_classified_failure_is_reported_as_it_is() -> None:
 
 
 async def test_an_exception_in_the_connector_is_reported_with_its_traceback() -> None:
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         raise ZeroDivisionError("a defect")
 
     api = ScriptedApi()
@@ -348,7 +348,7 @@ async def test_an_exception_in_the_connector_is_reported_with_its_traceback() ->
 
 
 async def test_a_cancellation_that_escapes_a_connector_is_a_failure_of_the_job_not_of_the_slot() -> None:
-    async def behave(job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def behave(job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         raise asyncio.CancelledError
 
     api = ScriptedApi()

@@ -16,7 +16,7 @@ from aiohttp import web
 from tests.worker._comfyui import Attempt, eventually, leased, picture, server_and_connector, slow, tuned
 from tests.worker._scripted import WORKER, ScriptedApi, leased_job, quick, until
 
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import FailureKind, FileTooLarge, ServiceFailed
 from comfyfleet.model.job import OutputFile
 from comfyfleet.model.workflow import MAX_NODES
@@ -27,7 +27,7 @@ from comfyfleet.worker.connectors.comfyui.api import Unreachable
 from comfyfleet.worker.connectors.comfyui.listener import Message
 from comfyfleet.worker.connectors.comfyui.outputs import MAX_FILES, read_entry
 from comfyfleet.worker.connectors.comfyui.prompt_state import is_deadly
-from comfyfleet.worker.connectors.comfyui.tracker import MAX_NODES_HEARD, Tracker
+from comfyfleet.worker.connectors.comfyui.tracker import MAX_NODES_HEARD, RunTracker
 
 MEGABYTE = 1 << 20
 SMALL = tuned(max_answer_bytes=MEGABYTE, max_message_bytes=MEGABYTE, max_file_bytes=MEGABYTE, stop_s=0.2)
@@ -97,7 +97,7 @@ async def test_a_server_is_tried_again_after_a_while() -> None:
 async def test_a_run_that_completes_does_not_excuse_what_else_the_server_sends() -> None:
     async with server_and_connector(SMALL) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=10)))
-        await attempt.heard(NewsKind.PROGRESS)
+        await attempt.heard(ProgressKind.PROGRESS)
         fake.faults.endless_paths = ["/object_info"]
         with pytest.raises(ServiceFailed):
             await connector.inventory()
@@ -116,7 +116,7 @@ async def test_an_endless_health_check_is_no_health() -> None:
 async def test_an_endless_queue_ends_the_attempt_and_the_use_of_the_server() -> None:
     async with server_and_connector(SMALL) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=200)))
-        await attempt.heard(NewsKind.PROGRESS)
+        await attempt.heard(ProgressKind.PROGRESS)
         fake.faults.endless_paths = ["/queue"]
         failure = await attempt.failure()
         assert failure.kind is FailureKind.DEAD_WORKER
@@ -150,7 +150,7 @@ async def test_a_large_queue_is_looked_through_beside_the_loop(monkeypatch: pyte
     async with server_and_connector() as (_, connector):
         await connector._api.submit(slow(steps=400), "foreign", "somebody", 5.0)
         attempt = Attempt(connector, leased(picture()))
-        await attempt.heard(NewsKind.ACCEPTED)
+        await attempt.heard(ProgressKind.ACCEPTED)
         await eventually(lambda: bool(where))
         await connector._api.interrupt("foreign")
         await attempt.result()
@@ -170,7 +170,7 @@ async def test_what_a_run_left_may_be_too_much_without_its_server_being_to_blame
     """A tenant decides how much text its nodes give: that must not take servers from everybody."""
     async with server_and_connector(SMALL) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=4)))
-        await attempt.heard(NewsKind.PROGRESS)
+        await attempt.heard(ProgressKind.PROGRESS)
         fake.faults.endless_paths = ["/history"]
         with at_most(12 * MEGABYTE):
             failure = await attempt.failure()
@@ -201,7 +201,7 @@ async def test_a_frame_of_three_gigabytes_is_not_taken_in() -> None:
 async def test_a_huge_frame_during_a_run_costs_the_news_and_not_the_run() -> None:
     async with server_and_connector(SMALL) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=10)))
-        await attempt.heard(NewsKind.PROGRESS)
+        await attempt.heard(ProgressKind.PROGRESS)
         fake.faults.huge_frame_bytes = 64 * MEGABYTE
         fake.faults.drop_sockets = True
         assert (await attempt.result()).files
@@ -283,15 +283,15 @@ async def test_a_packed_answer_is_not_unpacked() -> None:
 
 
 def test_what_is_heard_of_one_run_is_bounded() -> None:
-    tracker = Tracker({"1": {}}, "http://x", max_output_size=1_000)
+    tracker = RunTracker({"1": {}}, "http://x", max_output_size=1_000)
     for number in range(MAX_NODES_HEARD + 100):
         tracker.hear(
             Message("executing", "p", {"node": f"1.{number}", "display_node": f"1.{number}"}), 0.0, 0.0
         )
     assert len(tracker.timings) <= MAX_NODES_HEARD
     output = Message("executed", "p", {"node": "1", "output": {"text": ["x"]}}, size=600)
-    assert any(news.kind is NewsKind.OUTPUT for news in tracker.hear(output, 0.0, 0.0))
-    assert not any(news.kind is NewsKind.OUTPUT for news in tracker.hear(output, 0.0, 0.0))
+    assert any(news.kind is ProgressKind.OUTPUT for news in tracker.hear(output, 0.0, 0.0))
+    assert not any(news.kind is ProgressKind.OUTPUT for news in tracker.hear(output, 0.0, 0.0))
 
 
 async def test_an_agent_says_why_such_a_server_is_offline() -> None:

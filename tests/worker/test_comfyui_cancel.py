@@ -17,12 +17,12 @@ from tests.worker._comfyui import (
     tuned,
 )
 
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.job import Attachment, Timeouts
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.connectors.comfyui.api import Answer
+from comfyfleet.worker.connectors.comfyui.api import ApiAnswer
 from comfyfleet.worker.connectors.comfyui.cancellation import parse_version
 
 VERSIONS = ["0.3.45", "0.3.57", "0.7.0", "0.33.0"]
@@ -36,7 +36,7 @@ async def is_empty(fake: FakeComfyUI, connector: ComfyUI) -> bool:
 async def test_a_running_attempt_is_interrupted(version: str) -> None:
     async with server_and_connector(version=version) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=200)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         await connector.cancel_job(attempt.job)
         assert fake.stats.prompt_log[0].outcome == "interrupted"
         assert (await attempt.failure()).kind is FailureKind.INTERRUPTED
@@ -46,9 +46,9 @@ async def test_a_running_attempt_is_interrupted(version: str) -> None:
 async def test_a_waiting_attempt_is_removed_and_the_running_one_goes_on(version: str) -> None:
     async with server_and_connector(version=version) as (fake, connector):
         running = Attempt(connector, leased(slow(steps=15)))
-        await running.heard(NewsKind.STARTED)
+        await running.heard(ProgressKind.STARTED)
         waiting = Attempt(connector, leased(picture()))
-        await waiting.heard(NewsKind.ACCEPTED)
+        await waiting.heard(ProgressKind.ACCEPTED)
         await connector.cancel_job(waiting.job)
         failure = await waiting.failure()
         assert failure.kind is FailureKind.INTERRUPTED
@@ -63,7 +63,7 @@ async def test_cancelling_what_is_over_or_unknown_touches_nobody(version: str) -
         done = Attempt(connector, leased(picture()))
         await done.result()
         other = Attempt(connector, leased(slow(steps=15)))
-        await other.heard(NewsKind.STARTED)
+        await other.heard(ProgressKind.STARTED)
         await connector.cancel_job(done.job)
         await connector.cancel_job(leased(picture()))
         assert (await other.result()).files
@@ -77,7 +77,7 @@ async def test_a_cancel_that_comes_too_late_leaves_the_result() -> None:
     }
     async with server_and_connector() as (_, connector):
         attempt = Attempt(connector, leased(graph))
-        await attempt.heard(NewsKind.PROGRESS, 3)
+        await attempt.heard(ProgressKind.PROGRESS, 3)
         await connector.cancel_job(attempt.job)
         assert (await attempt.result()).outputs == {"2": {"text": ["slept"]}}
 
@@ -99,7 +99,7 @@ async def test_a_node_that_does_not_react_is_told_of_when_the_time_is_over() -> 
     }
     async with server_and_connector(tuned(cancel_s=0.3)) as (_, connector):
         attempt = Attempt(connector, leased(graph))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         with pytest.raises(ServiceFailed, match="still running"):
             await connector.cancel_job(attempt.job)
         assert (await attempt.failure()).kind is FailureKind.INTERRUPTED
@@ -129,12 +129,12 @@ async def test_a_submit_that_gets_through_while_a_cancel_looks_is_stopped_as_wel
         submit, history = api.submit, api.history
         is_looked_up, may_go = asyncio.Event(), asyncio.Event()
 
-        async def held_submit(*arguments: Any) -> Answer:
+        async def held_submit(*arguments: Any) -> ApiAnswer:
             is_looked_up.set()
             await may_go.wait()
             return await submit(*arguments)
 
-        async def history_of_a_moment_ago(prompt_id: str) -> Answer:
+        async def history_of_a_moment_ago(prompt_id: str) -> ApiAnswer:
             answer = await history(prompt_id)
             if is_looked_up.is_set() and not may_go.is_set():
                 may_go.set()
@@ -185,7 +185,7 @@ async def test_a_cancelled_task_leaves_at_once_and_nothing_of_it_remains() -> No
         await eventually(lambda: connector._listening().is_open)
         before = asyncio.all_tasks()
         attempt = Attempt(connector, leased(slow(steps=200)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         attempt.task.cancel()
         await asyncio.wait({attempt.task}, timeout=0.2)
         assert attempt.task.cancelled()

@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import pytest
 from tests.worker._comfyui import Attempt, eventually, leased, picture, server_and_connector, slow, tuned
 
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.job import Timeouts
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.connectors.comfyui.run import Run
-from comfyfleet.worker.connectors.comfyui.submission import Accepted
+from comfyfleet.worker.connectors.comfyui.run import PromptExecution
+from comfyfleet.worker.connectors.comfyui.submission import AcceptedPrompt
 
 
 async def test_a_worker_thread_that_died_idle_is_noticed() -> None:
@@ -72,7 +72,7 @@ async def test_a_server_busy_with_a_prompt_that_does_not_stop_is_unhealthy_until
 async def test_a_worker_thread_that_dies_in_a_run_is_noticed() -> None:
     async with server_and_connector(tuned(silent_run_s=0.6, stop_s=0.2)) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=10)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.dead_worker = True
         failure = await attempt.failure()
         assert (failure.kind, failure.server_died) == (FailureKind.DEAD_WORKER, "thread")
@@ -83,7 +83,9 @@ class Careless(ComfyUI):
 
     deadly: ClassVar[dict[str, Any]] = {}
 
-    async def _submit(self, run: Run, graph: dict[str, Any], accept_s: float | None) -> Accepted:
+    async def _submit(
+        self, run: PromptExecution, graph: dict[str, Any], accept_s: float | None
+    ) -> AcceptedPrompt:
         return await super()._submit(run, {**graph, **self.deadly}, accept_s)
 
 
@@ -109,8 +111,8 @@ async def test_a_worker_thread_that_died_of_our_prompt_is_noticed_at_its_start(
         failure = await attempt.failure()
         assert (failure.kind, failure.server_died) == (FailureKind.DEAD_WORKER, "thread")
         assert "execution thread is dead" in failure.message
-        assert attempt.of(NewsKind.STARTED)
-        assert not attempt.of(NewsKind.OUTPUT)
+        assert attempt.of(ProgressKind.STARTED)
+        assert not attempt.of(ProgressKind.OUTPUT)
 
 
 async def test_a_run_whose_first_node_is_slow_is_not_taken_for_dead() -> None:
@@ -123,12 +125,12 @@ async def test_a_run_whose_first_node_is_slow_is_not_taken_for_dead() -> None:
 async def test_a_server_that_goes_down_under_a_run_is_said_to_have_died_of_it() -> None:
     async with server_and_connector() as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=50)))
-        await attempt.heard(NewsKind.PROGRESS)
+        await attempt.heard(ProgressKind.PROGRESS)
         await fake.restart()
         failure = await attempt.failure()
         assert (failure.kind, failure.server_died) == (FailureKind.CRASHED, "process")
         attempt = Attempt(connector, leased(slow(steps=50)))
-        await attempt.heard(NewsKind.PROGRESS)
+        await attempt.heard(ProgressKind.PROGRESS)
         await fake.crash()
         failure = await attempt.failure()
         assert (failure.kind, failure.server_died) == (FailureKind.CRASHED, "process")
@@ -138,7 +140,7 @@ async def test_a_server_that_goes_down_before_the_prompt_started_did_not_die_of_
     async with server_and_connector(tuned(idle_queue_s=30.0)) as (fake, connector):
         fake.faults.never_start = True
         attempt = Attempt(connector, leased(picture()))
-        await attempt.heard(NewsKind.ACCEPTED)
+        await attempt.heard(ProgressKind.ACCEPTED)
         await fake.restart()
         failure = await attempt.failure()
         assert (failure.kind, failure.server_died) == (FailureKind.CRASHED, None)

@@ -21,7 +21,7 @@ from tests.worker._comfyui import (
     tuned,
 )
 
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.job import Timeouts
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, Faults, NodeFault
@@ -70,7 +70,7 @@ async def test_a_server_that_runs_nothing_although_prompts_wait_is_dead() -> Non
 async def test_waiting_behind_others_is_not_a_dead_worker() -> None:
     async with server_and_connector() as (_, connector):
         other = Attempt(connector, leased(slow(steps=20)))
-        await other.heard(NewsKind.STARTED)
+        await other.heard(ProgressKind.STARTED)
         assert (await Attempt(connector, leased(picture())).result()).files
         await other.result()
 
@@ -78,7 +78,7 @@ async def test_waiting_behind_others_is_not_a_dead_worker() -> None:
 async def test_a_start_timeout_counts_while_others_run() -> None:
     async with server_and_connector() as (_, connector):
         other = Attempt(connector, leased(slow(steps=30)))
-        await other.heard(NewsKind.STARTED)
+        await other.heard(ProgressKind.STARTED)
         waiting = Attempt(connector, leased(picture(), timeouts=Timeouts(start_s=0.3)))
         assert (await waiting.failure()).kind is FailureKind.START_TIMEOUT
         assert (await other.result()).files
@@ -89,7 +89,7 @@ async def test_a_start_that_nobody_heard_is_looked_up_before_it_counts_as_late()
         assert await connector._listening().wait_open(2)
         fake.faults.deaf_sockets = True
         attempt = Attempt(connector, leased(slow(steps=20), timeouts=Timeouts(start_s=0.3)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.deaf_sockets = False
         assert (await attempt.result()).files
 
@@ -116,7 +116,7 @@ async def test_progress_of_another_prompt_does_not_hide_our_stall() -> None:
     async with server_and_connector(tuned(stop_s=0.3)) as (fake, connector):
         fake.faults.stall = "LabSlow"
         stalled = Attempt(connector, leased(slow(), timeouts=Timeouts(stall_s=0.4)))
-        await stalled.heard(NewsKind.STARTED)
+        await stalled.heard(ProgressKind.STARTED)
         async with asyncio.TaskGroup() as group:
             ping = group.create_task(_submit_for_ever(fake, connector))
             failure = await stalled.failure()
@@ -134,10 +134,10 @@ async def _submit_for_ever(fake: FakeComfyUI, connector: ComfyUI) -> None:
 async def test_a_success_that_was_heard_stands_although_the_server_is_gone() -> None:
     async with server_and_connector(tuned(poll_s=5.0)) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=4)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.slow_paths = ["/history"]
         fake.faults.slow_answer_s = 5.0
-        await attempt.heard(NewsKind.OUTPUT)
+        await attempt.heard(ProgressKind.OUTPUT)
         await eventually(lambda: attempt_is_told(connector, attempt))
         await fake.crash()
         assert (await attempt.result()).files
@@ -167,7 +167,7 @@ async def test_a_server_that_crashes_in_a_run_and_stays_away_has_crashed() -> No
 async def test_a_server_that_comes_back_without_our_prompt_has_crashed() -> None:
     async with server_and_connector(tuned(refused_s=60.0, unreachable_s=60.0)) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=100)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.down_seconds = 0.2
         fake.faults.crash = True
         failure = await attempt.failure()
@@ -180,7 +180,7 @@ async def test_a_server_that_comes_back_without_our_prompt_has_crashed() -> None
 async def test_a_server_that_is_back_at_once_is_asked_and_has_crashed() -> None:
     async with server_and_connector(tuned(poll_s=600.0)) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=100)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.restart = True
         assert (await attempt.failure()).kind is FailureKind.CRASHED
 
@@ -213,11 +213,11 @@ async def test_a_server_that_comes_up_late_gets_the_prompt() -> None:
 async def test_a_lost_socket_is_opened_again_and_the_run_goes_on() -> None:
     async with server_and_connector() as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=20)))
-        await attempt.heard(NewsKind.PROGRESS, 4)
+        await attempt.heard(ProgressKind.PROGRESS, 4)
         fake.faults.drop_sockets = True
         await eventually(lambda: connector._listening().losses == 1)
-        before = len(attempt.of(NewsKind.PROGRESS))
-        await attempt.heard(NewsKind.PROGRESS, before + 5)
+        before = len(attempt.of(ProgressKind.PROGRESS))
+        await attempt.heard(ProgressKind.PROGRESS, before + 5)
         assert (await attempt.result()).files
         assert fake.stats.prompts_run == {attempt.prompt_id: 1}
 
@@ -225,12 +225,12 @@ async def test_a_lost_socket_is_opened_again_and_the_run_goes_on() -> None:
 async def test_an_end_that_nobody_heard_is_found_in_the_history() -> None:
     async with server_and_connector() as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=4)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.fail_request_paths = ["/ws"]
         fake.faults.fail_requests = -1
         fake.faults.drop_sockets = True
         assert (await attempt.result()).files
-        assert not attempt.of(NewsKind.OUTPUT)
+        assert not attempt.of(ProgressKind.OUTPUT)
 
 
 async def test_sockets_cut_in_the_middle_of_a_run_are_told_as_lost_and_back() -> None:
@@ -258,7 +258,7 @@ async def test_a_listener_survives_what_nobody_foresaw(caplog: pytest.LogCapture
         assert await listener.wait_open(2.0)
         attempt = Attempt(connector, leased(slow(seed=2)))
         await attempt.result()
-        assert attempt.of(NewsKind.PROGRESS)
+        assert attempt.of(ProgressKind.PROGRESS)
     assert "a defect" in caplog.text
 
 
@@ -274,7 +274,7 @@ async def test_a_server_without_websockets_still_runs_jobs() -> None:
         async with ComfyUI(fake.url, tuned(listen_s=0.1)) as connector:
             attempt = Attempt(connector, leased(slow()))
             assert (await attempt.result()).files
-    assert [report.kind for report in attempt.reports] == [NewsKind.ACCEPTED, NewsKind.STARTED]
+    assert [report.kind for report in attempt.reports] == [ProgressKind.ACCEPTED, ProgressKind.STARTED]
 
 
 async def test_a_deaf_socket_does_not_hang_the_run_and_is_replaced() -> None:
@@ -283,7 +283,7 @@ async def test_a_deaf_socket_does_not_hang_the_run_and_is_replaced() -> None:
         fake.faults.deaf_sockets = True
         attempt = Attempt(connector, leased(slow()))
         assert (await attempt.result()).files
-        assert attempt.of(NewsKind.STARTED)
+        assert attempt.of(ProgressKind.STARTED)
         assert connector._listening().reopened >= 1
         assert connector._listening().losses == 0
 
@@ -298,7 +298,7 @@ async def test_a_socket_that_went_deaf_hears_again_before_a_stall_is_believed() 
     async with server_and_connector() as (fake, connector):
         timeouts = Timeouts(stall_s=0.9)
         attempt = Attempt(connector, leased(slow(steps=40, step_seconds=0.06), timeouts=timeouts))
-        await attempt.heard(NewsKind.PROGRESS, 4)
+        await attempt.heard(ProgressKind.PROGRESS, 4)
         await deafen(fake, connector)
         assert (await attempt.result()).files
         assert connector._listening().reopened >= 1
@@ -309,7 +309,7 @@ async def test_a_socket_that_was_deaf_from_the_start_is_replaced_during_the_run(
         assert await connector._listening().wait_open(2)
         await deafen(fake, connector)
         attempt = Attempt(connector, leased(slow(steps=40, step_seconds=0.05)))
-        await attempt.heard(NewsKind.PROGRESS)
+        await attempt.heard(ProgressKind.PROGRESS)
         assert connector._listening().reopened >= 1
         await connector.cancel_job(attempt.job)
         assert (await attempt.failure()).kind is FailureKind.INTERRUPTED
@@ -331,7 +331,10 @@ async def test_a_prompt_whose_answer_was_lost_is_found_and_not_sent_again(
         attempt = Attempt(connector, leased(slow(), timeouts=Timeouts(accept_s=0.5)))
         assert (await attempt.result()).files
         assert fake.stats.prompts_run == {attempt.prompt_id: 1}
-        assert [report.kind for report in attempt.reports][:2] == [NewsKind.ACCEPTED, NewsKind.STARTED]
+        assert [report.kind for report in attempt.reports][:2] == [
+            ProgressKind.ACCEPTED,
+            ProgressKind.STARTED,
+        ]
 
 
 async def test_a_submit_that_takes_longer_than_we_wait_is_found_all_the_same() -> None:
@@ -356,7 +359,7 @@ async def test_a_submit_that_is_never_answered_nor_accepted_times_out() -> None:
 async def test_a_prompt_that_arrives_after_its_timeout_is_removed() -> None:
     async with server_and_connector() as (fake, connector):
         other = Attempt(connector, leased(slow(steps=40)))
-        await other.heard(NewsKind.STARTED)
+        await other.heard(ProgressKind.STARTED)
         late = LateSubmit(connector)
         failure = await Attempt(connector, leased(picture())).failure()
         assert failure.kind is FailureKind.ACCEPT_TIMEOUT
@@ -380,7 +383,7 @@ async def test_a_server_error_on_submit_is_transient_when_the_prompt_did_not_arr
 async def test_server_errors_during_a_run_are_outlasted() -> None:
     async with server_and_connector() as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=10)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.fail_request_paths = ["/queue", "/history"]
         fake.faults.fail_requests = 4
         assert (await attempt.result()).files
@@ -459,9 +462,9 @@ async def test_a_graph_that_would_kill_the_worker_thread_is_never_sent() -> None
 async def test_a_prompt_that_somebody_else_removed_is_not_waited_for() -> None:
     async with server_and_connector() as (_, connector):
         other = Attempt(connector, leased(slow(steps=30)))
-        await other.heard(NewsKind.STARTED)
+        await other.heard(ProgressKind.STARTED)
         attempt = Attempt(connector, leased(picture()))
-        await attempt.heard(NewsKind.ACCEPTED)
+        await attempt.heard(ProgressKind.ACCEPTED)
         await connector._api.delete(attempt.prompt_id)
         failure = await attempt.failure()
         assert failure.kind is FailureKind.INTERRUPTED
@@ -472,10 +475,10 @@ async def test_a_prompt_that_somebody_else_removed_is_not_waited_for() -> None:
 async def test_a_cleared_history_does_not_hide_a_success_that_was_heard() -> None:
     async with server_and_connector(tuned(poll_s=5.0)) as (fake, connector):
         attempt = Attempt(connector, leased(slow(steps=4)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.slow_paths = ["/queue", "/history/"]
         fake.faults.slow_answer_s = 0.3
-        await attempt.heard(NewsKind.OUTPUT)
+        await attempt.heard(ProgressKind.OUTPUT)
         async with connector._api.session.post(f"{fake.url}/history", json={"clear": True}) as response:
             assert response.status == 200
         assert (await attempt.result()).files

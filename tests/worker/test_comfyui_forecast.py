@@ -11,32 +11,32 @@ from hypothesis import strategies as st
 from tests.pool._fleet import text_to_image
 from tests.worker._comfyui import frames
 
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.ids import WorkflowHash
 from comfyfleet.model.job import NodeTiming
 from comfyfleet.worker.connectors.comfyui.listener import Message, parse_text
 from comfyfleet.worker.connectors.comfyui.progress_estimate import (
     MAX_WORKFLOWS,
-    Durations,
     Forecast,
-    Weights,
+    NodeDurations,
+    NodeWeights,
     guess,
 )
-from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
+from comfyfleet.worker.connectors.comfyui.tracker import RunTracker, TrackedProgress
 
 HASH = WorkflowHash("h")
 
 
-def hear(tracker: Tracker, at: float, kind: str, **data: Any) -> dict[str, Any]:
+def hear(tracker: RunTracker, at: float, kind: str, **data: Any) -> dict[str, Any]:
     message = parse_text(json.dumps({"type": kind, "data": {"prompt_id": "p", **data}}))
     assert message is not None
-    progress = [news for news in tracker.hear(message, at, at) if news.kind is NewsKind.PROGRESS]
+    progress = [news for news in tracker.hear(message, at, at) if news.kind is ProgressKind.PROGRESS]
     return progress[-1].data if progress else {}
 
 
-def started(weights: Weights | None = None, steps: int = 20) -> Tracker:
+def started(weights: NodeWeights | None = None, steps: int = 20) -> RunTracker:
     graph = text_to_image(steps=steps)
-    tracker = Tracker(graph, "http://x", weights=weights or Durations().weights(HASH, graph))
+    tracker = RunTracker(graph, "http://x", weights=weights or NodeDurations().weights(HASH, graph))
     hear(tracker, 0.0, "execution_start")
     hear(tracker, 0.0, "execution_cached", nodes=[])
     return tracker
@@ -69,11 +69,11 @@ def test_a_recorded_run_is_told_in_words_and_its_percentage_never_goes_back() ->
     }
     heard = [message for message in map(parse_text, frames("03")) if message is not None]
     prompt_id = next(message.prompt_id for message in heard if message.prompt_id)
-    tracker = Tracker(graph, "http://x")
-    news: list[News] = []
+    tracker = RunTracker(graph, "http://x")
+    news: list[TrackedProgress] = []
     for at, message in enumerate(each for each in heard if each.prompt_id == prompt_id):
         news += tracker.hear(message, float(at), float(at))
-    told = [each.data for each in news if each.kind is NewsKind.PROGRESS]
+    told = [each.data for each in news if each.kind is ProgressKind.PROGRESS]
     steps = [each["message"] for each in told if "step" in each.get("message", "")]
     assert steps[0].startswith("LabSlow: step 1 of ")
     percentages = [each["percentage"] for each in told]
@@ -107,7 +107,7 @@ def test_what_only_prepares_sampling_weighs_little(name: str) -> None:
 
 
 def test_what_was_learned_decides_and_counts_for_each_step() -> None:
-    durations, graph = Durations(), text_to_image(steps=10)
+    durations, graph = NodeDurations(), text_to_image(steps=10)
     timings = [NodeTiming("4", 0.0, 30.0), NodeTiming("3", 0.0, 20.0), NodeTiming("8", 0.0, 10.0)]
     durations.learn(HASH, graph, timings)
     known = durations.weights(HASH, text_to_image(steps=30))
@@ -115,17 +115,17 @@ def test_what_was_learned_decides_and_counts_for_each_step() -> None:
     assert (known.by_node["4"], known.by_node["3"], known.by_node["8"]) == (30.0, 60.0, 10.0)
     # Nothing was learned of the others: they weigh what they weighed beside those that are known.
     assert 0 < known.by_node["9"] < 10
-    assert durations.weights(WorkflowHash("other"), graph) == Durations().weights(HASH, graph)
+    assert durations.weights(WorkflowHash("other"), graph) == NodeDurations().weights(HASH, graph)
 
 
 def test_nodes_of_an_equal_workflow_with_other_ids_are_not_taken_for_others() -> None:
-    durations = Durations()
+    durations = NodeDurations()
     durations.learn(HASH, {"1": {"class_type": "KSampler", "inputs": {}}}, [NodeTiming("1", 0.0, 50.0)])
     assert not durations.weights(HASH, {"1": {"class_type": "VAEDecode", "inputs": {}}}).are_seconds
 
 
 def test_only_so_much_is_remembered() -> None:
-    durations, graph = Durations(), {"1": {"class_type": "A", "inputs": {}}}
+    durations, graph = NodeDurations(), {"1": {"class_type": "A", "inputs": {}}}
     for number in range(MAX_WORKFLOWS + 1):
         durations.learn(WorkflowHash(str(number)), graph, [NodeTiming("1", 0.0, 1.0)])
     assert not durations.weights(WorkflowHash("0"), graph).are_seconds
@@ -134,7 +134,7 @@ def test_only_so_much_is_remembered() -> None:
 
 def test_cached_nodes_are_no_part_of_the_run() -> None:
     graph = text_to_image()
-    tracker = Tracker(graph, "http://x", weights=Durations().weights(HASH, graph))
+    tracker = RunTracker(graph, "http://x", weights=NodeDurations().weights(HASH, graph))
     first = hear(tracker, 0.0, "execution_cached", nodes=["4", "5", "6", "7", "3"])
     assert (first["percentage"], first["nodes_done"]) == (0.0, 5)
     assert hear(tracker, 0.0, "execution_cached", nodes=list(graph))["percentage"] == 100.0
@@ -153,7 +153,7 @@ _EVENTS = st.lists(
 
 @given(_EVENTS, st.booleans())
 def test_whatever_happens_the_forecast_is_a_share_and_a_time(events: list[Any], are_seconds: bool) -> None:
-    forecast = Forecast(Weights({"a": 1.0, "b": 20.0, "c": 0.0}, are_seconds))
+    forecast = Forecast(NodeWeights({"a": 1.0, "b": 20.0, "c": 0.0}, are_seconds))
     for at, (what, node, value, most) in enumerate(events):
         match what:
             case "begin":
@@ -173,7 +173,7 @@ def test_whatever_happens_the_forecast_is_a_share_and_a_time(events: list[Any], 
 
 
 def test_the_pace_of_the_steps_tells_how_long_it_takes() -> None:
-    forecast = Forecast(Weights({"sampler": 20.0, "decoder": 2.0}))
+    forecast = Forecast(NodeWeights({"sampler": 20.0, "decoder": 2.0}))
     forecast.begin("sampler", 0.0)
     assert forecast.remaining_s(0.0) is None
     # The model is loaded for 30 s; then each step takes two.
@@ -184,7 +184,7 @@ def test_the_pace_of_the_steps_tells_how_long_it_takes() -> None:
 
 
 def test_what_was_learned_tells_it_before_the_first_step_and_after_the_last() -> None:
-    forecast = Forecast(Weights({"sampler": 60.0, "decoder": 10.0}, are_seconds=True))
+    forecast = Forecast(NodeWeights({"sampler": 60.0, "decoder": 10.0}, are_seconds=True))
     assert forecast.remaining_s(0.0) == 70.0
     forecast.begin("sampler", 0.0)
     assert forecast.remaining_s(15.0) == 55.0

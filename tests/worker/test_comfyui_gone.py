@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from tests.worker._comfyui import Attempt, leased, picture, server_and_connector, slow, tuned
 
-from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.failure import ServiceOccupied
+from comfyfleet.model.fact import ProgressKind
+from comfyfleet.model.failure import ServiceBusy
 from comfyfleet.model.job import Attachment
 
 
@@ -21,7 +21,7 @@ async def test_a_prompt_that_a_server_which_is_gone_never_got_is_given_back(
     async with server_and_connector(settings) as (fake, connector):
         await fake.crash()
         attempt = Attempt(connector, leased(picture(), attachments=attachments))
-        with pytest.raises(ServiceOccupied, match="refuses connections"):
+        with pytest.raises(ServiceBusy, match="refuses connections"):
             await attempt.task
 
 
@@ -32,7 +32,7 @@ async def test_a_server_that_does_not_answer_in_time_is_waited_for() -> None:
         connector,
     ):
         attempt = Attempt(connector, leased(slow(steps=10)))
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         fake.faults.slow_answer_s = 0.5
         await asyncio.sleep(1.0)
         fake.faults.slow_answer_s = 0.0

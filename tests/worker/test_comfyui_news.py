@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.worker._comfyui import QUICK, frames, trace
 
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.connectors.comfyui.listener import Listener, Message, parse_binary, parse_text
+from comfyfleet.worker.connectors.comfyui.listener import Message, WebSocketListener, parse_binary, parse_text
 from comfyfleet.worker.connectors.comfyui.outputs import build_result
-from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
+from comfyfleet.worker.connectors.comfyui.tracker import RunTracker, TrackedProgress
 
 
 def messages(name: str, prompt_id: str) -> list[Message]:
@@ -33,9 +33,11 @@ def graph_of(name: str, prompt_id: str) -> dict[str, Any]:
     raise AssertionError(f"{prompt_id} is not in {name}")
 
 
-def play(name: str, prompt_id: str, included: tuple[str, ...] = ()) -> tuple[Tracker, list[News]]:
-    tracker = Tracker(graph_of(name, prompt_id), "http://s:1", included)
-    news: list[News] = []
+def play(
+    name: str, prompt_id: str, included: tuple[str, ...] = ()
+) -> tuple[RunTracker, list[TrackedProgress]]:
+    tracker = RunTracker(graph_of(name, prompt_id), "http://s:1", included)
+    news: list[TrackedProgress] = []
     for index, message in enumerate(messages(name, prompt_id)):
         news += tracker.hear(message, float(index), 1000.0 + index)
     return tracker, news
@@ -55,16 +57,16 @@ def test_the_plain_run_is_told_from_start_to_end() -> None:
     assert isinstance(result, JobResult)
     (file,) = result.files
     assert file.url == "http://s:1/view?filename=run_00001_.png&subfolder=demo&type=output"
-    assert news[0].kind is NewsKind.STARTED
+    assert news[0].kind is ProgressKind.STARTED
     assert [timing.node_id for timing in result.timings] == ["1", "2", "3"]
     assert all(timing.seconds > 0 for timing in result.timings)
     assert result.timings[0].started_at > 1000
-    last = [entry for entry in news if entry.kind is NewsKind.PROGRESS][-1]
+    last = [entry for entry in news if entry.kind is ProgressKind.PROGRESS][-1]
     assert (last.data["nodes_done"], last.data["percentage"]) == (3, 100.0)
 
 
 def test_success_alone_is_not_the_end() -> None:
-    tracker = Tracker(graph_of("01", FIRST), "http://s")
+    tracker = RunTracker(graph_of("01", FIRST), "http://s")
     for message in messages("01", FIRST):
         if not message.is_end_of_run:
             tracker.hear(message, 0.0, 0.0)
@@ -85,7 +87,7 @@ def test_a_blocked_branch_is_neither_end_nor_failure() -> None:
 
 
 def test_what_was_not_told_has_no_outcome() -> None:
-    tracker = Tracker({}, "http://s")
+    tracker = RunTracker({}, "http://s")
     assert tracker.outcome() is None
 
 
@@ -101,7 +103,7 @@ def test_what_was_not_told_has_no_outcome() -> None:
 )
 def test_every_kind_of_file_is_found(prompt_id: str, kind: str, filename: str) -> None:
     _, news = play("14", prompt_id)
-    (output,) = [entry for entry in news if entry.kind is NewsKind.OUTPUT]
+    (output,) = [entry for entry in news if entry.kind is ProgressKind.OUTPUT]
     assert [(file["kind"], file["filename"]) for file in output.data["files"]] == [(kind, filename)]
 
 
@@ -136,12 +138,12 @@ def test_a_batch_gives_several_files() -> None:
 def test_an_expansion_is_timed_under_the_node_it_came_from() -> None:
     tracker, news = play("14", "o-exp")
     assert {timing.node_id for timing in tracker.timings} == {"1", "2"}
-    assert {entry.data["node"] for entry in news if entry.kind is NewsKind.PROGRESS} <= {"1", "2", None}
+    assert {entry.data["node"] for entry in news if entry.kind is ProgressKind.PROGRESS} <= {"1", "2", None}
 
 
 def test_an_expansion_is_included_by_the_name_of_the_node_it_came_from() -> None:
     _, news = play("14", "o-exp", included=("1",))
-    assert [entry.data["node"] for entry in news if entry.kind is NewsKind.OUTPUT] == ["1.0.0.2"]
+    assert [entry.data["node"] for entry in news if entry.kind is ProgressKind.OUTPUT] == ["1.0.0.2"]
 
 
 def test_a_run_that_never_told_its_cached_nodes_is_stuck_at_its_start() -> None:
@@ -214,7 +216,7 @@ KINDS = st.sampled_from(
 
 @given(st.lists(st.tuples(KINDS, st.dictionaries(FIELD_NAMES, ANYTHING, max_size=4)), max_size=6))
 def test_no_message_whatever_its_content_upsets_a_run(heard: list[tuple[str, dict[str, Any]]]) -> None:
-    tracker = Tracker(graph_of("01", FIRST), "http://s")
+    tracker = RunTracker(graph_of("01", FIRST), "http://s")
     for index, (kind, data) in enumerate(heard):
         for news in tracker.hear(Message(kind, "p", data), float(index), float(index)):
             assert 0 <= news.data.get("percentage", 0) <= 100
@@ -246,9 +248,9 @@ class Recorder:
     def reconnected(self) -> None: ...
 
 
-def listener() -> Listener:
+def listener() -> WebSocketListener:
     connector = ComfyUI("http://s", QUICK)
-    return Listener(connector._api, QUICK, "client", lambda: None)
+    return WebSocketListener(connector._api, QUICK, "client", lambda: None)
 
 
 def about(kind: str, prompt_id: str | None, **data: Any) -> Message:

@@ -19,7 +19,7 @@ from tests.worker._comfyui import (
 from tests.worker._scripted import WORKER, ScriptedApi, leased_job, quick, until
 
 from comfyfleet.model.calls import LeasedJob
-from comfyfleet.model.failure import FailureKind, ServiceOccupied
+from comfyfleet.model.failure import FailureKind, ServiceBusy
 from comfyfleet.model.job import Timeouts
 from comfyfleet.testing.fake_comfyui import FakeComfyUI, Faults, NodeFault
 from comfyfleet.worker.agent import Agent, AgentStatus
@@ -47,8 +47,8 @@ async def occupy(connector: ComfyUI, graph: dict[str, Any], prompt_id: str = "fo
     await eventually(is_running)
 
 
-async def given_back(attempt: Attempt) -> ServiceOccupied:
-    with pytest.raises(ServiceOccupied) as occupied:
+async def given_back(attempt: Attempt) -> ServiceBusy:
+    with pytest.raises(ServiceBusy) as occupied:
         await attempt.result()
     return occupied.value
 

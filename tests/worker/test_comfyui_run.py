@@ -18,14 +18,14 @@ from tests.worker._comfyui import (
     tuned,
 )
 
-from comfyfleet.model.calls import Report
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.calls import ProgressReport
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import Timeouts
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.connectors.comfyui import ComfyUI
-from comfyfleet.worker.connectors.comfyui.api import Answer
+from comfyfleet.worker.connectors.comfyui.api import ApiAnswer
 
 VERSIONS = ["0.3.45", "0.3.57", "0.7.0", "0.33.0"]
 
@@ -54,19 +54,21 @@ async def test_reports_come_in_the_order_accepted_started_output() -> None:
         attempt = Attempt(connector, leased(slow()))
         await attempt.result()
     kinds = [report.kind for report in attempt.reports]
-    firsts = [kinds.index(kind) for kind in (NewsKind.ACCEPTED, NewsKind.STARTED, NewsKind.OUTPUT)]
+    firsts = [
+        kinds.index(kind) for kind in (ProgressKind.ACCEPTED, ProgressKind.STARTED, ProgressKind.OUTPUT)
+    ]
     assert firsts == sorted(firsts)
-    assert kinds.count(NewsKind.STARTED) == 1
-    assert attempt.of(NewsKind.STARTED)[0].data == {"prompt_id": attempt.prompt_id}
-    assert attempt.of(NewsKind.ACCEPTED)[0].data == {"prompt_id": attempt.prompt_id, "number": 0}
-    assert attempt.of(NewsKind.OUTPUT)[0].data["files"][0]["node_id"] == "2"
+    assert kinds.count(ProgressKind.STARTED) == 1
+    assert attempt.of(ProgressKind.STARTED)[0].data == {"prompt_id": attempt.prompt_id}
+    assert attempt.of(ProgressKind.ACCEPTED)[0].data == {"prompt_id": attempt.prompt_id, "number": 0}
+    assert attempt.of(ProgressKind.OUTPUT)[0].data["files"][0]["node_id"] == "2"
 
 
 async def test_progress_tells_value_max_node_and_a_percentage_that_grows() -> None:
     async with server_and_connector() as (_, connector):
         attempt = Attempt(connector, leased(slow(steps=4)))
         await attempt.result()
-    data = [report.data for report in attempt.of(NewsKind.PROGRESS)]
+    data = [report.data for report in attempt.of(ProgressKind.PROGRESS)]
     assert any({"value": 2.0, "max": 4.0, "node": "1"}.items() <= entry.items() for entry in data)
     percentages = [entry["percentage"] for entry in data]
     assert percentages == sorted(percentages)
@@ -78,7 +80,7 @@ async def test_progress_is_throttled_and_the_last_one_is_sent() -> None:
     async with server_and_connector(tuned(progress_interval_s=5.0)) as (_, connector):
         attempt = Attempt(connector, leased(slow(steps=30, step_seconds=0.005)))
         await attempt.result()
-    progress = attempt.of(NewsKind.PROGRESS)
+    progress = attempt.of(ProgressKind.PROGRESS)
     assert len(progress) <= 4
     assert progress[-1].data["percentage"] == 100.0
 
@@ -96,7 +98,7 @@ async def test_previews_come_with_node_and_format() -> None:
     async with server_and_connector() as (_, connector):
         attempt = Attempt(connector, leased(slow(preview=True)))
         await attempt.result()
-    previews = attempt.of(NewsKind.PREVIEW)
+    previews = attempt.of(ProgressKind.PREVIEW)
     assert previews
     assert all(report.image and report.image.startswith(b"\xff\xd8") for report in previews)
     assert previews[0].data == {"format": "image/jpeg", "node": "1"}
@@ -109,7 +111,7 @@ async def test_a_run_waits_for_its_listener_so_that_nothing_is_missed() -> None:
         async with ComfyUI(fake.url, QUICK) as connector:
             attempt = Attempt(connector, leased(picture()))
             await attempt.result()
-    assert attempt.of(NewsKind.OUTPUT)
+    assert attempt.of(ProgressKind.OUTPUT)
 
 
 async def test_a_cached_run_is_complete_and_names_its_cached_nodes() -> None:
@@ -141,7 +143,7 @@ async def test_outputs_are_narrowed_to_those_asked_for() -> None:
         result = await attempt.result()
     assert set(result.outputs) == {"3"}
     assert {file.folder for file in result.files} == {"temp"}
-    assert {report.data["node"] for report in attempt.of(NewsKind.OUTPUT)} == {"3"}
+    assert {report.data["node"] for report in attempt.of(ProgressKind.OUTPUT)} == {"3"}
 
 
 async def test_an_expanded_node_counts_as_the_one_it_came_from() -> None:
@@ -159,7 +161,7 @@ async def test_progress_text_becomes_a_message() -> None:
     async with server_and_connector() as (_, connector):
         attempt = Attempt(connector, leased(lab_ui("progress text")))
         await attempt.result()
-    assert "working..." in [report.data.get("message") for report in attempt.of(NewsKind.PROGRESS)]
+    assert "working..." in [report.data.get("message") for report in attempt.of(ProgressKind.PROGRESS)]
 
 
 async def test_numbers_that_are_not_json_do_not_end_the_run() -> None:
@@ -174,7 +176,7 @@ async def test_an_output_of_many_megabytes_arrives_over_the_websocket() -> None:
         attempt = Attempt(connector, leased(lab_ui("big", 9_000_000)))
         await attempt.result()
         assert connector._listening().losses == 0
-    (output,) = attempt.of(NewsKind.OUTPUT)
+    (output,) = attempt.of(ProgressKind.OUTPUT)
     assert len(str(output.data["output"])) >= 9_000_000
 
 
@@ -198,9 +200,9 @@ async def test_several_attempts_share_one_socket_and_keep_their_news_apart() -> 
         results = await asyncio.gather(*(attempt.result() for attempt in attempts))
     for index, (attempt, result) in enumerate(zip(attempts, results, strict=True)):
         assert {report.ref for report in attempt.reports} == {attempt.job.ref}
-        assert {report.data["max"] for report in attempt.of(NewsKind.PROGRESS)} >= {3.0 + index}
+        assert {report.data["max"] for report in attempt.of(ProgressKind.PROGRESS)} >= {3.0 + index}
         assert not {3.0 + other for other in range(3) if other != index} & {
-            report.data["max"] for report in attempt.of(NewsKind.PROGRESS)
+            report.data["max"] for report in attempt.of(ProgressKind.PROGRESS)
         }
         assert attempt.prompt_id in result.files[0].subfolder
 
@@ -214,8 +216,8 @@ async def test_news_of_other_callers_is_not_ours() -> None:
             assert response.status == 200
         attempt = Attempt(connector, leased(picture()))
         await attempt.result()
-    assert not attempt.of(NewsKind.PREVIEW)
-    assert 6.0 not in {report.data["max"] for report in attempt.of(NewsKind.PROGRESS)}
+    assert not attempt.of(ProgressKind.PREVIEW)
+    assert 6.0 not in {report.data["max"] for report in attempt.of(ProgressKind.PROGRESS)}
 
 
 async def test_a_file_is_streamed_to_a_path(tmp_path: Path) -> None:
@@ -228,8 +230,8 @@ async def test_a_file_is_streamed_to_a_path(tmp_path: Path) -> None:
 async def test_a_receiver_that_raises_ends_its_own_attempt_only() -> None:
     async with server_and_connector() as (_, connector):
 
-        def refuse(report: Report) -> None:
-            if report.kind is NewsKind.PROGRESS:
+        def refuse(report: ProgressReport) -> None:
+            if report.kind is ProgressKind.PROGRESS:
                 raise ZeroDivisionError
 
         other = Attempt(connector, leased(slow()))
@@ -251,7 +253,7 @@ async def test_an_attempt_the_server_already_has_is_taken_over_and_not_sent_agai
         job = leased(slow(steps=10))
         async with ComfyUI(fake.url, QUICK) as former:
             attempt = Attempt(former, job)
-            await attempt.heard(NewsKind.STARTED)
+            await attempt.heard(ProgressKind.STARTED)
             attempt.task.cancel()
             await asyncio.wait({attempt.task})
         result = await Attempt(connector, job).result()
@@ -264,9 +266,9 @@ async def test_reconcile_tells_what_became_of_an_attempt() -> None:
         job = leased(slow(steps=20))
         assert (await connector.reconcile(job)).state == "unknown"
         attempt = Attempt(connector, job)
-        await attempt.heard(NewsKind.STARTED)
+        await attempt.heard(ProgressKind.STARTED)
         waiting = Attempt(connector, leased(picture()))
-        await waiting.heard(NewsKind.ACCEPTED)
+        await waiting.heard(ProgressKind.ACCEPTED)
         assert (await connector.reconcile(job)).state == "running"
         assert (await connector.reconcile(waiting.job)).state == "waiting"
         result = await attempt.result()
@@ -281,9 +283,9 @@ async def test_a_server_error_for_a_prompt_that_was_queued_all_the_same_is_no_fa
     async with server_and_connector() as (fake, connector):
         submit = connector._api.submit
 
-        async def stumble(*arguments: Any) -> Answer:
+        async def stumble(*arguments: Any) -> ApiAnswer:
             assert (await submit(*arguments)).is_ok
-            return Answer(500, "500 Internal Server Error\n\nServer got itself in trouble")
+            return ApiAnswer(500, "500 Internal Server Error\n\nServer got itself in trouble")
 
         connector._api.__dict__["submit"] = stumble
         attempt = Attempt(connector, leased(slow()))
@@ -295,7 +297,7 @@ async def test_silence_while_the_socket_is_lost_is_not_yet_a_stall() -> None:
     async with server_and_connector() as (fake, connector):
         timeouts = Timeouts(stall_s=0.6)
         attempt = Attempt(connector, leased(slow(steps=40, step_seconds=0.05), timeouts=timeouts))
-        await attempt.heard(NewsKind.PROGRESS, 4)
+        await attempt.heard(ProgressKind.PROGRESS, 4)
         fake.faults.fail_request_paths = ["/ws"]
         fake.faults.fail_requests = -1
         fake.faults.drop_sockets = True

@@ -25,14 +25,14 @@ from tests.worker._comfyui import (
 from tests.worker._scripted import quick
 
 from comfyfleet.model.access import Role
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import FailureKind
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent
 from comfyfleet.worker.connectors.comfyui import ComfyUI
 from comfyfleet.worker.connectors.comfyui.listener import parse_binary, parse_text
-from comfyfleet.worker.connectors.comfyui.tracker import Tracker
+from comfyfleet.worker.connectors.comfyui.tracker import RunTracker
 from comfyfleet.worker.transports.http import HttpWorkerApi
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -70,8 +70,8 @@ async def test_what_the_node_sends_are_files_of_the_result_and_no_previews(versi
             assert [each["filename"] for each in result.outputs["2"]["images"]] == [
                 file.filename for file in result.files
             ]
-            assert attempt.of(NewsKind.PREVIEW) == []
-            (told,) = attempt.of(NewsKind.OUTPUT)
+            assert attempt.of(ProgressKind.PREVIEW) == []
+            (told,) = attempt.of(ProgressKind.OUTPUT)
             assert (told.data["node"], len(told.data["files"])) == ("2", 2)
 
 
@@ -83,7 +83,7 @@ async def test_outputs_that_were_not_asked_for_are_not_delivered() -> None:
         attempt = Attempt(connector, leased(graph, include=("3",)))
         result = await attempt.result()
         assert {file.node_id for file in result.files} == {"3"}
-        assert attempt.of(NewsKind.PREVIEW) == []
+        assert attempt.of(ProgressKind.PREVIEW) == []
 
 
 async def test_pictures_sent_while_the_websocket_was_lost_are_missed_and_the_run_has_failed() -> None:
@@ -113,7 +113,7 @@ async def test_a_websocket_lost_before_the_node_begins_loses_nothing() -> None:
             "3": {"class_type": "SaveImageWebsocket", "inputs": {"images": ["1", 0]}},
         }
         attempt = Attempt(connector, leased(graph))
-        await attempt.heard(NewsKind.PROGRESS, 5)
+        await attempt.heard(ProgressKind.PROGRESS, 5)
         fake.faults.drop_sockets = True
         result = await attempt.result()
         assert [file.node_id for file in result.files] == ["3"]
@@ -133,7 +133,7 @@ def test_the_recorded_frames_of_a_real_server_are_two_pictures_of_the_node() -> 
         for index, line in enumerate(lines)
         if line["dir"] == "send" and (line.get("body") or {}).get("prompt_id") == "o-ws"
     )
-    tracker = Tracker(lines[start]["body"]["prompt"], "http://server")
+    tracker = RunTracker(lines[start]["body"]["prompt"], "http://server")
     for line in lines[start:]:
         if line.get("channel") != "ws":
             continue
@@ -142,7 +142,7 @@ def test_the_recorded_frames_of_a_real_server_are_two_pictures_of_the_node() -> 
         else:
             message = parse_text(json.dumps(line["json"]))
         assert message is not None
-        assert all(news.kind is not NewsKind.PREVIEW for news in tracker.hear(message, 0.0, 0.0))
+        assert all(news.kind is not ProgressKind.PREVIEW for news in tracker.hear(message, 0.0, 0.0))
         if message.is_end_of_run:
             break
     assert list(tracker.sent.by_node) == ["2"]

@@ -27,7 +27,7 @@ from tests.worker._comfyui import (
 )
 from tests.worker._scripted import no_http
 
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import FailureKind, ServiceFailed
 from comfyfleet.model.job import Attachment
 from comfyfleet.model.worker import Gpu
@@ -125,7 +125,7 @@ async def test_a_server_behind_a_prefix_a_password_and_a_key_is_reached() -> Non
         async with ComfyUI(url, tuned(headers={"X-Key": "k"})) as connector:
             attempt = Attempt(connector, leased(slow()))
             result = await attempt.result()
-            assert attempt.of(NewsKind.PROGRESS)
+            assert attempt.of(ProgressKind.PROGRESS)
             (file,) = result.files
             assert file.url is not None
             assert file.url.startswith(f"http://127.0.0.1:{port}/comfy/view?")

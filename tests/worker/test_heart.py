@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from tests.worker._scripted import ScriptedApi, leased_job, quick
 
-from comfyfleet.model.calls import Beat
+from comfyfleet.model.calls import HeartbeatReply
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.worker.heartbeat import Heart
+from comfyfleet.worker.heartbeat import HeartbeatLoop
 from comfyfleet.worker.slots import Outage
 
 
@@ -32,15 +32,15 @@ class SlowApi(ScriptedApi):
         self.beats: asyncio.Queue[list[LeaseRef]] = asyncio.Queue()
         self.gate = asyncio.Event()
 
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         self.beats.put_nowait(list(refs))
         await self.gate.wait()
-        return Beat(60.0, tuple(refs))
+        return HeartbeatReply(60.0, tuple(refs))
 
 
 async def test_a_beat_that_falls_due_during_another_is_not_forgotten() -> None:
     api = SlowApi()
-    heart = Heart(
+    heart = HeartbeatLoop(
         api, WorkerId("w"), quick(heartbeat_s=600.0), lambda _: None, lambda _: None, Outage(WorkerId("w"))
     )
     task = asyncio.create_task(heart.run())

@@ -18,7 +18,7 @@ from comfyfleet.model.calls import LeasedJob
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.model.job import Timeouts
 from comfyfleet.pool.options import Server
-from comfyfleet.pool.servers import Agents
+from comfyfleet.pool.servers import PoolAgents
 from comfyfleet.ports import Connector
 from comfyfleet.testing.fake_comfyui import FakeComfyUI
 from comfyfleet.worker.agent import Agent
@@ -136,7 +136,7 @@ def test_files_on_their_way_are_nobodys_after_a_crash(tmp_path: Path) -> None:
 def test_a_worker_has_one_where_something_may_outlive_it(
     tmp_path: Path, server: Server, has_one: bool
 ) -> None:
-    assert (Agents(lambda *_: None, journals=tmp_path).journal_of(server) is not None) == has_one
+    assert (PoolAgents(lambda *_: None, journals=tmp_path).journal_of(server) is not None) == has_one
 
 
 def test_a_folder_that_cannot_be_written_costs_no_job(

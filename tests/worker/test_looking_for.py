@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from comfyfleet.worker.connectors.simulated import SimulatedConnector
-from comfyfleet.worker.servers import Server
+from comfyfleet.worker.servers import MonitoredServer
 from comfyfleet.worker.settings import AgentSettings
 
 SETTINGS = AgentSettings(seek_interval_s=5.0, missing_interval_s=10.0, inventory_interval_s=300.0)
@@ -24,7 +24,7 @@ class Finding(SimulatedConnector):
 
 async def test_what_is_found_by_name_makes_one_look_due_and_is_not_asked_for_again() -> None:
     connector = Finding()
-    server = Server(connector, SETTINGS)
+    server = MonitoredServer(connector, SETTINGS)
     assert server.seek_due_at == float("inf"), "nobody waits for anything"
     assert server.look_for(["a.pt", "sub\\b.pt"])
     assert not server.look_for(["a.pt", "sub/b.pt"]), "they are the same"
@@ -45,7 +45,7 @@ async def test_what_is_found_by_name_makes_one_look_due_and_is_not_asked_for_aga
 
 
 async def test_a_server_that_cannot_be_asked_by_name_is_looked_at_less_and_less_often() -> None:
-    server = Server(SimulatedConnector(), SETTINGS)
+    server = MonitoredServer(SimulatedConnector(), SETTINGS)
     await server.look()
     usual = server.look_due_at
     assert server.look_for(["a.pt"]) and server.look_due_at == float("-inf")
@@ -63,7 +63,7 @@ async def test_a_server_that_does_not_answer_the_question_is_asked_again_later()
         async def find(self, names: frozenset[str]) -> frozenset[str]:
             raise OSError("away")
 
-    server = Server(Broken(), SETTINGS)
+    server = MonitoredServer(Broken(), SETTINGS)
     server.look_for(["a.pt"])
     await server.seek()
     assert not server.wants_look and float("-inf") < server.seek_due_at < float("inf")

@@ -8,7 +8,7 @@ import pytest
 from tests.hub._hub import hub_in_process
 from tests.worker._scripted import QUICK, WORKER, ScriptedApi, leased_job, running, until
 
-from comfyfleet.hub.http.server import Serving, ServingSettings
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.worker.agent import Agent, AgentStatus
@@ -77,7 +77,7 @@ async def test_all_slots_and_a_real_hub_that_is_started_anew_are_two_lines(
     store = f"sqlite:///{tmp_path}/fleet.db"
     async with (
         hub_in_process(store_url=store) as rig,
-        Serving(rig.hub, ServingSettings(port=0)) as serving,
+        HubServer(rig.hub, HubServerSettings(port=0)) as serving,
     ):
         port = serving.port
         api = HttpWorkerApi(serving.url, rig.keys[Role.WORKER])
@@ -86,7 +86,7 @@ async def test_all_slots_and_a_real_hub_that_is_started_anew_are_two_lines(
         await agent.start()
         await until(lambda: rig.engine.idle_slots == 1)
     await until(lambda: told(caplog))
-    async with hub_in_process(store_url=store) as rig, Serving(rig.hub, ServingSettings(port=port)):
+    async with hub_in_process(store_url=store) as rig, HubServer(rig.hub, HubServerSettings(port=port)):
         await until(lambda: len(told(caplog)) >= 2 and rig.engine.idle_slots == 1)
         await agent.stop()
         await api.__aexit__(None, None, None)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from tests.worker._scripted import leased_job, until
 
-from comfyfleet.model.calls import Report
+from comfyfleet.model.calls import ProgressReport
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, Service
@@ -17,7 +17,7 @@ from comfyfleet.worker.connectors.simulated import SimulatedConnector, fails, ha
 BROKEN = Failure(FailureKind.NODE_ERROR, "broken")
 
 
-def ignore(report: Report) -> None:
+def ignore(report: ProgressReport) -> None:
     """Nobody listens."""
 
 
@@ -47,7 +47,7 @@ async def test_it_keeps_a_bounded_number_of_runs_and_counts_all() -> None:
 
 async def test_seconds_are_slept_with_the_given_sleep_and_progress_is_told() -> None:
     slept: list[float] = []
-    told: list[Report] = []
+    told: list[ProgressReport] = []
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)

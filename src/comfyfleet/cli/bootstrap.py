@@ -31,27 +31,27 @@ import msgspec
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.hub_connection import LocalHub, make_data_folder, read_hub, tighten_data_folder, write_hub
 from comfyfleet.cli.output import echo
-from comfyfleet.cli.settings import Resolved, masked, proxies_of
+from comfyfleet.cli.settings import ResolvedSettings, masked, proxies_of
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.system import SystemClock
-from comfyfleet.files.local import LocalAssets
+from comfyfleet.files.local import LocalFileStore
 from comfyfleet.files.record_store import CabinetOf
-from comfyfleet.files.s3 import S3Assets
-from comfyfleet.files.s3_storage import Bucket, Credentials, StorageRefused
+from comfyfleet.files.s3 import S3FileStore
+from comfyfleet.files.s3_storage import S3Bucket, S3Credentials, StorageRefused
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.http.credentials import is_loopback
-from comfyfleet.hub.http.server import Serving, ServingSettings
-from comfyfleet.hub.local_worker_api import InsideApi
+from comfyfleet.hub.http.server import HubServer, HubServerSettings
+from comfyfleet.hub.local_worker_api import LocalWorkerApi
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import ComfyFleetError, Fault, to_install
-from comfyfleet.net.url_guard import Guard
+from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.rules import DAY_S
-from comfyfleet.ports import Assets, Cabinet, Clock, Store
+from comfyfleet.ports import Clock, DocumentStore, FileStore, Store
 from comfyfleet.stores.factory import open_store, refuse_if_sealed, risk_of
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.database.registry import DEFAULT_POOL
 from comfyfleet.tenancy.keys import KEY_PREFIX
-from comfyfleet.tenancy.services import Estate
+from comfyfleet.tenancy.services import TenantServices
 
 if TYPE_CHECKING:
     from comfyfleet.stores.crypto.keyring import Keyring, MasterKeys
@@ -62,19 +62,19 @@ _LOG = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def open_assets(
-    resolved: Resolved, cabinet: Cabinet, clock: Clock, cabinet_of: CabinetOf | None = None
-) -> AsyncIterator[Assets]:
+    resolved: ResolvedSettings, cabinet: DocumentStore, clock: Clock, cabinet_of: CabinetOf | None = None
+) -> AsyncIterator[FileStore]:
     """`cabinet_of`: where the records of each tenant's files lie; unless said, all in `cabinet`."""
     keep_s = resolved.retention().files_days * DAY_S
     tenant_bytes = resolved.limits().max_tenant_file_bytes
     if resolved.values.assets is None:
         folder = resolved.data / "files"
-        yield LocalAssets(
+        yield LocalFileStore(
             folder, cabinet, clock, keep_s=keep_s, cabinet_of=cabinet_of, tenant_bytes=tenant_bytes
         )
         return
     bucket, prefix, credentials = storage(resolved)
-    async with S3Assets(
+    async with S3FileStore(
         bucket,
         credentials,
         cabinet,
@@ -97,17 +97,17 @@ async def open_assets(
         yield assets
 
 
-def storage(resolved: Resolved) -> tuple[Bucket, str, Credentials]:
+def storage(resolved: ResolvedSettings) -> tuple[S3Bucket, str, S3Credentials]:
     """Bucket, prefix and credentials. Raises `CommandFailed` with the name of the setting that will not do."""
     for mistake in storage_mistakes(resolved):
         raise mistake
     parts, chosen = urlsplit(resolved.values.assets or ""), resolved.s3()
-    bucket = Bucket(chosen.endpoint.rstrip("/"), chosen.region, parts.netloc, chosen.path_style)
-    credentials = Credentials(chosen.access_key, chosen.secret_key, chosen.session_token or None)
+    bucket = S3Bucket(chosen.endpoint.rstrip("/"), chosen.region, parts.netloc, chosen.path_style)
+    credentials = S3Credentials(chosen.access_key, chosen.secret_key, chosen.session_token or None)
     return bucket, unquote(parts.path).strip("/"), credentials
 
 
-def storage_mistakes(resolved: Resolved) -> Iterator[CommandFailed]:
+def storage_mistakes(resolved: ResolvedSettings) -> Iterator[CommandFailed]:
     parts, chosen = urlsplit(resolved.values.assets or ""), resolved.s3()
     if parts.scheme != "s3" or not parts.hostname or parts.query or "@" in parts.netloc:
         yield resolved.wrong("assets", "write s3://BUCKET or s3://BUCKET/PREFIX; all else is said in [s3]")
@@ -122,7 +122,7 @@ def storage_mistakes(resolved: Resolved) -> Iterator[CommandFailed]:
 _LOOK_EVERY_S = 30.0
 
 
-def master_keys(resolved: Resolved) -> Callable[[], MasterKeys] | None:
+def master_keys(resolved: ResolvedSettings) -> Callable[[], MasterKeys] | None:
     """What reads them, now and again later. None: nothing is to be sealed, and nothing can be opened."""
     chosen = resolved.encryption()
     if not chosen.keys and not chosen.key_file:
@@ -152,7 +152,7 @@ def master_keys(resolved: Resolved) -> Callable[[], MasterKeys] | None:
     return read
 
 
-def key_mistakes(resolved: Resolved) -> list[CommandFailed]:
+def key_mistakes(resolved: ResolvedSettings) -> list[CommandFailed]:
     """What a hub would find wrong about its keys."""
     try:
         master_keys(resolved)
@@ -161,7 +161,7 @@ def key_mistakes(resolved: Resolved) -> list[CommandFailed]:
     return []
 
 
-def keyring_of(resolved: Resolved, cabinet: Cabinet, clock: Clock) -> Keyring | None:
+def keyring_of(resolved: ResolvedSettings, cabinet: DocumentStore, clock: Clock) -> Keyring | None:
     masters = master_keys(resolved)
     if masters is None:
         return None
@@ -194,7 +194,7 @@ def sealing_by(keyring: Keyring | None) -> Callable[[TenantDatabase], TenantData
     return lambda database: sealed_database(database, keyring)
 
 
-def sealing_of(resolved: Resolved) -> Callable[[Store, Clock], Store] | None:
+def sealing_of(resolved: ResolvedSettings) -> Callable[[Store, Clock], Store] | None:
     """For a worker that opens its store by itself."""
     if master_keys(resolved) is None:
         return None
@@ -232,7 +232,7 @@ async def _attend(keyring: Keyring, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-def pool_urls(resolved: Resolved) -> dict[str, str]:
+def pool_urls(resolved: ResolvedSettings) -> dict[str, str]:
     """Beside an embedded store there is one without being asked for; once tenants lie in it, it stays when others are
     named. On a shared one every hub must name the same, so nothing is guessed."""
     chosen = resolved.values
@@ -251,12 +251,12 @@ T = TypeVar("T")
 _FILES = 65_536
 
 
-class House(msgspec.Struct, frozen=True):
+class RunningHub(msgspec.Struct, frozen=True):
     engine: Engine
     hub: Hub
-    api: InsideApi
+    api: LocalWorkerApi
     """The door of agents in this process."""
-    serving: Serving
+    serving: HubServer
     url: str
     """As this machine reaches it."""
     key: str
@@ -276,7 +276,7 @@ def run_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 @asynccontextmanager
-async def open_house(resolved: Resolved) -> AsyncIterator[House]:
+async def open_house(resolved: ResolvedSettings) -> AsyncIterator[RunningHub]:
     """Inside it the hub answers. What wants to stay in its data folder does so."""
     _take_files()
     settings = resolved.values
@@ -288,7 +288,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
     plain = open_store(settings.store or embedded_store(resolved.data), clock)
     keyring = keyring_of(resolved, plain.cabinet, clock)
     store = sealed_by(keyring, plain)
-    estate = Estate(
+    estate = TenantServices(
         store, clock, pool_urls(resolved), around=sealing_by(keyring), retention=resolved.retention()
     )
     async with AsyncExitStack() as stack:
@@ -309,7 +309,7 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
             is_open=settings.open,
             legacy_websocket=settings.legacy_websocket,
             assets=assets,
-            guard=Guard(resolved.allowed()),
+            guard=UrlGuard(resolved.allowed()),
             estate=estate,
             shred=None if keyring is None else keyring.shred,
             retention=resolved.retention(),
@@ -318,13 +318,13 @@ async def open_house(resolved: Resolved) -> AsyncIterator[House]:
         # Behind the hub, which has told the engine of tenants' terms: what a relay brings in is placed by them.
         await stack.enter_async_context(estate.kept(engine.admit))
         key, is_new = await _owners_key(hub, known)
-        async with Serving(hub, serving_settings) as serving:
+        async with HubServer(hub, serving_settings) as serving:
             url = _near_url(serving, settings.host)
             local = LocalHub(url, key, _absolute(settings.certificate))
             file = write_hub(resolved.data, local)
             hub.keys.on_rotated = _following(resolved.data, local, key)
             _settle()
-            yield House(engine, hub, InsideApi(engine, assets), serving, url, key, is_new, file)
+            yield RunningHub(engine, hub, LocalWorkerApi(engine, assets), serving, url, key, is_new, file)
 
 
 def _take_files() -> None:
@@ -383,7 +383,7 @@ def _following(data: Path, local: LocalHub, owners: str) -> Callable[[str, str],
     return follow
 
 
-def _serving_settings(resolved: Resolved) -> ServingSettings:
+def _serving_settings(resolved: ResolvedSettings) -> HubServerSettings:
     settings = resolved.values
     if settings.open and not is_loopback(settings.host):
         raise resolved.wrong(
@@ -398,7 +398,7 @@ def _serving_settings(resolved: Resolved) -> ServingSettings:
             )
         except (OSError, ssl.SSLError) as error:
             raise resolved.wrong("certificate", f"it cannot be used with its key: {error}") from error
-    return ServingSettings(
+    return HubServerSettings(
         settings.host,
         settings.port,
         settings.ws_port,
@@ -407,7 +407,7 @@ def _serving_settings(resolved: Resolved) -> ServingSettings:
     )
 
 
-def _near_url(serving: Serving, host: str) -> str:
+def _near_url(serving: HubServer, host: str) -> str:
     near = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host)
     if near is None:
         return serving.url
@@ -415,7 +415,7 @@ def _near_url(serving: Serving, host: str) -> str:
     return f"{scheme}://{near}:{serving.port}"
 
 
-def greet(house: House, resolved: Resolved) -> None:
+def greet(house: RunningHub, resolved: ResolvedSettings) -> None:
     """Where to go next. The key is shown the first time only, and only to somebody who sits at a terminal: what goes
     anywhere else is kept by whoever keeps logs."""
     settings = resolved.values

@@ -91,7 +91,7 @@ class _Command(_WithExamples):
                 formatter.write_dl(rows)
 
 
-class Group(_WithExamples, click.Group):
+class CommandGroup(_WithExamples, click.Group):
     """`sections` names the commands of each heading; without it they stand in one list."""
 
     sections: Mapping[str, Sequence[str]] = {}
@@ -121,8 +121,8 @@ class Group(_WithExamples, click.Group):
         return super().resolve_command(context, args)
 
 
-def group(name: str, **more: Any) -> Callable[[Callable[..., Any]], Group]:
-    return click.group(name, cls=Group, **more)
+def group(name: str, **more: Any) -> Callable[[Callable[..., Any]], CommandGroup]:
+    return click.group(name, cls=CommandGroup, **more)
 
 
 def command(name: str, **more: Any) -> Callable[[Callable[..., Any]], click.Command]:

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from comfyfleet.cli.demo_fleet import Kind, Story
-    from comfyfleet.cli.demo_report import Report
+    from comfyfleet.cli.demo_report import DemoReport
     from comfyfleet.cli.demo_show import Show
-    from comfyfleet.cli.settings import Resolved
+    from comfyfleet.cli.settings import ResolvedSettings
     from comfyfleet.client.client import FleetClient
     from comfyfleet.engine.engine import Engine
     from comfyfleet.model.job import OutputFile
-    from comfyfleet.pool.events import PoolEvent, Teller
+    from comfyfleet.pool.events import EventDispatcher, PoolEvent
     from comfyfleet.testing.fake_comfyui import FakeComfyUI
     from comfyfleet.worker.settings import AgentState
 
@@ -65,14 +65,14 @@ def demo_command(out: Path | None, once: bool, plain: bool, port: int | None, ti
     from comfyfleet.cli.exit_codes import require
 
     require("hub", "fake")
-    from comfyfleet.cli.demo_report import Report
+    from comfyfleet.cli.demo_report import DemoReport
     from comfyfleet.cli.demo_show import count_jobs, make_show
 
     if out is not None:
         make_folder(out)
     console = Console(highlight=False)
     began_at = time.time()
-    report = Report(began_at)
+    report = DemoReport(began_at)
     try:
         with tempfile.TemporaryDirectory(prefix="comfyfleet-demo-") as data:
             settings = _settings(data, _PORT if port is None else port, port is None, time_scale)
@@ -86,7 +86,7 @@ def demo_command(out: Path | None, once: bool, plain: bool, port: int | None, ti
         raise SystemExit(ExitCode.FAILED)
 
 
-def _settings(data: str, port: int, may_move: bool, time_scale: float) -> Resolved:
+def _settings(data: str, port: int, may_move: bool, time_scale: float) -> ResolvedSettings:
     """A hub for this machine alone, which asks it for no key; what the environment says is for real ones."""
     import socket
 
@@ -107,8 +107,8 @@ def _no_file() -> str:
 
 async def _play(
     show: Show,
-    report: Report,
-    settings: Resolved,
+    report: DemoReport,
+    settings: ResolvedSettings,
     time_scale: float,
     console: Console,
     out: Path | None,
@@ -122,9 +122,9 @@ async def _play(
     from comfyfleet.cli.demo_fleet import CARDS, faults_of, settings_of, stories
     from comfyfleet.client.client import FleetClient
     from comfyfleet.engine.system import SystemClock
-    from comfyfleet.pool.events import Teller
+    from comfyfleet.pool.events import EventDispatcher
     from comfyfleet.pool.options import Server
-    from comfyfleet.pool.servers import Agents
+    from comfyfleet.pool.servers import PoolAgents
     from comfyfleet.testing.fake_comfyui import FakeComfyUI
     from comfyfleet.worker.settings import AgentSettings
 
@@ -135,11 +135,11 @@ async def _play(
             fake = FakeComfyUI(settings_of(card, time_scale, seed), faults=faults)
             fakes[card.id] = await stack.enter_async_context(fake)
         house = await stack.enter_async_context(open_house(settings))
-        teller = Teller(house.engine, SystemClock())
+        teller = EventDispatcher(house.engine, SystemClock())
         teller.start()
         stack.push_async_callback(teller.close)
         agent = AgentSettings(health_interval_s=time_scale, reconnect_grace_s=0.5 * time_scale)
-        agents = Agents(lambda worker, state: _publish(house.engine, worker, state), agent)
+        agents = PoolAgents(lambda worker, state: _publish(house.engine, worker, state), agent)
         stack.push_async_callback(agents.close)
         for name, fake in fakes.items():
             await agents.add(house.api, Server(fake.url, id=name))
@@ -189,7 +189,7 @@ def _publish(engine: Engine, worker: str, state: AgentState) -> None:
     engine.bus.publish(FleetEvent("state", time.time(), WorkerId(worker), told))
 
 
-def _tell(report: Report, console: Console, out: Path | None) -> None:
+def _tell(report: DemoReport, console: Console, out: Path | None) -> None:
     import tempfile
 
     # A temporary folder is made late: an interrupted demo leaves nothing behind.
@@ -201,7 +201,7 @@ class _Stage:
     """Where the stories are played: jobs are submitted, followed, and one server is made to crash."""
 
     def __init__(
-        self, client: FleetClient, teller: Teller, fakes: dict[str, FakeComfyUI], report: Report
+        self, client: FleetClient, teller: EventDispatcher, fakes: dict[str, FakeComfyUI], report: DemoReport
     ) -> None:
         self._client = client
         self._teller = teller

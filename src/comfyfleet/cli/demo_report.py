@@ -34,7 +34,7 @@ class Blocked(msgspec.Struct):
     ended_at: float | None = None
 
 
-class Report:
+class DemoReport:
     """Collects while the demo runs; prints when it is over."""
 
     def __init__(self, began_at: float) -> None:

@@ -79,18 +79,18 @@ OUT_HELP = (
 )
 
 
-class Out(StringParamType):
+class OutputParam(StringParamType):
     """A folder for outputs, or a pattern of their names; the folder is made before anything is done that needs one."""
 
     name = "folder"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from comfyfleet.pool.output_files import OutputPlace
+        from comfyfleet.pool.output_files import OutputNames
 
-        if isinstance(value, OutputPlace):
+        if isinstance(value, OutputNames):
             return value
         try:
-            place = OutputPlace.read(str(value))
+            place = OutputNames.read(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
         if place.folder.exists() and not place.folder.is_dir():

@@ -32,7 +32,7 @@ from comfyfleet import private_files
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, run
 from comfyfleet.cli.output import echo
 from comfyfleet.cli.output import print_table as print_table
-from comfyfleet.cli.settings import Resolved, read_settings
+from comfyfleet.cli.settings import ResolvedSettings, read_settings
 from comfyfleet.client import discovery
 from comfyfleet.client.client import FleetClient
 from comfyfleet.client.connection import HubAway
@@ -169,7 +169,7 @@ _ENOUGH = 5
 """Completed jobs from which a rate is told: one job of two seconds is not 1,800 an hour."""
 
 
-class Reach(msgspec.Struct, frozen=True):
+class HubTarget(msgspec.Struct, frozen=True):
     urls: tuple[str, ...]
     """Of one hub, or of several on one store."""
     key: str | None
@@ -182,7 +182,7 @@ class Reach(msgspec.Struct, frozen=True):
         return self.urls[0]
 
 
-def find_hub(resolved: Resolved) -> Reach:
+def find_hub(resolved: ResolvedSettings) -> HubTarget:
     chosen = resolved.values
     local = read_hub(resolved.data)
     urls = tuple(url.rstrip("/") for url in chosen.hub)
@@ -199,7 +199,7 @@ def find_hub(resolved: Resolved) -> Reach:
             raise resolved.wrong("trust", f"there are no certificates to read: {error}") from error
     elif is_local and local is not None and local.certificate is not None:
         trust = exactly(local.certificate)
-    return Reach(urls, key, trust, key_file)
+    return HubTarget(urls, key, trust, key_file)
 
 
 def ask(

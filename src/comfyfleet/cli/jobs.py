@@ -12,7 +12,7 @@ from click.types import StringParamType
 
 from comfyfleet.cli import command_help, hub_connection
 from comfyfleet.cli.command_help import group
-from comfyfleet.cli.exit_codes import OUT_HELP, Out, make_folder
+from comfyfleet.cli.exit_codes import OUT_HELP, OutputParam, make_folder
 from comfyfleet.cli.hub_connection import ask_about, whole_id
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.output import echo
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
     from comfyfleet.client.client import FleetClient
-    from comfyfleet.pool.output_files import OutputPlace
+    from comfyfleet.pool.output_files import OutputNames
     from comfyfleet.wire.answers import JobBody
 
 
@@ -119,13 +119,13 @@ def receipt(job_id: str, as_json: bool, **flags: Any) -> None:
 @click.option(
     "-o",
     "--out",
-    type=Out(),
+    type=OutputParam(),
     metavar="FOLDER",
     help=f"Download the outputs. {OUT_HELP}",
 )
 @as_json
 @settings(*TO_REACH)
-def watch(job_id: str, out: OutputPlace | None, as_json: bool, **flags: Any) -> None:
+def watch(job_id: str, out: OutputNames | None, as_json: bool, **flags: Any) -> None:
     """Follow a job to its end: 0 if it completed, 1 if not."""
     from comfyfleet.cli.live import watch_jobs
 
@@ -261,7 +261,7 @@ def priority(job_id: str, priority: int, as_json: bool, **flags: Any) -> None:
         echo(f"{job.id} has priority {job.priority}")
 
 
-class Status(StringParamType):
+class StatusParam(StringParamType):
     """A status in any of the words that the hub understands."""
 
     name = "status"
@@ -295,7 +295,7 @@ _SHOWN = 60
 @command_help.command("jobs")
 @click.option(
     "--status",
-    type=Status(),
+    type=StatusParam(),
     help="Only those: queued, leased (or running), completed, failed, cancelled.",
 )
 @click.option(

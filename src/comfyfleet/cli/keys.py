@@ -17,7 +17,7 @@ from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
     from comfyfleet.client.client import FleetClient
-    from comfyfleet.wire.keys import Verifier
+    from comfyfleet.wire.keys import AuditVerifier
 
 
 @group("key")
@@ -159,9 +159,9 @@ def invite(uses: int, hours: float, prefix: str, replace: bool, as_json: bool, *
     import sys
 
     from comfyfleet.cli.hub_connection import ask, plain, print_json
-    from comfyfleet.wire.keys import EnrolmentMade
+    from comfyfleet.wire.keys import CreatedEnrolment
 
-    async def make(client: FleetClient) -> tuple[EnrolmentMade, str]:
+    async def make(client: FleetClient) -> tuple[CreatedEnrolment, str]:
         made = await client.invite(
             uses=uses, expires_in_s=hours * 3600, worker_prefix=prefix, replace=replace
         )
@@ -342,12 +342,12 @@ def verify(notes: tuple[str, ...], as_json: bool, **flags: Any) -> None:
 
     noted = _noted(notes)
 
-    async def look(client: FleetClient) -> dict[str, Verifier]:
-        from comfyfleet.wire.keys import Verifier
+    async def look(client: FleetClient) -> dict[str, AuditVerifier]:
+        from comfyfleet.wire.keys import AuditVerifier
 
         found = {}
         for kind in get_args(Kind):
-            found[kind] = verifier = Verifier(noted.get(kind))
+            found[kind] = verifier = AuditVerifier(noted.get(kind))
             async for entry in _every(client, kind, None, _PAGE):
                 verifier.take(entry)
             verifier.end()

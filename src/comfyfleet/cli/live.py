@@ -29,7 +29,7 @@ from comfyfleet.client.options import JobUpdate
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.failure import FailureKind
-from comfyfleet.pool.output_files import OutputPlace, write_new
+from comfyfleet.pool.output_files import OutputNames, write_new
 from comfyfleet.wire.answers import ResultBody
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ _AT_A_TIME = 50
 """Jobs that are watched together; the others' turn comes when one ends."""
 
 
-class Bar:
+class ProgressBar:
     """A bar on standard error, or nothing where that is no terminal."""
 
     def __init__(self, title: str) -> None:
@@ -99,7 +99,7 @@ class Bar:
 async def watch_jobs(
     client: FleetClient,
     job_ids: list[str],
-    out: OutputPlace | None,
+    out: OutputNames | None,
     as_json: bool,
     previews: Path | None = None,
 ) -> None:
@@ -111,7 +111,7 @@ async def watch_jobs(
     waiting: dict[str, None] = {}
     """Jobs that no worker has; in their order."""
     gate = asyncio.Semaphore(_AT_A_TIME)
-    with _told_at_the_end(saved, is_quiet=as_json), Bar("waiting for a worker") as bar:
+    with _told_at_the_end(saved, is_quiet=as_json), ProgressBar("waiting for a worker") as bar:
 
         async def follow(job_id: str) -> None:
             async with gate:
@@ -166,7 +166,7 @@ async def watch_jobs(
         raise unsaved[0]
 
 
-def _tell(bar: Bar, job_id: str, update: JobUpdate, is_alone: bool) -> None:
+def _tell(bar: ProgressBar, job_id: str, update: JobUpdate, is_alone: bool) -> None:
     where = "" if is_alone else f"{job_id}: "
     match update.kind:
         case "leased":
@@ -192,7 +192,9 @@ def _failed(update: JobUpdate) -> str:
     return f"{told}, {blocked}, waiting for another server: {update.message}"
 
 
-async def _tell_waits(client: FleetClient, bar: Bar, waiting: dict[str, None], is_alone: bool) -> None:
+async def _tell_waits(
+    client: FleetClient, bar: ProgressBar, waiting: dict[str, None], is_alone: bool
+) -> None:
     """Says why the first job that waits is given to no worker, once for each reason."""
     before = ""
     while True:
@@ -232,7 +234,7 @@ def _told_at_the_end(saved: list[Path], *, is_quiet: bool) -> Iterator[None]:
             echo(path)
 
 
-async def _save(client: FleetClient, ended: ResultBody, out: OutputPlace | None, saved: list[Path]) -> None:
+async def _save(client: FleetClient, ended: ResultBody, out: OutputNames | None, saved: list[Path]) -> None:
     if out is None or ended.result is None:
         return
     for index, file in enumerate(ended.result.files, start=1):

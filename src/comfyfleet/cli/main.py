@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from comfyfleet import __version__
-from comfyfleet.cli.command_help import Group
+from comfyfleet.cli.command_help import CommandGroup
 from comfyfleet.cli.exit_codes import CommandFailed, ExitCode, Terminated
 from comfyfleet.cli.output import LineFormatter, echo
 
@@ -53,7 +53,7 @@ _COMMANDS = {
 """Where each command is: a module, and the name of its click command."""
 
 
-class _Group(Group):
+class _Group(CommandGroup):
     """A group that imports only the command that is called."""
 
     sections = _SECTIONS

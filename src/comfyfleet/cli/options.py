@@ -16,15 +16,15 @@ import msgspec
 from click.types import StringParamType
 from msgspec import Meta
 
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.model.requirement import CostTier, Isolation
-from comfyfleet.model.worker import ServerBounds
+from comfyfleet.model.worker import ServerLimits
 from comfyfleet.policy.rules import RULES, Retention, Rules
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Address(StringParamType):
+class AddressParam(StringParamType):
     """An address; of several in an environment variable, commas or spaces lie between them."""
 
     name = "url"
@@ -103,7 +103,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
         "-s",
         "--server",
         "servers",
-        type=Address(),
+        type=AddressParam(),
         multiple=True,
         metavar="URL",
         help="A ComfyUI server, such as http://127.0.0.1:8188. Repeatable.",
@@ -111,7 +111,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "services": click.option(
         "--service",
         "services",
-        type=Address(),
+        type=AddressParam(),
         multiple=True,
         metavar="NAME=ADDRESS",
         help="A further service that the same worker offers. Repeatable.",
@@ -240,7 +240,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "hub": click.option(
         "--hub",
         "hub",
-        type=Address(),
+        type=AddressParam(),
         multiple=True,
         metavar="URL",
         help="The hub; the one on this machine unless given. Repeatable, for hubs on one store: where one does not "
@@ -264,7 +264,7 @@ _OPTIONS: dict[str, Callable[[Any], Any]] = {
     "webhook_allow": click.option(
         "--webhook-allow",
         "webhook_allow",
-        type=Address(),
+        type=AddressParam(),
         multiple=True,
         metavar="NETWORK|NAME",
         help="What webhooks may call beside public addresses, such as 10.0.0.0/8 or hooks.internal. Repeatable.",
@@ -408,12 +408,12 @@ class EncryptionSettings(msgspec.Struct, frozen=True):
 
 
 TABLES: dict[str, type[msgspec.Struct]] = {
-    "limits": Limits,
+    "limits": HubLimits,
     "rules": Rules,
     "s3": S3Settings,
     "encryption": EncryptionSettings,
     "retention": Retention,
-    "comfyui": ServerBounds,
+    "comfyui": ServerLimits,
 }
 POOLS = "pools"
 """A table too, whose names are the operator's own."""

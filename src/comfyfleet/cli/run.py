@@ -20,15 +20,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from comfyfleet.cli import command_help
-from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, ExitCode, Out, about, make_folder, run
-from comfyfleet.cli.options import TO_REACH, Address, as_json, settings
+from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, ExitCode, OutputParam, about, make_folder, run
+from comfyfleet.cli.options import TO_REACH, AddressParam, as_json, settings
 from comfyfleet.cli.output import echo, escaped
 from comfyfleet.pool.events import PoolEvent
 from comfyfleet.pool.records import offline_words
 
 if TYPE_CHECKING:
     from comfyfleet.model.job import Attachment
-    from comfyfleet.pool.output_files import OutputPlace
+    from comfyfleet.pool.output_files import OutputNames
     from comfyfleet.pool.pool import WorkflowPool
 
 
@@ -44,7 +44,7 @@ _LEAVE_S = 1.0
     "-s",
     "--server",
     "servers",
-    type=Address(),
+    type=AddressParam(),
     multiple=True,
     envvar="COMFYFLEET_SERVERS",
     show_envvar=True,
@@ -85,7 +85,7 @@ _LEAVE_S = 1.0
 @click.option(
     "-o",
     "--out",
-    type=Out(),
+    type=OutputParam(),
     default=".",
     metavar="FOLDER",
     help=OUT_HELP,
@@ -101,7 +101,7 @@ def run_command(
     priority: int,
     max_attempts: int,
     timeout: float | None,
-    out: OutputPlace,
+    out: OutputNames,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -121,7 +121,7 @@ def run_command(
             addresses.setdefault(parse_address(server).server_id, server)
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--server") from error
-    draft = Draft(workflow, changes)
+    draft = WorkflowDraft(workflow, changes)
     options: dict[str, Any] = {
         "priority": priority,
         "max_attempts": max_attempts,
@@ -135,7 +135,7 @@ def run_command(
     run(_run(draft, list(addresses.values()), store, attachments, options, out, quiet, as_json))
 
 
-class Draft:
+class WorkflowDraft:
     """A workflow file with the changes asked for. One that the editor saved is converted before that."""
 
     def __init__(self, file: BinaryIO, changes: tuple[str, ...]) -> None:
@@ -222,12 +222,12 @@ def _target(graph: dict[str, dict[str, Any]], text: str, option: str) -> tuple[s
 
 
 async def _run(
-    draft: Draft,
+    draft: WorkflowDraft,
     servers: list[str],
     store: str | None,
     attachments: tuple[str, ...],
     options: dict[str, Any],
-    out: OutputPlace,
+    out: OutputNames,
     is_quiet: bool,
     as_json: bool,
 ) -> None:
@@ -454,7 +454,7 @@ def convert_command(workflow: BinaryIO, **flags: Any) -> None:
     """
     from comfyfleet.cli.hub_connection import ask, print_json
 
-    draft = Draft(workflow, ())
+    draft = WorkflowDraft(workflow, ())
     if draft.is_of_editor:
         draft.change(ask(flags, lambda client: client.convert(draft.graph)))
     print_json(draft.graph)

@@ -16,7 +16,7 @@ import msgspec
 
 from comfyfleet.cli.exit_codes import CommandFailed
 from comfyfleet.cli.output import echo
-from comfyfleet.cli.settings import Resolved
+from comfyfleet.cli.settings import ResolvedSettings
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.worker import (
     Capabilities,
@@ -59,7 +59,7 @@ def named(addresses: Sequence[str], name: str | None, slots: int, *, alone: bool
     return list(servers.values())
 
 
-def tidied(servers: list[Server], resolved: Resolved) -> list[Server]:
+def tidied(servers: list[Server], resolved: ResolvedSettings) -> list[Server]:
     """With what is to be removed from each once the hub has it."""
     chosen = resolved.values
     folder = None if chosen.server_folder is None else Path(chosen.server_folder).expanduser()
@@ -79,7 +79,7 @@ def tidied(servers: list[Server], resolved: Resolved) -> list[Server]:
     ]
 
 
-def with_services(servers: list[Server], resolved: Resolved) -> list[Server]:
+def with_services(servers: list[Server], resolved: ResolvedSettings) -> list[Server]:
     """With the further services of the one worker there is then."""
     chosen = resolved.values
     more = tuple(_service(resolved, given) for given in chosen.services)
@@ -96,7 +96,7 @@ def with_services(servers: list[Server], resolved: Resolved) -> list[Server]:
     return servers
 
 
-def declared_in(resolved: Resolved, *, fake_beside_real: bool = False) -> Capabilities:
+def declared_in(resolved: ResolvedSettings, *, fake_beside_real: bool = False) -> Capabilities:
     """What a worker of this process says of itself."""
     chosen = resolved.values
     isolation = chosen.tenant_isolation or "none"
@@ -136,7 +136,7 @@ def declaring(servers: list[Server], declared: Capabilities) -> list[Server]:
     return [msgspec.structs.replace(server, capabilities=declared) for server in servers]
 
 
-def _service(resolved: Resolved, given: str) -> Connector:
+def _service(resolved: ResolvedSettings, given: str) -> Connector:
     name, separator, address = given.partition("=")
     try:
         if not separator:
@@ -146,7 +146,7 @@ def _service(resolved: Resolved, given: str) -> Connector:
         raise resolved.wrong("services", str(error)) from error
 
 
-async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved) -> list[Server]:
+async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: ResolvedSettings) -> list[Server]:
     """Fake servers in this process, which end with the stack."""
     if not count:
         return []
@@ -174,20 +174,20 @@ async def fakes(stack: AsyncExitStack, count: int, name: str, resolved: Resolved
     return servers
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundServers(msgspec.Struct, frozen=True):
     """The addresses of the ComfyUI servers that answer on this machine, and those of fake ones."""
 
     servers: tuple[str, ...]
     fakes: tuple[str, ...]
 
 
-async def found_here(ports: Iterable[int] = LOCAL_PORTS) -> Found:
+async def found_here(ports: Iterable[int] = LOCAL_PORTS) -> FoundServers:
     timeout = aiohttp.ClientTimeout(total=_ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         answers = await asyncio.gather(*(_stats(session, url) for url in urls))
     found = [(url, is_fake(stats)) for url, stats in zip(urls, answers, strict=True) if stats is not None]
-    return Found(
+    return FoundServers(
         tuple(url for url, is_pretended in found if not is_pretended),
         tuple(url for url, is_pretended in found if is_pretended),
     )
@@ -203,7 +203,7 @@ async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | N
     return body if isinstance(body, dict) and "system" in body and "devices" in body else None
 
 
-def journals(resolved: Resolved) -> Path:
+def journals(resolved: ResolvedSettings) -> Path:
     """Where workers write what they run."""
     return resolved.data / "journal"
 

@@ -45,16 +45,16 @@ from comfyfleet.cli.options import (
 )
 from comfyfleet.cli.options import CAPS as CAPS
 from comfyfleet.client.discovery import usual_data
-from comfyfleet.hub.http.limits import Limits
+from comfyfleet.hub.http.limits import HubLimits
 from comfyfleet.hub.http.proxies import TrustedProxies
 from comfyfleet.policy.rules import DAY_S, RULES, Retention, Rules, problem_of
 
 if TYPE_CHECKING:
-    from comfyfleet.net.url_guard import Allowed
+    from comfyfleet.net.url_guard import AllowedHosts
     from comfyfleet.worker.connectors.comfyui import ComfyUISettings
 
 
-def proxies_of(resolved: Resolved) -> TrustedProxies:
+def proxies_of(resolved: ResolvedSettings) -> TrustedProxies:
     try:
         return TrustedProxies(resolved.values.trusted_proxies)
     except ValueError as error:
@@ -78,7 +78,7 @@ class Origin(msgspec.Struct, frozen=True, order=True):
 DEFAULT = Origin(0, "default")
 
 
-class Resolved(msgspec.Struct, frozen=True):
+class ResolvedSettings(msgspec.Struct, frozen=True):
     values: Settings
     origins: dict[str, Origin]
     """By name; those of a table as `limits.max_depth`. What is not here is the default."""
@@ -88,9 +88,9 @@ class Resolved(msgspec.Struct, frozen=True):
     def origin(self, name: str) -> Origin:
         return self.origins.get(name, DEFAULT)
 
-    def limits(self) -> Limits:
+    def limits(self) -> HubLimits:
         at_the_door = {name: value for name, value in self.values.limits.items() if name not in CAPS}
-        return msgspec.convert(at_the_door, Limits)
+        return msgspec.convert(at_the_door, HubLimits)
 
     def rules(self) -> Rules:
         # As in a pool: a run that neither starts nor moves for so long is stuck.
@@ -102,11 +102,11 @@ class Resolved(msgspec.Struct, frozen=True):
             raise self.wrong(f"rules.{problem[0]}", problem[1])
         return rules
 
-    def allowed(self) -> Allowed:
-        from comfyfleet.net.url_guard import Allowed
+    def allowed(self) -> AllowedHosts:
+        from comfyfleet.net.url_guard import AllowedHosts
 
         try:
-            return Allowed(self.values.webhook_allow)
+            return AllowedHosts(self.values.webhook_allow)
         except ValueError as error:
             raise self.wrong("webhook_allow", str(error)) from error
 
@@ -182,7 +182,7 @@ def read_settings(
     environment: Mapping[str, str] | None = None,
     old_store: bool = True,
     mistakes: list[CommandFailed] | None = None,
-) -> Resolved:
+) -> ResolvedSettings:
     """`flags` that are None or empty were not given. `config` is the file; else the variable's, else the one here.
     `old_store`: whether the store may be named as others name theirs. `mistakes` takes every one of them, with settings
     as if what is wrong had not been said; without it the first is raised."""
@@ -200,7 +200,7 @@ def read_settings(
         _take_others(found, environment)
     if not values.get("data"):
         values["data"] = str(usual_data(environment))
-    resolved = Resolved(msgspec.convert(values, Settings), found.origins, unheard)
+    resolved = ResolvedSettings(msgspec.convert(values, Settings), found.origins, unheard)
     said = resolved.values
     checks = (
         (said.webhook_allow, resolved.allowed),

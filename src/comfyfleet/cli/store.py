@@ -21,10 +21,10 @@ from comfyfleet.cli.options import as_json, settings
 from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
-    from comfyfleet.engine.store_move import Moved
-    from comfyfleet.ports import Movable
-    from comfyfleet.stores.check import Examination
-    from comfyfleet.stores.crypto.keyring import Keyring, Tally
+    from comfyfleet.engine.store_move import MoveProgress
+    from comfyfleet.ports import TransferableStore
+    from comfyfleet.stores.check import StoreCheck
+    from comfyfleet.stores.crypto.keyring import KeyCounts, Keyring
 
 
 _AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -203,14 +203,14 @@ def move(source: str, target: str, wait_s: float, dry_run: bool, as_json: bool) 
         raise CommandFailed(f"{_number(len(moved.stayed), 'job')} {verb} at the source")
 
 
-async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_quiet: bool) -> Moved:
+async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_quiet: bool) -> MoveProgress:
     from contextlib import AsyncExitStack
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from comfyfleet.engine.store_move import Move
-    from comfyfleet.engine.system import SystemChance, SystemClock
+    from comfyfleet.engine.store_move import StoreMove
+    from comfyfleet.engine.system import SystemClock, SystemRandom
     from comfyfleet.stores.check import is_there
     from comfyfleet.stores.memory import MemoryStore
 
@@ -227,20 +227,20 @@ async def _move(source: str, target: str, wait_s: float, dry_run: bool, *, is_qu
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("looking" if dry_run else "moving", total=total)
 
-            def tell(moved: Moved) -> None:
+            def tell(moved: MoveProgress) -> None:
                 bar.update(task, completed=moved.jobs + len(moved.stayed))
 
-            work = Move(from_store, to_store, token=SystemChance().token(), tell=tell)
+            work = StoreMove(from_store, to_store, token=SystemRandom().token(), tell=tell)
             return await (work.rehearse() if dry_run else work.run(wait_s))
 
 
-async def _opened(stack: Any, url: str) -> Movable:
+async def _opened(stack: Any, url: str) -> TransferableStore:
     from typing import cast
 
     from comfyfleet.engine.system import SystemClock
     from comfyfleet.stores.factory import open_store
 
-    store = cast("Movable", open_store(url, SystemClock()))
+    store = cast("TransferableStore", open_store(url, SystemClock()))
     stack.push_async_callback(store.close)
     await store.open()
     return store
@@ -250,7 +250,7 @@ def _refuse(message: str) -> NoReturn:
     raise CommandFailed(message, ExitCode.REFUSED)
 
 
-def _plain(moved: Moved) -> dict[str, Any]:
+def _plain(moved: MoveProgress) -> dict[str, Any]:
     import msgspec
 
     plain: dict[str, Any] = msgspec.to_builtins(moved)
@@ -263,7 +263,7 @@ def _print_json(value: object) -> None:
     echo(msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
-def _show_check(found: Examination) -> None:
+def _show_check(found: StoreCheck) -> None:
     from comfyfleet.cli.hub_connection import print_pairs
 
     pairs: list[tuple[str, object]] = [("store", found.store)]
@@ -281,7 +281,7 @@ def _show_check(found: Examination) -> None:
         echo("sound")
 
 
-def _tell(moved: Moved, is_dry_run: bool) -> None:
+def _tell(moved: MoveProgress, is_dry_run: bool) -> None:
     for stayed in moved.stayed[:_SHOWN]:
         match stayed.why:
             case "reference":
@@ -362,7 +362,7 @@ def rotate(data_keys: bool, as_json: bool, **flags: Any) -> None:
     Hubs do this by themselves. Once it is done the master keys before are not needed any more.
     """
 
-    async def work(keyring: Keyring) -> Tally:
+    async def work(keyring: Keyring) -> KeyCounts:
         await keyring.rewrap()
         for tenant in await keyring.tenants() if data_keys else ():
             await keyring.renew(tenant)
@@ -418,7 +418,7 @@ def _with_keyring(flags: dict[str, Any], work: Callable[[Keyring], Awaitable[T]]
     return run(opened())
 
 
-def _show_keys(tally: Tally, as_json: bool) -> None:
+def _show_keys(tally: KeyCounts, as_json: bool) -> None:
     from comfyfleet.cli.hub_connection import print_json, print_table
 
     if as_json:

@@ -14,14 +14,14 @@ import click
 
 from comfyfleet.cli import command_help, hub_connection
 from comfyfleet.cli.command_help import GroupedOption
-from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, ExitCode, Out, about, make_folder
+from comfyfleet.cli.exit_codes import OUT_HELP, CommandFailed, ExitCode, OutputParam, about, make_folder
 from comfyfleet.cli.options import TO_REACH, as_json, settings
 from comfyfleet.cli.output import echo
 
 if TYPE_CHECKING:
-    from comfyfleet.cli.run import Draft
+    from comfyfleet.cli.run import WorkflowDraft
     from comfyfleet.client.client import FleetClient
-    from comfyfleet.pool.output_files import OutputPlace
+    from comfyfleet.pool.output_files import OutputNames
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -320,7 +320,7 @@ def asked_for(flags: dict[str, Any]) -> dict[str, Any]:
 @click.option(
     "-o",
     "--out",
-    type=Out(),
+    type=OutputParam(),
     default=".",
     metavar="FOLDER",
     help=f"With --watch. {OUT_HELP}",
@@ -344,7 +344,7 @@ def submit_command(
     webhook: str | None,
     workable: bool,
     watch: bool,
-    out: OutputPlace,
+    out: OutputNames,
     previews: Path | None,
     as_json: bool,
     **flags: Any,
@@ -355,11 +355,11 @@ def submit_command(
     jobs go to standard output, with --watch the paths of their outputs; everything else to standard error.
     """
     from comfyfleet.cli.hub_connection import ask
-    from comfyfleet.cli.run import Draft
+    from comfyfleet.cli.run import WorkflowDraft
 
-    drafts: list[tuple[str, Draft]] = []
+    drafts: list[tuple[str, WorkflowDraft]] = []
     for workflow in workflows:
-        drafts.append((workflow.name, Draft(workflow, changes)))
+        drafts.append((workflow.name, WorkflowDraft(workflow, changes)))
     if reference is not None and len(drafts) * count > 1:
         raise click.UsageError("several jobs cannot share one --reference")
     options = {
@@ -403,7 +403,7 @@ def label(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _brought(draft: Draft, attachments: tuple[str, ...], outputs: tuple[str, ...]) -> dict[str, Any]:
+def _brought(draft: WorkflowDraft, attachments: tuple[str, ...], outputs: tuple[str, ...]) -> dict[str, Any]:
     from comfyfleet.cli.run import attached_file, taken_output
 
     return {
@@ -422,13 +422,13 @@ async def _submit(
     is_told: bool,
 ) -> list[str]:
     from comfyfleet.cli.hub_connection import print_json
-    from comfyfleet.cli.live import Bar
+    from comfyfleet.cli.live import ProgressBar
     from comfyfleet.model.errors import Refusal
 
     if len(graphs) == 1:
         jobs = [await client.submit(graphs[0], reference=reference, **options)]
     else:
-        with Bar("submitting") as bar:
+        with ProgressBar("submitting") as bar:
             found = await client.submit_many(graphs, on_progress=bar.show, **options)
         jobs = [job for job in found if not isinstance(job, Refusal)]
         refusals = [job for job in found if isinstance(job, Refusal)]

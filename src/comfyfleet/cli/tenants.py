@@ -29,7 +29,7 @@ _SHORT = (
 NO_PRICE = "none"
 
 
-class PriceType(click.ParamType[Any]):
+class PriceParam(click.ParamType[Any]):
     """`NO_PRICE` stands for none, None for one that was not given."""
 
     name = "price"
@@ -119,7 +119,7 @@ def term_options(command: F) -> F:
         click.option("--name", "label", default=None, metavar="TEXT", help="What it is called."),
         click.option(
             "--price",
-            type=PriceType(),
+            type=PriceParam(),
             metavar="PRICE",
             help="flat:5, output:EACH:MOST, gpu_second:EACH:MOST, none, or JSON.",
         ),

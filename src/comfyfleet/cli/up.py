@@ -29,9 +29,9 @@ from comfyfleet.cli.output import LineFormatter, echo, escaped
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from comfyfleet.cli.bootstrap import House
-    from comfyfleet.cli.settings import Resolved
-    from comfyfleet.pool.servers import Agents
+    from comfyfleet.cli.bootstrap import RunningHub
+    from comfyfleet.cli.settings import ResolvedSettings
+    from comfyfleet.pool.servers import PoolAgents
 
 
 _LOOK_S = 10.0
@@ -87,7 +87,7 @@ def up_command(config: str | None, fake_beside_real: bool, **flags: Any) -> None
     ended(run_loop(_run_up(resolved, fake_beside_real)))
 
 
-def tell_of_unused_store(resolved: Resolved, environment: Mapping[str, str]) -> None:
+def tell_of_unused_store(resolved: ResolvedSettings, environment: Mapping[str, str]) -> None:
     """Whoever has set such a variable for this program expects its jobs there."""
     from comfyfleet.cli.options import OLD_NAMES
 
@@ -109,13 +109,13 @@ def ended(signals: Sequence[int]) -> None:
         raise Terminated
 
 
-async def _run_up(resolved: Resolved, fake_beside_real: bool) -> Sequence[int]:
+async def _run_up(resolved: ResolvedSettings, fake_beside_real: bool) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
     from comfyfleet.cli.bootstrap import greet, open_house
     from comfyfleet.cli.exit_codes import Signals
     from comfyfleet.cli.servers import declared_in, declaring, fakes, journals, named, tell_state
-    from comfyfleet.pool.servers import Agents
+    from comfyfleet.pool.servers import PoolAgents
     from comfyfleet.worker.settings import AgentSettings
 
     chosen = resolved.values
@@ -128,7 +128,7 @@ async def _run_up(resolved: Resolved, fake_beside_real: bool) -> Sequence[int]:
             if entered is None:
                 return signals.came
             (house,) = entered
-            agents = Agents(
+            agents = PoolAgents(
                 tell_state,
                 AgentSettings(drain_grace_s=chosen.grace_s),
                 resolved.comfyui(),
@@ -150,7 +150,7 @@ async def _run_up(resolved: Resolved, fake_beside_real: bool) -> Sequence[int]:
     return signals.came
 
 
-async def _tell_of_real(house: House, named: Sequence[str]) -> None:
+async def _tell_of_real(house: RunningHub, named: Sequence[str]) -> None:
     real = [each.worker_id for each in await house.engine.workers() if not each.capabilities.is_fake]
     if real or named:
         shown = ", ".join([*named, *real][:3])
@@ -161,7 +161,7 @@ async def _tell_of_real(house: House, named: Sequence[str]) -> None:
         )
 
 
-async def _keep_looking(house: House, agents: Agents, resolved: Resolved) -> None:
+async def _keep_looking(house: RunningHub, agents: PoolAgents, resolved: ResolvedSettings) -> None:
     import asyncio
 
     from comfyfleet.cli.servers import LOCAL_PORTS, declared_in, declaring, found_here, named
@@ -231,7 +231,7 @@ def hub_command(config: str | None, **flags: Any) -> None:
     ended(run_loop(_run_hub(resolved)))
 
 
-async def _run_hub(resolved: Resolved) -> Sequence[int]:
+async def _run_hub(resolved: ResolvedSettings) -> Sequence[int]:
     from contextlib import AsyncExitStack
 
     from comfyfleet.cli.bootstrap import greet, open_house

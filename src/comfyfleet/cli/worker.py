@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from comfyfleet.cli.exit_codes import Signals
-    from comfyfleet.cli.hub_connection import Reach
-    from comfyfleet.cli.settings import Resolved
+    from comfyfleet.cli.hub_connection import HubTarget
+    from comfyfleet.cli.settings import ResolvedSettings
     from comfyfleet.model.worker import Capabilities
     from comfyfleet.pool.options import Server
 
@@ -117,7 +117,7 @@ def _read_rules(changes: str | None) -> dict[str, Any]:
     return {f"rules.{name}": value for name, value in given.items()}
 
 
-def _takes_from_store(resolved: Resolved) -> bool:
+def _takes_from_store(resolved: ResolvedSettings) -> bool:
     """What was said nearer wins: a flag over the environment, that over the file."""
     chosen = resolved.values
     if chosen.hub and chosen.store is not None:
@@ -130,7 +130,7 @@ def _takes_from_store(resolved: Resolved) -> bool:
     return chosen.store is not None
 
 
-def _refuse_found(resolved: Resolved) -> None:
+def _refuse_found(resolved: ResolvedSettings) -> None:
     """A fake completes jobs with pictures that nobody can use: it joins nothing that the environment led it to."""
     from comfyfleet.cli.hub_connection import find_hub
     from comfyfleet.cli.settings import masked
@@ -146,7 +146,7 @@ def _refuse_found(resolved: Resolved) -> None:
 
 
 async def _work(
-    resolved: Resolved, servers: list[Server], simulated: Sequence[float], declared: Capabilities
+    resolved: ResolvedSettings, servers: list[Server], simulated: Sequence[float], declared: Capabilities
 ) -> Sequence[int]:
     """Answers which signals came."""
     from comfyfleet.cli.exit_codes import Signals
@@ -167,17 +167,17 @@ async def _work(
 
 
 async def _work_on_store(
-    resolved: Resolved, servers: list[Server], stack: AsyncExitStack, signals: Signals
+    resolved: ResolvedSettings, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
     from comfyfleet.cli.bootstrap import sealing_of
     from comfyfleet.cli.servers import journals, tell_state
-    from comfyfleet.pool.servers import DirectWorkers
+    from comfyfleet.pool.servers import StoreWorkers
     from comfyfleet.worker.settings import AgentSettings
 
     chosen = resolved.values
     assert chosen.store is not None, "whoever works on a store has one"
     agent = AgentSettings(drain_grace_s=chosen.grace_s)
-    workers = DirectWorkers(
+    workers = StoreWorkers(
         servers,
         store=chosen.store,
         on_state=tell_state,
@@ -196,11 +196,11 @@ async def _work_on_store(
 
 
 async def _work_for_hub(
-    resolved: Resolved, servers: list[Server], stack: AsyncExitStack, signals: Signals
+    resolved: ResolvedSettings, servers: list[Server], stack: AsyncExitStack, signals: Signals
 ) -> None:
     from comfyfleet.cli.hub_connection import find_hub
     from comfyfleet.cli.servers import journals, tell_state
-    from comfyfleet.pool.servers import Agents
+    from comfyfleet.pool.servers import PoolAgents
     from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
     from comfyfleet.worker.transports.http import HttpWorkerApi
     from comfyfleet.worker.transports.websocket import WebSocketWorkerApi
@@ -221,7 +221,7 @@ async def _work_for_hub(
             echo(f"works for {', '.join(reach.urls)}")
         tell_state(worker, state)
 
-    agents = Agents(tell, settings_, resolved.comfyui(), journals=journals(resolved))
+    agents = PoolAgents(tell, settings_, resolved.comfyui(), journals=journals(resolved))
     stack.push_async_callback(agents.close)
     echo(f"connects to {', '.join(reach.urls)}")
     for server in servers:
@@ -240,7 +240,7 @@ async def _work_for_hub(
         await signals.before(agents.drain(), 2)
 
 
-async def _key(resolved: Resolved, reach: Reach, worker: str) -> str | None:
+async def _key(resolved: ResolvedSettings, reach: HubTarget, worker: str) -> str | None:
     """The key of this worker: one it got before, or gets now for the enrolment token; else the one that was given."""
     import asyncio
 

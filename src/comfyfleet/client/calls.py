@@ -20,7 +20,7 @@ import msgspec
 from msgspec import UNSET
 
 from comfyfleet.client import file_transfer
-from comfyfleet.client.connection import Link, filled
+from comfyfleet.client.connection import HubConnection, filled
 from comfyfleet.client.file_transfer import FileLike, upload
 from comfyfleet.model.access import Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -38,7 +38,7 @@ from comfyfleet.wire.tenants import FindingList
 
 
 class FileCalls:
-    _link: Link
+    _link: HubConnection
 
     async def upload(
         self,
@@ -101,7 +101,7 @@ class FileCalls:
 
 
 class KeyCalls:
-    _link: Link
+    _link: HubConnection
 
     async def create_key(
         self,
@@ -111,10 +111,10 @@ class KeyCalls:
         tenant: str | None = None,
         worker_id: str | None = None,
         expires_in_s: float | None = None,
-    ) -> wire_keys.KeyMade:
+    ) -> wire_keys.CreatedKey:
         """The only time that the key is told."""
         body = wire_keys.KeyBody(Role(role), name, tenant, worker_id, expires_in_s)
-        return await self._link.ask("create_key", wire_keys.KeyMade, body=body)
+        return await self._link.ask("create_key", wire_keys.CreatedKey, body=body)
 
     async def keys(self, cursor: str | None = None, limit: int = 100) -> wire_keys.KeyList:
         return await self._link.ask("list_keys", wire_keys.KeyList, query={"cursor": cursor, "limit": limit})
@@ -130,9 +130,9 @@ class KeyCalls:
         query = {"kind": kind, "since": since, "cursor": cursor, "limit": limit}
         return await self._link.ask("list_audit", wire_keys.AuditPage, query=query)
 
-    async def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> wire_keys.KeyMade:
+    async def rotate_key(self, key_id: str, overlap_s: float = 0.0) -> wire_keys.CreatedKey:
         body = wire_keys.RotateBody(overlap_s)
-        return await self._link.ask("rotate_key", wire_keys.KeyMade, body=body, key_id=key_id)
+        return await self._link.ask("rotate_key", wire_keys.CreatedKey, body=body, key_id=key_id)
 
     async def revoke_key(self, key_id: str) -> wire_keys.KeyView:
         return await self._link.ask("revoke_key", wire_keys.KeyView, key_id=key_id)
@@ -144,11 +144,11 @@ class KeyCalls:
         expires_in_s: float = 3600.0,
         worker_prefix: str = "",
         replace: bool = False,
-    ) -> wire_keys.EnrolmentMade:
+    ) -> wire_keys.CreatedEnrolment:
         """A token with which so many workers fetch keys of their own. `replace`: also those that have one, which then
         ends."""
         body = wire_keys.EnrolmentBody(uses, expires_in_s, worker_prefix, replace)
-        return await self._link.ask("create_enrolment", wire_keys.EnrolmentMade, body=body)
+        return await self._link.ask("create_enrolment", wire_keys.CreatedEnrolment, body=body)
 
     async def invites(self, cursor: str | None = None, limit: int = 100) -> wire_keys.EnrolmentList:
         """Enrolment tokens, without their secrets."""
@@ -159,17 +159,17 @@ class KeyCalls:
         """The token is good for nobody any more; keys that it gave stay."""
         await self._link.ask("revoke_enrolment", type(None), token_id=token_id)
 
-    async def enrol(self, token: str, worker_id: str) -> wire_keys.KeyMade:
+    async def enrol(self, token: str, worker_id: str) -> wire_keys.CreatedKey:
         """One use of the token for a key that is good for this worker alone."""
         body = worker_bodies.EnrolBody(token, worker_id)
-        return await self._link.ask("worker_enrol", wire_keys.KeyMade, body=body)
+        return await self._link.ask("worker_enrol", wire_keys.CreatedKey, body=body)
 
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 
 class TenantCalls:
-    _link: Link
+    _link: HubConnection
 
     async def differences(self) -> FindingList:
         """Where the store and tenants' databases differ just now; nothing is changed."""
@@ -298,14 +298,14 @@ def _told(fields: dict[str, Any], kind: type[B]) -> B:
 
 
 class WebhookCalls:
-    _link: Link
+    _link: HubConnection
 
     async def create_webhook(
         self, url: str, *, events: Sequence[str] | None = None, name: str = "", every_tenant: bool = False
     ) -> wire_webhooks.WebhookView:
         """Facts of every job that is submitted from now on are delivered there."""
         wanted = None if events is None else tuple(FactKind(event) for event in events)
-        body = wire_webhooks.StandingBody(url, wanted, name, every_tenant)
+        body = wire_webhooks.SubscriptionBody(url, wanted, name, every_tenant)
         return await self._link.ask("create_webhook", wire_webhooks.WebhookView, body=body)
 
     async def webhooks(self, cursor: str | None = None, limit: int = 100) -> wire_webhooks.WebhookList:
@@ -339,10 +339,10 @@ class WebhookCalls:
 
     async def rotate_webhook_secret(
         self, overlap_s: float = 86400.0, *, every_tenant: bool = False
-    ) -> wire_webhooks.SecretMade:
+    ) -> wire_webhooks.CreatedSecret:
         """The only time that the secret is told. For so long the one before it signs too."""
         body = wire_webhooks.SecretBody(overlap_s, every_tenant)
-        return await self._link.ask("rotate_webhook_secret", wire_webhooks.SecretMade, body=body)
+        return await self._link.ask("rotate_webhook_secret", wire_webhooks.CreatedSecret, body=body)
 
     async def deliveries(
         self,

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack
 import msgspec
 
 from comfyfleet.client.calls import FileCalls, KeyCalls, TenantCalls, WebhookCalls
-from comfyfleet.client.connection import EventParser, Link, filled
+from comfyfleet.client.connection import EventParser, HubConnection, filled
 from comfyfleet.client.discovery import find_hub
 from comfyfleet.client.file_transfer import FileLike
 from comfyfleet.client.options import (
@@ -67,7 +67,7 @@ class FleetClient(FileCalls, TenantCalls, KeyCalls, WebhookCalls):
         if url is None:
             found = find_hub()
             url, key, trust = found.urls, key or found.key, trust or found.trust
-        self._link = Link(url, key, answer_s=answer_s, patience_s=patience_s, trust=trust)
+        self._link = HubConnection(url, key, answer_s=answer_s, patience_s=patience_s, trust=trust)
 
     @property
     def url(self) -> str:

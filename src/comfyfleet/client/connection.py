@@ -76,7 +76,7 @@ class HubAway(Fault):
     """Nobody took the request, so nothing was done."""
 
 
-class Link:
+class HubConnection:
     """`patience_s` is how long a hub that is away, or says "not now", is tried again.
 
     Of several addresses, of hubs on one store, one is asked until it does not answer; then the next one is.
@@ -119,8 +119,8 @@ class Link:
         if url == self.url:
             self.url = self._urls[(self._urls.index(url) + 1) % len(self._urls)]
 
-    def tries(self) -> Tries:
-        return Tries(self.patience_s, len(self._urls))
+    def tries(self) -> RetryState:
+        return RetryState(self.patience_s, len(self._urls))
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -246,7 +246,7 @@ class Link:
         self._hubs.add(url)
 
 
-class Tries:
+class RetryState:
     """Longer and longer pauses, with jitter, until the patience is over; then the error is raised. Of several hubs each
     is tried before a pause."""
 

@@ -32,13 +32,13 @@ class LocalHub(msgspec.Struct, frozen=True, omit_defaults=True):
     certificate: str | None = None
 
 
-class Found(msgspec.Struct, frozen=True):
+class FoundHub(msgspec.Struct, frozen=True):
     urls: tuple[str, ...]
     key: str | None = None
     trust: ssl.SSLContext | None = None
 
 
-def find_hub(environment: Mapping[str, str] | None = None) -> Found:
+def find_hub(environment: Mapping[str, str] | None = None) -> FoundHub:
     """As the commands find it."""
     environment = os.environ if environment is None else environment
     said = _said(environment)
@@ -61,7 +61,7 @@ def find_hub(environment: Mapping[str, str] | None = None) -> Found:
         key = key or local.key
         if trust is None and local.certificate is not None:
             trust = exactly(local.certificate)
-    return Found(urls, key, trust)
+    return FoundHub(urls, key, trust)
 
 
 def _said(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -25,14 +25,14 @@ from urllib.parse import urljoin, urlsplit
 import aiohttp
 from yarl import URL
 
-from comfyfleet.client.connection import NOT_NOW, Link, Tries
+from comfyfleet.client.connection import NOT_NOW, HubConnection, RetryState
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import Grant
+from comfyfleet.model.file import FileGrant
 from comfyfleet.model.job import OutputFile
 from comfyfleet.wire.files import (
     FileBody,
+    FilePart,
     FileView,
-    Part,
     PartBody,
     PartGrants,
     PartsBody,
@@ -50,12 +50,12 @@ _DOWNLOAD_IDLE_S = 60.0
 _MAX_REFUSAL = 1 << 16
 
 
-async def fetch(link: Link, file: OutputFile) -> bytes:
+async def fetch(link: HubConnection, file: OutputFile) -> bytes:
     async with _asked(link, file, file.url, {}) as response:
         return await response.read()
 
 
-async def save(link: Link, file: OutputFile, target: BinaryIO) -> int:
+async def save(link: HubConnection, file: OutputFile, target: BinaryIO) -> int:
     """To a file that is open and empty; the number of bytes."""
     url, mark, size, is_renewed = file.url, "", 0, False
     while True:
@@ -83,7 +83,7 @@ async def save(link: Link, file: OutputFile, target: BinaryIO) -> int:
                 raise
 
 
-async def save_as(link: Link, file: OutputFile, path: Path) -> int:
+async def save_as(link: HubConnection, file: OutputFile, path: Path) -> int:
     """What lies at the path is replaced once all of it has come, and not before."""
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
@@ -99,7 +99,7 @@ async def save_as(link: Link, file: OutputFile, path: Path) -> int:
 
 @asynccontextmanager
 async def _asked(
-    link: Link, file: OutputFile, at: str | None, headers: dict[str, str]
+    link: HubConnection, file: OutputFile, at: str | None, headers: dict[str, str]
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     url = urljoin(f"{link.url}/", at or "about:nowhere")
     if urlsplit(url).scheme not in ("http", "https"):
@@ -132,7 +132,11 @@ _READ_BYTES_PER_S = 10e6
 
 
 async def upload(
-    link: Link, source: FileLike, name: str | None, content_type: str | None, tenant: str | None = None
+    link: HubConnection,
+    source: FileLike,
+    name: str | None,
+    content_type: str | None,
+    tenant: str | None = None,
 ) -> FileView:
     name = name or ("file" if isinstance(source, bytes) else Path(source).name)[-256:]
     size, digest = await asyncio.to_thread(_measure, source)
@@ -148,9 +152,9 @@ async def upload(
     return await _completed(link, made.id, size)
 
 
-async def _completed(link: Link, file_id: str, size: int) -> FileView:
+async def _completed(link: HubConnection, file_id: str, size: int) -> FileView:
     """A storage that computes no SHA-256 is read once by the hub, which takes its time."""
-    tries = Tries(link.patience_s + size / _READ_BYTES_PER_S)
+    tries = RetryState(link.patience_s + size / _READ_BYTES_PER_S)
     while True:
         try:
             return await link.ask("complete_file", FileView, file_id=file_id)
@@ -160,11 +164,11 @@ async def _completed(link: Link, file_id: str, size: int) -> FileView:
             await tries.after(refusal)
 
 
-async def _put_parts(link: Link, file_id: str, source: FileLike, parts: Sequence[Part]) -> None:
+async def _put_parts(link: HubConnection, file_id: str, source: FileLike, parts: Sequence[FilePart]) -> None:
     """A few at a time, each with a link of its own. The first that fails ends the others."""
     free = asyncio.Semaphore(_AT_A_TIME)
 
-    async def one(part: Part) -> None:
+    async def one(part: FilePart) -> None:
         async with free:
             await _put_part(link, file_id, source, part)
 
@@ -176,9 +180,9 @@ async def _put_parts(link: Link, file_id: str, source: FileLike, parts: Sequence
         raise failed.exceptions[0] from None
 
 
-async def _put_part(link: Link, file_id: str, source: FileLike, part: Part) -> None:
+async def _put_part(link: HubConnection, file_id: str, source: FileLike, part: FilePart) -> None:
     digest = await asyncio.to_thread(_part_digest, source, part)
-    tries = Tries(link.patience_s)
+    tries = RetryState(link.patience_s)
     while True:
         # Asked for anew each time: a link may expire while others are under way.
         body = PartsBody((PartBody(part.number, digest),))
@@ -192,8 +196,8 @@ async def _put_part(link: Link, file_id: str, source: FileLike, part: Part) -> N
         await tries.after(error)
 
 
-async def _put(link: Link, grant: Grant, opened: Callable[[], BinaryIO]) -> None:
-    tries = Tries(link.patience_s)
+async def _put(link: HubConnection, grant: FileGrant, opened: Callable[[], BinaryIO]) -> None:
+    tries = RetryState(link.patience_s)
     while (error := await _sent(link, grant, opened)) is not None:
         if isinstance(error, Refusal):
             if error.code is RefusalCode.WRONG_PHASE:
@@ -205,7 +209,7 @@ async def _put(link: Link, grant: Grant, opened: Callable[[], BinaryIO]) -> None
 
 
 async def _sent(
-    link: Link, grant: Grant, opened: Callable[[], BinaryIO], part: Part | None = None
+    link: HubConnection, grant: FileGrant, opened: Callable[[], BinaryIO], part: FilePart | None = None
 ) -> Exception | None:
     """What was said against it; None: it is there."""
     url = resolved(link.url, grant.url)
@@ -231,13 +235,13 @@ async def _sent(
             return Fault(f"{place(url)} did not take a file: {told(broken)}")
 
 
-async def _read(content: BinaryIO, part: Part) -> AsyncIterator[bytes]:
+async def _read(content: BinaryIO, part: FilePart) -> AsyncIterator[bytes]:
     pieces = pieces_of(content, part)
     while piece := await asyncio.to_thread(next, pieces, b""):
         yield piece
 
 
-def _part_digest(source: FileLike, part: Part) -> str:
+def _part_digest(source: FileLike, part: FilePart) -> str:
     with _opened(source) as content:
         return sha256_of(content, part)
 

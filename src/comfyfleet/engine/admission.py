@@ -13,7 +13,7 @@ from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
 
 
-class Gate(Protocol):
+class AdmissionControl(Protocol):
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:
         """None: the tenant has none, and may ask for whatever anybody may."""
 
@@ -22,7 +22,7 @@ class Gate(Protocol):
         in too short a time."""
 
 
-class OpenGate:
+class OpenAdmission:
     async def terms(self, _: TenantId, /) -> Tenant | None:
         return None
 

@@ -14,23 +14,23 @@ from collections import defaultdict
 
 import msgspec
 
-from comfyfleet.engine.context import Context
-from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.model.block import EVERY_WORKER
 from comfyfleet.model.calls import Command
 from comfyfleet.model.dispatch import Dispatch, Stop
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import ProfileKey, WorkerId
 from comfyfleet.model.worker import Capabilities, Service, WorkerRecord
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import DocumentStore
 
 _LOG = logging.getLogger(__name__)
 # An agent may have gone over to another engine, and never ask here again.
 _MAX_KEPT = 100
 
 
-class CommandDesk:
-    def __init__(self, context: Context, rounds: Rounds) -> None:
+class CommandQueue:
+    def __init__(self, context: EngineContext, rounds: Matcher) -> None:
         self._context = context
         self._rounds = rounds
         self._told: dict[WorkerId, list[Command]] = defaultdict(list)
@@ -110,7 +110,7 @@ class CommandDesk:
 DRAWER = "removed_workers"
 
 
-async def check(cabinet: Cabinet, worker_id: WorkerId) -> None:
+async def check(cabinet: DocumentStore, worker_id: WorkerId) -> None:
     if await cabinet.get(DRAWER, worker_id) is not None:
         raise Refusal(
             RefusalCode.NOT_ALLOWED,
@@ -118,12 +118,12 @@ async def check(cabinet: Cabinet, worker_id: WorkerId) -> None:
         )
 
 
-async def keep_out(cabinet: Cabinet, worker_id: WorkerId, worker: WorkerRecord | None) -> None:
+async def keep_out(cabinet: DocumentStore, worker_id: WorkerId, worker: WorkerRecord | None) -> None:
     body = msgspec.json.encode(_removed(worker_id, worker))
     await cabinet.put(DRAWER, worker_id, body, version=None)
 
 
-async def let_back(cabinet: Cabinet, worker_id: WorkerId) -> WorkerRecord | None:
+async def let_back(cabinet: DocumentStore, worker_id: WorkerId) -> WorkerRecord | None:
     """As it was when it was removed; it registers by itself. None: it was not kept out."""
     document = await cabinet.get(DRAWER, worker_id)
     if document is None or not await cabinet.remove(DRAWER, worker_id):

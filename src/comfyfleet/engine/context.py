@@ -9,23 +9,23 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from comfyfleet.engine.admission import Gate, OpenGate
+from comfyfleet.engine.admission import AdmissionControl, OpenAdmission
 from comfyfleet.engine.fleet import Fleet
 from comfyfleet.engine.system import StoreClock
 from comfyfleet.model.block import Block
-from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Phase, Written
+from comfyfleet.model.dispatch import Dispatch, LeaseOffer, Phase, WriteResult
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, LeaseToken, PollId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Submission
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 from comfyfleet.policy.failover import FailoverStrategy
 from comfyfleet.policy.fair_share import charge_s
 from comfyfleet.policy.poison_workflows import is_refusing
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.workflow_stats import expected_s
-from comfyfleet.ports import Bus, Chance, Clock, Store
+from comfyfleet.ports import Bus, Clock, RandomSource, Store
 
 _LOG = logging.getLogger(__name__)
 
@@ -57,9 +57,15 @@ async def _suspend_nobody(_: TenantId) -> bool:
     return False
 
 
-class Context:
+class EngineContext:
     def __init__(
-        self, store: Store, bus: Bus, clock: Clock, chance: Chance, rules: Rules, strategy: FailoverStrategy
+        self,
+        store: Store,
+        bus: Bus,
+        clock: Clock,
+        chance: RandomSource,
+        rules: Rules,
+        strategy: FailoverStrategy,
     ) -> None:
         self.store = store
         self.bus = bus
@@ -81,22 +87,22 @@ class Context:
         """Set by whoever refuses workflows: a job of a refused one stands in the queue."""
         self.ended_after_death: Callable[[Dispatch], None] = lambda _: None
         """Set by the same: a job that a server died of is over."""
-        self.wrote: Callable[[Written], None] = lambda _: None
+        self.wrote: Callable[[WriteResult], None] = lambda _: None
         """Set by whoever measures: a write of this engine stands."""
         self.announce: Callable[[Submission, JobId, int], Awaitable[None]] = _to_nobody
         """Set by whoever tells others of facts: a round of this job is about to be written. It may refuse."""
         self.suspend: Callable[[TenantId], Awaitable[bool]] = _suspend_nobody
         """Set by whoever keeps tenants: nothing more is taken or leased of this one until an operator resumes it."""
-        self.gate: Gate = OpenGate()
+        self.gate: AdmissionControl = OpenAdmission()
         """Set by whoever knows of tenants and their terms."""
-        self._lessons: dict[WorkflowHash, Lesson] = {}
+        self._lessons: dict[WorkflowHash, WorkflowStats] = {}
         self._up_to_date: set[WorkflowHash] = set()
         self._learned_at = self.clock.monotonic()
 
     async def compare_clocks(self) -> None:
         self.clock.heard(await self.store.now())
 
-    def publish(self, written: Written) -> None:
+    def publish(self, written: WriteResult) -> None:
         """Directly after every write, before anything that can fail: whoever waits hears of the change now or never.
 
         The facts go out, and the sweeper hears of the next time something is due."""
@@ -165,7 +171,7 @@ class Context:
 
     # lessons
 
-    async def lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+    async def lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         known = self._lessons.get(workflow_hash)
         if self.store.is_shared and self.clock.monotonic() >= self._learned_at + _LEARN_AGAIN_S:
             # Other engines learn too. What is known stays good enough to rank by until it is read again.
@@ -177,17 +183,17 @@ class Context:
                 self._remember(known)
         return known
 
-    def known_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+    def known_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         """What this engine has at hand; good enough to rank by."""
         return self._lessons.get(workflow_hash)
 
-    async def learn(self, delta: LessonDelta) -> Lesson:
+    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         """What is known with it, here and at every other engine."""
         lesson = await self.store.learn(delta)
         self._remember(lesson)
         return lesson
 
-    def _remember(self, lesson: Lesson) -> None:
+    def _remember(self, lesson: WorkflowStats) -> None:
         self._lessons.pop(lesson.workflow_hash, None)
         self._lessons[lesson.workflow_hash] = lesson
         self._up_to_date.add(lesson.workflow_hash)

@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-from comfyfleet.engine.context import Context, best_effort
-from comfyfleet.engine.failure_handler import Verdicts
-from comfyfleet.engine.input_files import Inputs, with_files
-from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.failure_handler import FailureHandler
+from comfyfleet.engine.input_files import InputFiles, with_files
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Phase, Write
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
@@ -38,7 +38,9 @@ _PAGE = 100
 
 
 class Dependencies:
-    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts, inputs: Inputs) -> None:
+    def __init__(
+        self, context: EngineContext, rounds: Matcher, verdicts: FailureHandler, inputs: InputFiles
+    ) -> None:
         self._context = context
         self._rounds = rounds
         self._verdicts = verdicts

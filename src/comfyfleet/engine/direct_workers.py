@@ -13,25 +13,30 @@ from collections.abc import Mapping
 
 import msgspec
 
-from comfyfleet.engine.context import Context
-from comfyfleet.engine.worker_operations import WorkerDesk
-from comfyfleet.model.calls import Applicant, FinishedRun, ForeignReport, RegisterWorker
+from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.worker_operations import WorkerOperations
+from comfyfleet.model.calls import (
+    DirectWorkerCompletion,
+    DirectWorkerFailure,
+    PendingRegistration,
+    RegisterWorker,
+)
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.sanitizer import safe_failure
-from comfyfleet.ports import ForeignWorkers, Timer
+from comfyfleet.ports import DirectWorkerInbox, Timer
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
 _BATCH = 256
 
 
-class ForeignDesk:
-    def __init__(self, context: Context, workers: WorkerDesk) -> None:
+class DirectWorkers:
+    def __init__(self, context: EngineContext, workers: WorkerOperations) -> None:
         self._context = context
         self._workers = workers
-        self._door: ForeignWorkers | None = context.store.foreign
+        self._door: DirectWorkerInbox | None = context.store.foreign
         self._timer: Timer | None = None
         self._running: asyncio.Task[None] | None = None
         self._is_called_again = False
@@ -99,7 +104,7 @@ class ForeignDesk:
         for worker_id, at in seen.items():
             self._context.fleet.heard_of(worker_id, at)
 
-    async def _admit(self, door: ForeignWorkers, applicant: Applicant) -> bool:
+    async def _admit(self, door: DirectWorkerInbox, applicant: PendingRegistration) -> bool:
         worker_id, problem = applicant.worker_id, applicant.problem
         try:
             if applicant.call is not None:
@@ -119,7 +124,7 @@ class ForeignDesk:
             await door.admitted(applicant)
         return True
 
-    async def _judge(self, door: ForeignWorkers, report: ForeignReport) -> bool:
+    async def _judge(self, door: DirectWorkerInbox, report: DirectWorkerFailure) -> bool:
         try:
             failure = safe_failure(bounded(report.call.failure))
             await self._workers.fail(msgspec.structs.replace(report.call, failure=failure))
@@ -133,7 +138,7 @@ class ForeignDesk:
         await door.settled(report)
         return True
 
-    async def _learn(self, run: FinishedRun) -> bool:
+    async def _learn(self, run: DirectWorkerCompletion) -> bool:
         try:
             await self._workers.finished(run)
         except Exception:

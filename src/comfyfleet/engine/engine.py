@@ -9,54 +9,54 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.engine.admission import Gate
-from comfyfleet.engine.commands import CommandDesk
-from comfyfleet.engine.context import Context
+from comfyfleet.engine.admission import AdmissionControl
+from comfyfleet.engine.commands import CommandQueue
+from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.dependencies import Dependencies
-from comfyfleet.engine.direct_workers import ForeignDesk
+from comfyfleet.engine.direct_workers import DirectWorkers
 from comfyfleet.engine.explanation import explain
-from comfyfleet.engine.failure_handler import Verdicts
-from comfyfleet.engine.input_files import Inputs
+from comfyfleet.engine.failure_handler import FailureHandler
+from comfyfleet.engine.input_files import InputFiles
 from comfyfleet.engine.input_files import forget as forget_uses
 from comfyfleet.engine.job_list import list_jobs
-from comfyfleet.engine.job_operations import JobDesk, ended_job, forget, purge
-from comfyfleet.engine.latest_progress import Newest
+from comfyfleet.engine.job_operations import JobOperations, ended_job, forget, purge
+from comfyfleet.engine.latest_progress import LatestProgress
 from comfyfleet.engine.local_bus import LocalBus
-from comfyfleet.engine.matcher import Rounds
-from comfyfleet.engine.need_review import Narrowing
-from comfyfleet.engine.node_catalogs import NodeCatalogs, NodeDesk
-from comfyfleet.engine.operator_commands import Action, OperatorDesk
-from comfyfleet.engine.peers import Follower, Relaying
-from comfyfleet.engine.placement import Refusals
-from comfyfleet.engine.poison_workflows import DeadlyWorkflows
-from comfyfleet.engine.submitter import SubmitDesk
+from comfyfleet.engine.matcher import Matcher
+from comfyfleet.engine.need_review import NeedReview
+from comfyfleet.engine.node_catalogs import EditorConverter, NodeCatalogs
+from comfyfleet.engine.operator_commands import Action, OperatorCommands
+from comfyfleet.engine.peers import PeerBus, RemoteFactPoller
+from comfyfleet.engine.placement import RefusalHandler
+from comfyfleet.engine.poison_workflows import PoisonWorkflows
+from comfyfleet.engine.submitter import Submitter
 from comfyfleet.engine.sweeper import Sweeper
-from comfyfleet.engine.system import SystemChance, SystemClock
-from comfyfleet.engine.waiting_jobs import Judge, MissingDesk, Unrunnable
-from comfyfleet.engine.worker_operations import WorkerDesk
+from comfyfleet.engine.system import SystemClock, SystemRandom
+from comfyfleet.engine.waiting_jobs import MissingRequirements, UnrunnableJobs, WaitingJobReview
+from comfyfleet.engine.worker_operations import WorkerOperations
 from comfyfleet.model.block import Block
 from comfyfleet.model.calls import (
-    Beat,
-    CancelAnswer,
+    CancelReply,
     Command,
     Completion,
     Explanation,
     FailureReport,
+    HeartbeatReply,
     JobFilter,
     JobPage,
     JobView,
     LeasedJob,
     Poll,
+    ProgressReport,
     QueueStats,
     RegisterWorker,
     Release,
-    Report,
-    Settled,
+    ReportReply,
     Submitted,
 )
-from comfyfleet.model.dispatch import AtRevision, Dispatch, LeaseRef, Phase, Written
+from comfyfleet.model.dispatch import AtRevision, Dispatch, LeaseRef, Phase, WriteResult
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.fact import Event, Fact, News
+from comfyfleet.model.fact import Event, Fact, ProgressEvent
 from comfyfleet.model.ids import DEFAULT_TENANT, JobId, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.model.node_classes import NodeCatalog
@@ -64,7 +64,7 @@ from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.failover import FailoverStrategy, SmartFailover
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.workflow_stats import expected_s
-from comfyfleet.ports import Bus, Chance, Clock, Store
+from comfyfleet.ports import Bus, Clock, RandomSource, Store
 
 _WORKERS_AT_A_TIME = 500
 
@@ -79,33 +79,35 @@ class Engine:
         rules: Rules | None = None,
         bus: Bus | None = None,
         clock: Clock | None = None,
-        chance: Chance | None = None,
+        chance: RandomSource | None = None,
         strategy: FailoverStrategy | None = None,
     ) -> None:
         self.rules = rules or Rules()
         self.bus: Bus = bus or LocalBus()
         self.store = store
-        self._context = Context(
+        self._context = EngineContext(
             store,
             self.bus,
             clock or SystemClock(),
-            chance or SystemChance(),
+            chance or SystemRandom(),
             self.rules,
             strategy or SmartFailover(self.rules),
         )
-        self._rounds = Rounds(self._context)
+        self._rounds = Matcher(self._context)
         self._catalogs = NodeCatalogs(self._context)
-        self._verdicts = Verdicts(self._context, self._rounds, Refusals(self._context, self._catalogs))
-        self._commands = CommandDesk(self._context, self._rounds)
-        self._missing = MissingDesk(self._context, self._commands)
-        self._workers = WorkerDesk(
+        self._verdicts = FailureHandler(
+            self._context, self._rounds, RefusalHandler(self._context, self._catalogs)
+        )
+        self._commands = CommandQueue(self._context, self._rounds)
+        self._missing = MissingRequirements(self._context, self._commands)
+        self._workers = WorkerOperations(
             self._context, self._rounds, self._verdicts, self._commands, self._catalogs
         )
-        self._operators = OperatorDesk(self._context, self._rounds, self._workers, self._commands)
-        self._inputs = Inputs(self._context)
+        self._operators = OperatorCommands(self._context, self._rounds, self._workers, self._commands)
+        self._inputs = InputFiles(self._context)
         self._dependencies = Dependencies(self._context, self._rounds, self._verdicts, self._inputs)
-        self._nodes = NodeDesk(self._context, self._catalogs)
-        self._submitting = SubmitDesk(
+        self._nodes = EditorConverter(self._context, self._catalogs)
+        self._submitting = Submitter(
             self._context,
             self._rounds,
             self._dependencies,
@@ -114,7 +116,7 @@ class Engine:
             self._catalogs,
             self._missing,
         )
-        self._jobs = JobDesk(
+        self._jobs = JobOperations(
             self._context,
             self._rounds,
             self._commands.tell_to_stop,
@@ -122,12 +124,12 @@ class Engine:
             self._inputs,
             self._catalogs,
         )
-        self.judge = Judge(self._context, self._rounds, self._verdicts)
-        self._follower = Follower(self._context)
-        self._unrunnable = Unrunnable(self._context)
-        self._narrowing = Narrowing(self._context, self._rounds, self._catalogs, self._unrunnable)
-        self._relaying = Relaying(self._context, self._follower, Newest(self.bus))
-        self._foreign = ForeignDesk(self._context, self._workers)
+        self.judge = WaitingJobReview(self._context, self._rounds, self._verdicts)
+        self._follower = RemoteFactPoller(self._context)
+        self._unrunnable = UnrunnableJobs(self._context)
+        self._narrowing = NeedReview(self._context, self._rounds, self._catalogs, self._unrunnable)
+        self._relaying = PeerBus(self._context, self._follower, LatestProgress(self.bus))
+        self._foreign = DirectWorkers(self._context, self._workers)
         self._sweeper = Sweeper(
             self._context,
             self._rounds,
@@ -135,7 +137,7 @@ class Engine:
             self._workers,
             self._commands,
             self._dependencies,
-            DeadlyWorkflows(self._context, self._verdicts),
+            PoisonWorkflows(self._context, self._verdicts),
             self._catalogs,
         )
 
@@ -188,7 +190,7 @@ class Engine:
         return await self._submitting.submit(submission, is_own=is_own, is_large=is_large)
 
     async def admit(
-        self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[Written | None]]
+        self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[WriteResult | None]]
     ) -> None:
         """Brings a round into the queue that was taken before, at another time or by another engine."""
         tenant = await self._submitting.admit(job, dispatch, write)
@@ -237,7 +239,7 @@ class Engine:
         """How many jobs wait though no worker which is here may take them: of the oldest, within a bound."""
         return await self._unrunnable.count()
 
-    async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | News, None]:
+    async def watch(self, job_id: JobId, after: int = 0) -> AsyncGenerator[Fact | ProgressEvent, None]:
         """The facts after that number, then what happens, to the end of the job. No gap and no repeat.
 
         Facts are read from the store, whose last one alone says whether the job has ended: nothing else is read that
@@ -255,7 +257,7 @@ class Engine:
                 return
             with self.following(job_id, last.number, lambda: subscription.offer(last)):
                 async for event in subscription:
-                    if isinstance(event, News):
+                    if isinstance(event, ProgressEvent):
                         yield event
                         continue
                     facts = await self.store.facts(job_id, last.number)
@@ -281,7 +283,7 @@ class Engine:
         seconds: whoever waits looks for itself then, as news may be lost."""
         return self._follower.follow(job_id, after, look)
 
-    async def newest(self, dispatch: Dispatch) -> News | None:
+    async def newest(self, dispatch: Dispatch) -> ProgressEvent | None:
         """The last progress that was heard of the lease the job is under."""
         return await self._relaying.newest(dispatch)
 
@@ -289,7 +291,7 @@ class Engine:
         """Hears, best effort, of other engines' workers and of jobs nobody follows here. What it answers ends it."""
         return self._relaying.elsewhere(listener)
 
-    def measured_by(self, wrote: Callable[[Written], None]) -> None:
+    def measured_by(self, wrote: Callable[[WriteResult], None]) -> None:
         """Hears of every write of this engine once it stands, and of no other's."""
         self._context.wrote = wrote
 
@@ -313,7 +315,7 @@ class Engine:
         """How a tenant is suspended of whose workflows servers die. False: there is nothing to suspend."""
         self._context.suspend = suspend
 
-    def judged_by(self, gate: Gate) -> None:
+    def judged_by(self, gate: AdmissionControl) -> None:
         """Jobs that come in, new or retried by hand, pass this gate."""
         self._context.gate = gate
 
@@ -326,7 +328,7 @@ class Engine:
         """For whatever is kept beside the queue: hubs on several machines compare such times."""
         return self._context.clock
 
-    async def cancel(self, job_id: JobId, reason: str = "") -> CancelAnswer:
+    async def cancel(self, job_id: JobId, reason: str = "") -> CancelReply:
         return await self._jobs.cancel(job_id, reason)
 
     async def retry(self, job_id: JobId) -> Submitted:
@@ -394,21 +396,21 @@ class Engine:
     async def poll(self, call: Poll) -> LeasedJob | None:
         return await self._workers.poll(call)
 
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         beat = await self._workers.heartbeat(worker_id, refs)
         missing = await self._missing.of(worker_id)
         return msgspec.structs.replace(beat, missing=missing) if missing else beat
 
-    async def progress(self, reports: Sequence[Report]) -> Beat:
+    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
         return await self._workers.progress(reports)
 
-    async def complete(self, call: Completion) -> Settled:
+    async def complete(self, call: Completion) -> ReportReply:
         return await self._workers.complete(call)
 
-    async def fail(self, call: FailureReport) -> Settled:
+    async def fail(self, call: FailureReport) -> ReportReply:
         return await self._workers.fail(call)
 
-    async def release(self, call: Release) -> Settled:
+    async def release(self, call: Release) -> ReportReply:
         return await self._workers.release(call)
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:

@@ -3,23 +3,23 @@ that does not wait, what became of it."""
 
 from __future__ import annotations
 
-from comfyfleet.engine.context import Context
+from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.model.block import BlockReason, Pair
-from comfyfleet.model.calls import Explanation, MissingFor
-from comfyfleet.model.dispatch import Dispatch, Phase, Standing
+from comfyfleet.model.calls import Explanation, WorkerMismatch
+from comfyfleet.model.dispatch import Dispatch, Phase, Readiness
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.acceptance import signature_for
-from comfyfleet.policy.feasibility import REFUSES, Miss, misses, nearest_miss
+from comfyfleet.policy.feasibility import REFUSES, Mismatch, misses, nearest_miss
 from comfyfleet.policy.tenants import is_known_to, merged, name_for
 from comfyfleet.policy.workflow_stats import expected_s
 
 
 async def explain(
-    context: Context, catalogs: NodeCatalogs, dispatch: Dispatch, tenant: TenantId | None = None
+    context: EngineContext, catalogs: NodeCatalogs, dispatch: Dispatch, tenant: TenantId | None = None
 ) -> Explanation:
     """`tenant`: it is written for that tenant, which does not know every worker by name."""
     job_id, phase = dispatch.job_id, dispatch.phase
@@ -28,8 +28,8 @@ async def explain(
     now = await context.store.now()
     cls = context.fleet.classes[dispatch.class_key]
     job = await context.store.records.get(job_id) if cls.requirements.refused_by else None
-    lacking: dict[WorkerId, tuple[Miss, ...]] = {}
-    reasons: dict[WorkerId, MissingFor] = {}
+    lacking: dict[WorkerId, tuple[Mismatch, ...]] = {}
+    reasons: dict[WorkerId, WorkerMismatch] = {}
     able: list[WorkerRecord] = []
     objections: dict[str | None, str | None] = {}
     """By signature: hundreds of workers may have the same."""
@@ -45,7 +45,7 @@ async def explain(
         if why:
             lacking[worker.worker_id] = lacks
             name = name_for(worker.worker_id, worker.capabilities.tenant_access, tenant)
-            reasons[worker.worker_id] = MissingFor(name, why[0], tuple(why))
+            reasons[worker.worker_id] = WorkerMismatch(name, why[0], tuple(why))
         else:
             able.append(worker)
     position = await context.store.position(job_id)
@@ -67,7 +67,7 @@ async def explain(
     )
 
 
-def _lacks(cls: RequirementClass, worker: WorkerRecord) -> tuple[Miss, ...]:
+def _lacks(cls: RequirementClass, worker: WorkerRecord) -> tuple[Mismatch, ...]:
     found = misses(cls, worker.worker_id, worker.capabilities)
     if worker.capabilities.services:
         return found
@@ -75,7 +75,7 @@ def _lacks(cls: RequirementClass, worker: WorkerRecord) -> tuple[Miss, ...]:
     return tuple(miss for miss in found if miss.dimension in ("affinity", "tenant"))
 
 
-async def _became(context: Context, dispatch: Dispatch) -> str:
+async def _became(context: EngineContext, dispatch: Dispatch) -> str:
     """Of a job that does not wait: what became of it, and what can be done."""
     if dispatch.phase is Phase.LEASED and dispatch.lease is not None:
         cancelled = " and was told to stop" if dispatch.stop is not None else ""
@@ -93,7 +93,9 @@ async def _became(context: Context, dispatch: Dispatch) -> str:
     return f"the job has {dispatch.phase.value}{where}"
 
 
-async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord, now: float) -> list[str]:
+async def _kept_from(
+    context: EngineContext, dispatch: Dispatch, worker: WorkerRecord, now: float
+) -> list[str]:
     """What keeps a worker from a job it could run."""
     why: list[str] = []
     for target in dispatch.block_targets:
@@ -129,20 +131,20 @@ async def _kept_from(context: Context, dispatch: Dispatch, worker: WorkerRecord,
 
 
 async def _summary(
-    context: Context,
+    context: EngineContext,
     dispatch: Dispatch,
     able: list[WorkerRecord],
-    nearest: MissingFor | None,
+    nearest: WorkerMismatch | None,
     position: int | None,
     now: float,
 ) -> str:
     if await context.store.is_queue_paused():
         return "the queue is paused"
-    if dispatch.standing is Standing.PAUSED:
+    if dispatch.standing is Readiness.PAUSED:
         return "the job is paused"
     if dispatch.is_held:
         return await _waits_for(context, dispatch)
-    if dispatch.standing is Standing.DELAYED:
+    if dispatch.standing is Readiness.DELAYED:
         return f"the job waits another {max(0.0, (dispatch.not_before or now) - now):.1f} s before its next attempt"
     share = await context.store.shares.of(dispatch.tenant)
     if share.terms is not None and share.terms.is_held(now):
@@ -163,7 +165,7 @@ def _until(terms: TenantTerms, now: float) -> str:
     return "" if terms.held_until == float("inf") else f" for another {terms.held_until - now:.0f} s"
 
 
-async def _waits_for(context: Context, dispatch: Dispatch) -> str:
+async def _waits_for(context: EngineContext, dispatch: Dispatch) -> str:
     job = await context.store.records.get(dispatch.job_id)
     after = () if job is None else job.payload.after
     found = [await context.store.load(job_id) for job_id in after]
@@ -173,7 +175,7 @@ async def _waits_for(context: Context, dispatch: Dispatch) -> str:
 
 
 def _estimate_s(
-    context: Context, dispatch: Dispatch, able: list[WorkerRecord], position: int | None
+    context: EngineContext, dispatch: Dispatch, able: list[WorkerRecord], position: int | None
 ) -> float | None:
     """Those before it, at what this workflow is known to take, shared by the slots that can run it."""
     lesson = context.known_lesson(dispatch.workflow_hash)

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from comfyfleet.engine.context import Context, best_effort
-from comfyfleet.engine.matcher import Rounds
-from comfyfleet.engine.placement import Refusals
+from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.matcher import Matcher
+from comfyfleet.engine.placement import RefusalHandler
 from comfyfleet.model.block import EVERY_WORKER, Block, BlockReason, Pair
 from comfyfleet.model.calls import FailureReport
 from comfyfleet.model.dispatch import (
@@ -32,9 +32,9 @@ from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.acceptance import is_refusal
 from comfyfleet.policy.failover import blocked_target, is_quarantined, met_by_two, when_alone
 from comfyfleet.policy.fair_share import used_s
-from comfyfleet.policy.lifecycle import Move, cancelled, failed, target
+from comfyfleet.policy.lifecycle import Transition, cancelled, failed, target
 from comfyfleet.policy.poison_workflows import deaths_lately, failure_of_deadly, refusal_of
-from comfyfleet.policy.retry import Choice, Verdict, after_failure
+from comfyfleet.policy.retry import RetryChoice, RetryDecision, after_failure
 from comfyfleet.policy.timers import returned
 from comfyfleet.policy.workflow_stats import no_lesson, of_out_of_memory, with_memory
 
@@ -50,8 +50,8 @@ async def _nobody_late(_: FailureReport) -> None:
     """As above."""
 
 
-class Verdicts:
-    def __init__(self, context: Context, rounds: Rounds, refusals: Refusals) -> None:
+class FailureHandler:
+    def __init__(self, context: EngineContext, rounds: Matcher, refusals: RefusalHandler) -> None:
         self._context = context
         self._rounds = rounds
         self._refusals = refusals
@@ -208,7 +208,7 @@ class Verdicts:
         return written.dispatch
 
     def _returned(self, dispatch: Dispatch, now: float) -> Change:
-        phase = target(dispatch.phase, Move.RELEASE)
+        phase = target(dispatch.phase, Transition.RELEASE)
         return returned(dispatch, phase, dispatch.not_before, now, self._context.rules)
 
     async def end_needless_blocks(self) -> None:
@@ -243,7 +243,7 @@ class Verdicts:
             Write(
                 dispatch.job_id,
                 guard or AtRevision(dispatch.revision),
-                failed(dispatch, Move.END),
+                failed(dispatch, Transition.END),
                 attempt_end=end,
                 facts=(FactDraft(FactKind.FAILED, _told(failure, failure.message, dispatch)),),
                 job={"phase": Phase.FAILED, "failure": failure, "completed_at": now},
@@ -261,11 +261,11 @@ class Verdicts:
         dispatch: Dispatch,
         guard: Guard,
         failure: Failure,
-        verdict: Verdict,
+        verdict: RetryDecision,
         blocks: tuple[Block, ...],
         now: float,
     ) -> Write:
-        phase = target(dispatch.phase, Move.REQUEUE)
+        phase = target(dispatch.phase, Transition.REQUEUE)
         change = msgspec.structs.replace(
             returned(dispatch, phase, verdict.not_before, now, self._context.rules),
             charged=verdict.charged,
@@ -294,11 +294,11 @@ class Verdicts:
         dispatch: Dispatch,
         guard: Guard,
         failure: Failure,
-        verdict: Verdict,
+        verdict: RetryDecision,
         blocks: tuple[Block, ...],
         now: float,
     ) -> Write:
-        change = failed(dispatch, Move.GIVE_UP)
+        change = failed(dispatch, Transition.GIVE_UP)
         change = msgspec.structs.replace(
             change,
             charged=verdict.charged,
@@ -327,7 +327,7 @@ class Verdicts:
         dispatch: Dispatch,
         worker_id: WorkerId,
         failure: Failure,
-        verdict: Verdict,
+        verdict: RetryDecision,
         block: Block | None,
         refusing: frozenset[str],
         now: float,
@@ -367,7 +367,7 @@ class Verdicts:
 
     async def _choice(
         self, dispatch: Dispatch, worker_id: WorkerId, block: Block | None, now: float
-    ) -> Choice:
+    ) -> RetryChoice:
         fleet = self._context.fleet
         profiles = frozenset(fleet.profiles_for(dispatch.relaxed_class or dispatch.class_key))
         others, is_blocked_everywhere, is_alone = 0, True, True
@@ -386,7 +386,7 @@ class Verdicts:
                     others += not await self._is_blocked(worker.worker_id, now, for_job)
             # A worker that is offline just now is still one that may run it.
             is_blocked_everywhere &= is_blocked
-        return Choice(others, is_blocked_everywhere, is_alone)
+        return RetryChoice(others, is_blocked_everywhere, is_alone)
 
     def _takes(self, dispatch: Dispatch, worker: WorkerRecord, now: float) -> bool:
         """Whether it takes work now, and such work, as far as no block is concerned."""
@@ -471,7 +471,7 @@ class Verdicts:
             context.wake_by(until)
 
 
-def _end(dispatch: Dispatch, failure: Failure, verdict: Verdict, now: float) -> AttemptEnd:
+def _end(dispatch: Dispatch, failure: Failure, verdict: RetryDecision, now: float) -> AttemptEnd:
     is_expiry = failure.kind is FailureKind.LEASE_EXPIRED
     outcome = AttemptOutcome.EXPIRED if is_expiry else AttemptOutcome.FAILED
     return AttemptEnd(outcome, verdict.charge.value, failure, used_s(dispatch.lease, now))

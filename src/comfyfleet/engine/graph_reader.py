@@ -52,7 +52,7 @@ _Graph = tuple[str | bytes, ...]
 """Its node ids, then their structures. Both are small, and the structures those of other graphs too."""
 
 
-class Reading(NamedTuple):
+class GraphReading(NamedTuple):
     graph: dict[str, Any]
     """Nobody else's, though its nodes may be those of other jobs: nothing in it is changed in place."""
     workflow_hash: WorkflowHash
@@ -68,15 +68,15 @@ class _Seen(NamedTuple):
     structure: bytes
 
 
-class Reader:
+class GraphReader:
     def __init__(self, max_nodes: int) -> None:
         self._max_nodes = max_nodes
         self._nodes: dict[bytes, _Seen] = {}
         self._shapes: dict[bytes, bytes] = {}
         """Structures by shape: a node with another seed is as good as known."""
-        self._graphs: dict[_Graph, Reading] = {}
+        self._graphs: dict[_Graph, GraphReading] = {}
 
-    def read(self, graph: Mapping[str, Any], *, is_own: bool = False) -> Reading:
+    def read(self, graph: Mapping[str, Any], *, is_own: bool = False) -> GraphReading:
         """Raises `InvalidWorkflow`. `is_own`: it was decoded from JSON, its nodes or not, and nobody else has it."""
         if not is_own:
             # A copy of our own: the caller may go on changing its graph for the next job.
@@ -93,9 +93,9 @@ class Reader:
             # The name of an input file may be the file itself, as text, and so may that of a node.
             if _size(known) + sum(map(len, nodes)) <= _MAX_GRAPH_CHARACTERS:
                 _remember(self._graphs, structure, known, _MAX_GRAPHS)
-        return Reading(nodes, known.workflow_hash, known.needs, known.drawing)
+        return GraphReading(nodes, known.workflow_hash, known.needs, known.drawing)
 
-    def read_once(self, graph: Mapping[str, Any]) -> Reading:
+    def read_once(self, graph: Mapping[str, Any]) -> GraphReading:
         """As `read` of a graph of our own, and nothing is recalled or remembered: for a thread, and for what is too
         large to be worth it."""
         graph = decoded_graph(graph)
@@ -172,13 +172,13 @@ def _digest(parts: tuple[Any, ...]) -> bytes:
     return sha256(_encode(parts)).digest()
 
 
-def _size(reading: Reading) -> int:
+def _size(reading: GraphReading) -> int:
     needs = reading.needs
     return sum(map(len, chain(needs.node_classes, needs.models, needs.input_files, reading.drawing)))
 
 
-def _read(workflow: Workflow, graph: dict[str, Any]) -> Reading:
+def _read(workflow: Workflow, graph: dict[str, Any]) -> GraphReading:
     # Thousands of waiting jobs share one workflow: they share its text too.
     workflow_hash = WorkflowHash(sys.intern(hash_workflow(workflow)))
     drawing = tuple(node_id for node_id, node in workflow.nodes.items() if asks_for_seed(node))
-    return Reading(graph, workflow_hash, read_needs(workflow), drawing)
+    return GraphReading(graph, workflow_hash, read_needs(workflow), drawing)

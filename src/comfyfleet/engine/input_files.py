@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from comfyfleet.engine.context import Context
+from comfyfleet.engine.context import EngineContext
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
 from comfyfleet.policy.input_files import output_of
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import DocumentStore
 
 DRAWER = "file_uses"
 _PAGE = 100
@@ -26,8 +26,8 @@ _YOUNG_S = 3600.0
 """A note without a job: the job is being written, or its submit died."""
 
 
-class Inputs:
-    def __init__(self, context: Context) -> None:
+class InputFiles:
+    def __init__(self, context: EngineContext) -> None:
         self._context = context
 
     async def named(self, submission: Submission) -> Submission:
@@ -109,7 +109,7 @@ class Inputs:
         return True
 
 
-async def forget(cabinet: Cabinet, job: Job) -> None:
+async def forget(cabinet: DocumentStore, job: Job) -> None:
     """It has completed. One that failed may be tried again: its notes stay for as long as its files do."""
     for file_id in dict.fromkeys(each.file for each in job.payload.inputs):
         if file_id is not None:

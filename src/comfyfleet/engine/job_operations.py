@@ -15,23 +15,23 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 import msgspec
 
-from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.context import EngineContext, best_effort
 from comfyfleet.engine.dependencies import Dependencies
-from comfyfleet.engine.input_files import Inputs
-from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.input_files import InputFiles
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.engine.placement import class_of, first_place, where_accepted
-from comfyfleet.model.calls import CancelAnswer, JobView, Submitted
+from comfyfleet.model.calls import CancelReply, JobView, Submitted
 from comfyfleet.model.dispatch import (
     TOMBSTONE_S,
     AtRevision,
     Change,
     Dispatch,
     Phase,
-    Standing,
+    Readiness,
     Stop,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
@@ -42,8 +42,8 @@ from comfyfleet.model.workflow import read_needs
 from comfyfleet.policy.admission import check_priority
 from comfyfleet.policy.lifecycle import (
     MOVES,
-    IllegalMove,
-    Move,
+    IllegalTransition,
+    Transition,
     cancelled,
     paused,
     standing_at,
@@ -53,7 +53,7 @@ from comfyfleet.policy.poison_workflows import check_refused
 from comfyfleet.policy.priority import effective_priority
 from comfyfleet.policy.terms import under_terms
 from comfyfleet.policy.timers import asked_to_stop, wake_at
-from comfyfleet.ports import Moving, Store
+from comfyfleet.ports import JobTransfer, Store
 
 _TRIES = 20
 
@@ -84,14 +84,14 @@ def _is_of_one_moment(dispatch: Dispatch, job: Job) -> bool:
 _MAX_REASON = 500
 
 
-class JobDesk:
+class JobOperations:
     def __init__(
         self,
-        context: Context,
-        rounds: Rounds,
+        context: EngineContext,
+        rounds: Matcher,
         tell_worker: Callable[[Dispatch, Stop], Awaitable[None]],
         dependencies: Dependencies,
-        inputs: Inputs,
+        inputs: InputFiles,
         catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
@@ -116,7 +116,7 @@ class JobDesk:
 
     # change
 
-    async def cancel(self, job_id: JobId, reason: str = "") -> CancelAnswer:
+    async def cancel(self, job_id: JobId, reason: str = "") -> CancelReply:
         """A waiting job is cancelled at once. For a running one the request is the truth, and its worker is told."""
         context, reason = self._context, reason[:_MAX_REASON]
         told = {"reason": reason} if reason else None
@@ -139,7 +139,7 @@ class JobDesk:
 
         dispatch, written = await self._change(job_id, decide)
         await self._tell_to_stop(written, Stop.CANCEL)
-        return CancelAnswer(dispatch.phase, dispatch.cancel_requested_at is not None)
+        return CancelReply(dispatch.phase, dispatch.cancel_requested_at is not None)
 
     async def retry(self, job_id: JobId) -> Submitted:
         """By hand: a failed or cancelled job gets a new round, with fresh counters and its old place in line. A running
@@ -177,7 +177,7 @@ class JobDesk:
                 f"the job cannot be read any more, so it cannot run again: {view.job.unreadable}",
                 phase=view.dispatch.phase.value,
             )
-        is_legal = (view.dispatch.phase, Move.RETRY) in MOVES
+        is_legal = (view.dispatch.phase, Transition.RETRY) in MOVES
         if is_legal and view.dispatch.is_apart and not self._context.reaches_tenants:
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
@@ -200,8 +200,8 @@ class JobDesk:
         def decide(dispatch: Dispatch, now: float) -> Write:
             _must_be_as_seen(dispatch, view.dispatch)
             try:
-                phase = target(dispatch.phase, Move.RETRY)
-            except IllegalMove as illegal:
+                phase = target(dispatch.phase, Transition.RETRY)
+            except IllegalTransition as illegal:
                 raise Refusal(
                     RefusalCode.WRONG_PHASE,
                     f"cannot retry a job that is {dispatch.phase.value}: only one that runs, failed or was cancelled",
@@ -276,7 +276,7 @@ class JobDesk:
                 change = asked_to_stop(dispatch, Stop.PAUSE, now, self._context.rules)
                 return _write(dispatch, change, FactDraft(FactKind.PAUSE_REQUESTED))
             self._must_wait(dispatch, "pause", "one that waits or runs")
-            if dispatch.standing is Standing.PAUSED:
+            if dispatch.standing is Readiness.PAUSED:
                 return None
             return _write(dispatch, paused(dispatch), FactDraft(FactKind.PAUSED))
 
@@ -292,7 +292,7 @@ class JobDesk:
                 change = asked_to_stop(dispatch, Stop.RETRY, now, rules)
                 return _write(dispatch, change, FactDraft(FactKind.RETRY_REQUESTED))
             self._must_wait(dispatch, "resume")
-            if dispatch.standing is not Standing.PAUSED:
+            if dispatch.standing is not Readiness.PAUSED:
                 return None
             standing = standing_at(dispatch.not_before, now, dispatch.is_held)
             placed = msgspec.structs.replace(dispatch, standing=standing)
@@ -331,7 +331,7 @@ class JobDesk:
 
         await self._change(job_id, decide)
 
-    async def _tell_to_stop(self, written: Written | None, stop: Stop) -> None:
+    async def _tell_to_stop(self, written: WriteResult | None, stop: Stop) -> None:
         if written is not None and written.dispatch.phase is Phase.LEASED:
             job_id = written.dispatch.job_id
             with best_effort(f"tell the worker of job {job_id} to stop it; its next heartbeat does"):
@@ -368,7 +368,7 @@ class JobDesk:
         job_id: JobId,
         decide: Callable[[Dispatch, float], Write | None],
         needed: tuple[RequirementClass, ...] = (),
-    ) -> tuple[Dispatch, Written | None]:
+    ) -> tuple[Dispatch, WriteResult | None]:
         """Load, decide, write; again when somebody was faster. None from `decide`: nothing is to be done."""
         while True:
             for cls in needed:
@@ -444,7 +444,7 @@ async def ended_job(store: Store, job_id: JobId) -> Dispatch:
 
 async def forget(store: Store, job_id: JobId) -> Dispatch:
     """A job that has ended, as it was."""
-    moving: Moving | None = getattr(store, "moving", None)
+    moving: JobTransfer | None = getattr(store, "moving", None)
     if moving is None:
         raise Refusal(RefusalCode.NOT_ALLOWED, "this store forgets jobs by their age alone: wait for it")
     for _ in range(_TRIES):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from comfyfleet.model.fact import Event, Fact, FactKind, News, NewsKind
+from comfyfleet.model.fact import Event, Fact, FactKind, ProgressEvent, ProgressKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.ports import Bus
 
@@ -21,17 +21,17 @@ _STARTS_ANEW = frozenset(
 )
 
 
-class Newest:
+class LatestProgress:
     def __init__(self, bus: Bus) -> None:
-        self._known: dict[JobId, News] = {}
+        self._known: dict[JobId, ProgressEvent] = {}
         bus.listen(self._hear)
 
-    def of(self, job_id: JobId) -> News | None:
+    def of(self, job_id: JobId) -> ProgressEvent | None:
         return self._known.get(job_id)
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, News):
-            if event.kind is NewsKind.PROGRESS:
+        if isinstance(event, ProgressEvent):
+            if event.kind is ProgressKind.PROGRESS:
                 # Taken out first, so that the longest quiet one is the first to go.
                 self._known.pop(event.job_id, None)
                 self._known[event.job_id] = event

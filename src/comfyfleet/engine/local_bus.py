@@ -10,13 +10,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 
-from comfyfleet.model.fact import Event, Fact, News, NewsKind
+from comfyfleet.model.fact import Event, Fact, ProgressEvent, ProgressKind
 from comfyfleet.model.ids import JobId
 
 _LOG = logging.getLogger(__name__)
 
 # Of these only the newest matters to somebody who was not looking.
-_REPLACEABLE = frozenset({NewsKind.PROGRESS, NewsKind.PREVIEW})
+_REPLACEABLE = frozenset({ProgressKind.PROGRESS, ProgressKind.PREVIEW})
 MAX_PENDING_NEWS = 256
 
 
@@ -25,7 +25,7 @@ class LocalSubscription:
         self._leave = leave
         self._pending: OrderedDict[int, Event] = OrderedDict()
         self._news: OrderedDict[int, None] = OrderedDict()
-        self._newest: dict[tuple[JobId, NewsKind], int] = {}
+        self._newest: dict[tuple[JobId, ProgressKind], int] = {}
         self._offered = 0
         self._arrived = asyncio.Event()
         self._is_closed = False
@@ -33,7 +33,7 @@ class LocalSubscription:
     def offer(self, event: Event) -> None:
         """At a cost that does not grow with what is pending: a slow watcher must not slow the others down."""
         self._offered += 1
-        if isinstance(event, News):
+        if isinstance(event, ProgressEvent):
             if event.kind in _REPLACEABLE:
                 older = self._newest.get((event.job_id, event.kind))
                 if older is not None:
@@ -47,7 +47,7 @@ class LocalSubscription:
 
     def _take(self, number: int) -> Event:
         event = self._pending.pop(number)
-        if isinstance(event, News):
+        if isinstance(event, ProgressEvent):
             del self._news[number]
             if event.kind in _REPLACEABLE:
                 del self._newest[event.job_id, event.kind]
@@ -84,7 +84,7 @@ class LocalBus:
                 _LOG.exception("a listener failed on %s", type(event).__name__)
         for subscription in tuple(self._everything):
             subscription.offer(event)
-        if isinstance(event, Fact | News):
+        if isinstance(event, Fact | ProgressEvent):
             for subscription in tuple(self._by_job.get(event.job_id, ())):
                 subscription.offer(event)
 

@@ -14,14 +14,14 @@ from collections.abc import Coroutine, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from comfyfleet.engine.context import Context
-from comfyfleet.engine.overtake_tracker import Overtaking
-from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, Written
+from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.overtake_tracker import OvertakeTracker
+from comfyfleet.model.dispatch import Candidate, Dispatch, LaneKey, LeaseOffer, WriteResult
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.policy.assignment import RankKey, WaitingJob, assign, rank_key, score, warmth
 from comfyfleet.policy.failover import SmartFailover
-from comfyfleet.policy.fair_share import Turn, charge_s, due_now, turns
+from comfyfleet.policy.fair_share import TenantTurn, charge_s, due_now, turns
 from comfyfleet.policy.workflow_stats import expected_s
 from comfyfleet.ports import Peek, Timer
 from comfyfleet.tracing import in_background, log_failure
@@ -32,14 +32,14 @@ _RELEARN_EVERY_S = 0.05  # all classes are read each time, and thousands may com
 _TENANT_PATIENCE_S = 0.1  # so long a round waits for the databases of tenants
 
 
-class Grant(NamedTuple):
+class LeaseGrant(NamedTuple):
     """A lease and, where it was read with the lease, the record of the leased job: one value, never two."""
 
     dispatch: Dispatch
     record: Job | None
 
 
-class Slot:
+class ParkedPoll:
     """One parked poll."""
 
     __slots__ = ("answer", "load", "offer", "poll_id", "worker_id")
@@ -47,24 +47,24 @@ class Slot:
     def __init__(self, worker_id: WorkerId, poll_id: PollId, load: int | None = None) -> None:
         self.worker_id, self.poll_id, self.load = worker_id, poll_id, load
         self.offer: LeaseOffer | None = None  # with which a job was last asked for
-        self.answer: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[LeaseGrant | None] = asyncio.get_running_loop().create_future()
 
 
-class Rounds:
-    def __init__(self, context: Context) -> None:
+class Matcher:
+    def __init__(self, context: EngineContext) -> None:
         self._context = context
-        self._parked: dict[PollId, Slot] = {}
+        self._parked: dict[PollId, ParkedPoll] = {}
         self._parked_of: Counter[WorkerId] = Counter()
-        self._looking: dict[PollId, Slot] = {}
-        self._served_by_park: set[Slot] = set()
+        self._looking: dict[PollId, ParkedPoll] = {}
+        self._served_by_park: set[ParkedPoll] = set()
         """Slots that their own poll is serving: no round serves them meanwhile, since two servers of one slot would
         lease two jobs for it."""
-        self._behind: dict[Slot, asyncio.Task[bool]] = {}
+        self._behind: dict[ParkedPoll, asyncio.Task[bool]] = {}
         """Slots whose lease waits for a tenant's database: no round serves them meanwhile."""
         self._running: asyncio.Task[None] | None = None
         # A strategy with an opinion of its own has one for each worker, equal in all else or not.
         self._asks_for_each = type(context.strategy).should_skip is not SmartFailover.should_skip
-        self._overtaking = Overtaking()
+        self._overtaking = OvertakeTracker()
         self._timer: Timer | None = None
         self._is_outdated = False
         """Another engine has put a class into the table since it was read here."""
@@ -80,7 +80,7 @@ class Rounds:
 
     # parking
 
-    async def park(self, slot: Slot) -> None:
+    async def park(self, slot: ParkedPoll) -> None:
         if (older := self._parked.get(slot.poll_id)) is not None:
             # The same poll asked again: whoever waits for the first answer has hung up.
             self._send_away(older)
@@ -99,12 +99,12 @@ class Rounds:
         if not slot.answer.done():
             self._arm()
 
-    async def looked_for(self, slot: Slot) -> None:
+    async def looked_for(self, slot: ParkedPoll) -> None:
         """Until the slot has its answer, or nobody is looking for one."""
         while not slot.answer.done() and (looking := self._behind.get(slot) or self._running) is not None:
             await asyncio.wait((looking, slot.answer), return_when=asyncio.FIRST_COMPLETED)
 
-    def leave(self, slot: Slot) -> None:
+    def leave(self, slot: ParkedPoll) -> None:
         if self._parked.get(slot.poll_id) is not slot:
             return
         del self._parked[slot.poll_id]
@@ -113,7 +113,7 @@ class Rounds:
         if not self._parked_of[slot.worker_id]:
             del self._parked_of[slot.worker_id]
 
-    def _send_away(self, slot: Slot) -> None:
+    def _send_away(self, slot: ParkedPoll) -> None:
         self.leave(slot)
         if not slot.answer.done():
             slot.answer.set_result(None)
@@ -161,7 +161,7 @@ class Rounds:
         self._relearning = None
         self.everything_changed()
 
-    def _look(self, slots: Iterable[Slot]) -> None:
+    def _look(self, slots: Iterable[ParkedPoll]) -> None:
         for slot in slots:
             self._looking[slot.poll_id] = slot
         self._start()
@@ -183,10 +183,10 @@ class Rounds:
     def _is_anybody_looking(self) -> bool:
         return any(not self._is_served(slot) for slot in self._looking.values())
 
-    def _is_served(self, slot: Slot) -> bool:
+    def _is_served(self, slot: ParkedPoll) -> bool:
         return slot in self._served_by_park or slot in self._behind
 
-    def _take_looking(self) -> list[Slot]:
+    def _take_looking(self) -> list[ParkedPoll]:
         """Those that a round serves next. A slot that its own poll is serving stays until that is over."""
         slots = [slot for slot in self._looking.values() if not self._is_served(slot)]
         self._looking = {poll_id: slot for poll_id, slot in self._looking.items() if self._is_served(slot)}
@@ -222,7 +222,7 @@ class Rounds:
 
     # serving
 
-    async def _serve(self, slots: list[Slot]) -> None:
+    async def _serve(self, slots: list[ParkedPoll]) -> None:
         """Until every slot has a job or has seen that there is none."""
         now = self._context.clock.now()
         if self._context.store.is_shared:
@@ -269,7 +269,7 @@ class Rounds:
             return chosen
         return due_now(chosen, seen, turn, self._context.rules.quantum_s)
 
-    async def _lease_all(self, pairs: list[tuple[Slot, Candidate]]) -> list[bool]:
+    async def _lease_all(self, pairs: list[tuple[ParkedPoll, Candidate]]) -> list[bool]:
         """False: to be looked for again."""
         if not self._context.reaches_tenants:
             return await _all_of([self._lease(slot, candidate) for slot, candidate in pairs])
@@ -287,14 +287,14 @@ class Rounds:
                 task.add_done_callback(partial(self._came, slot))
         return [not task.done() or task.result() for task in tasks]
 
-    def _came(self, slot: Slot, task: asyncio.Task[bool]) -> None:
+    def _came(self, slot: ParkedPoll, task: asyncio.Task[bool]) -> None:
         del self._behind[slot]
         if not task.cancelled() and (error := task.exception()) is not None:
             log_failure(_LOG, "a lease failed; the next round, within a second, tries again", error=error)
         if self._parked.get(slot.poll_id) is slot:
             self._look([slot])
 
-    async def _lease(self, slot: Slot, candidate: Candidate) -> bool:
+    async def _lease(self, slot: ParkedPoll, candidate: Candidate) -> bool:
         context = self._context
         worker = context.fleet.workers.get(slot.worker_id)
         if slot.answer.done() or worker is None:
@@ -314,10 +314,10 @@ class Rounds:
             # The poll went away while its job was being fetched: the job goes back to its place at once.
             await context.give_back(written.dispatch)
         else:
-            slot.answer.set_result(Grant(written.dispatch, record))
+            slot.answer.set_result(LeaseGrant(written.dispatch, record))
         return True
 
-    async def _leased(self, job_id: JobId, offer: LeaseOffer) -> tuple[Written | None, Job | None]:
+    async def _leased(self, job_id: JobId, offer: LeaseOffer) -> tuple[WriteResult | None, Job | None]:
         """The lease, with the record of its job if that was read with it and is still the one to run."""
         store = self._context.store
         if not store.is_shared:
@@ -333,11 +333,11 @@ class Rounds:
         return written, record
 
     async def _candidates(
-        self, slots: dict[PollId, Slot], now: float
+        self, slots: dict[PollId, ParkedPoll], now: float
     ) -> tuple[list[WaitingJob], dict[JobId, Candidate]]:
         """Every job that some slot may take, with its rank at each. Slots that see the same ask once."""
         fleet = self._context.fleet
-        alike: dict[tuple[ProfileKey, WorkerId | None], list[Slot]] = defaultdict(list)
+        alike: dict[tuple[ProfileKey, WorkerId | None], list[ParkedPoll]] = defaultdict(list)
         for slot in slots.values():
             profile = fleet.workers[slot.worker_id].profile
             is_apart = self._asks_for_each or slot.worker_id in fleet.with_blocks
@@ -375,7 +375,7 @@ class Rounds:
         self,
         seen: dict[JobId, Candidate],
         takers: dict[JobId, tuple[int, ...]],
-        groups: list[list[Slot]],
+        groups: list[list[ParkedPoll]],
     ) -> list[WaitingJob]:
         """Jobs of one lane differ in age alone, so a lane's slots are ranked once."""
         ranked: dict[tuple[LaneKey, tuple[int, ...]], tuple[RankKey, tuple[str, ...]]] = {}
@@ -406,7 +406,7 @@ class Rounds:
             jobs.append(WaitingJob(job_id, lane.priority, rank, known[1]))
         return jobs
 
-    def _rank(self, candidate: Candidate, slot: Slot) -> RankKey:
+    def _rank(self, candidate: Candidate, slot: ParkedPoll) -> RankKey:
         context, lane = self._context, candidate.lane
         fleet = context.fleet
         cls, worker = fleet.classes[lane.class_key], fleet.workers[slot.worker_id]
@@ -423,7 +423,7 @@ class Rounds:
             sequence=candidate.sequence,
         )
 
-    def _turns(self, seen: dict[JobId, Candidate]) -> dict[JobId, Turn]:
+    def _turns(self, seen: dict[JobId, Candidate]) -> dict[JobId, TenantTurn]:
         """None where nobody is charged, as most often."""
         if not any(each.weight for each in seen.values()):
             return {}
@@ -438,7 +438,7 @@ class Rounds:
         jobs: list[WaitingJob],
         lanes: dict[JobId, Candidate],
         chosen: dict[str, JobId],
-        slots: dict[PollId, Slot],
+        slots: dict[PollId, ParkedPoll],
     ) -> None:
         """Preference, warmth and score may let a younger job pass, but not for longer than the affinity wait.
 

@@ -11,11 +11,11 @@ import asyncio
 import logging
 from typing import Any
 
-from comfyfleet.engine.context import Context, best_effort
-from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.engine.placement import narrowed
-from comfyfleet.engine.waiting_jobs import Unrunnable
+from comfyfleet.engine.waiting_jobs import UnrunnableJobs
 from comfyfleet.model.dispatch import AtRevision, Change, Dispatch, Write
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job
@@ -26,9 +26,9 @@ _LOG = logging.getLogger(__name__)
 _TRIES = 3
 
 
-class Narrowing:
+class NeedReview:
     def __init__(
-        self, context: Context, rounds: Rounds, catalogs: NodeCatalogs, unrunnable: Unrunnable
+        self, context: EngineContext, rounds: Matcher, catalogs: NodeCatalogs, unrunnable: UnrunnableJobs
     ) -> None:
         self._context = context
         self._rounds = rounds

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.engine.context import Context
+from comfyfleet.engine.context import EngineContext
 from comfyfleet.model.editor_conversion import EXPORT, cannot_convert, convert_workflow, node_classes_of
 from comfyfleet.model.encrypted import in_payload
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -39,7 +39,7 @@ from comfyfleet.model.workflow_variants import (
 )
 from comfyfleet.policy.acceptance import Differences, Graph, first_objection, objections
 from comfyfleet.policy.feasibility import admits
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import DocumentStore
 
 DRAWER = "nodes"
 SHARED_DRAWER = "catalogs"
@@ -63,7 +63,7 @@ _Parts = list[tuple[str, bytes, _Class]]
 
 
 class NodeCatalogs:
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._at_hand: dict[str, NodeCatalog] = {}
         self._missed_at: dict[str, float] = {}
@@ -277,7 +277,7 @@ def signature_of(worker: WorkerRecord) -> str | None:
     return next((each.signature for each in worker.capabilities.services if each.signature is not None), None)
 
 
-async def _remove(cabinet: Cabinet, drawer: str, name: str) -> None:
+async def _remove(cabinet: DocumentStore, drawer: str, name: str) -> None:
     number = 0
     while await cabinet.remove(drawer, f"{name}/{number}"):
         number += 1
@@ -323,8 +323,8 @@ def _unpack_shared(packed: bytes) -> _Parts | None:
         return None
 
 
-class NodeDesk:
-    def __init__(self, context: Context, catalogs: NodeCatalogs) -> None:
+class EditorConverter:
+    def __init__(self, context: EngineContext, catalogs: NodeCatalogs) -> None:
         self._context = context
         self._catalogs = catalogs
 

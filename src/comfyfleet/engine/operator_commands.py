@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from typing import Literal
 
-from comfyfleet.engine.commands import CommandDesk
-from comfyfleet.engine.context import Context
-from comfyfleet.engine.matcher import Rounds
-from comfyfleet.engine.worker_operations import WorkerDesk
+from comfyfleet.engine.commands import CommandQueue
+from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.matcher import Matcher
+from comfyfleet.engine.worker_operations import WorkerOperations
 from comfyfleet.model.block import EVERY_WORKER, Pair
 from comfyfleet.model.calls import Command
 from comfyfleet.model.errors import Refusal
@@ -25,8 +25,10 @@ _EVENTS: dict[Action, str] = {
 """How the fleet is told of a command to all workers."""
 
 
-class OperatorDesk:
-    def __init__(self, context: Context, rounds: Rounds, workers: WorkerDesk, commands: CommandDesk) -> None:
+class OperatorCommands:
+    def __init__(
+        self, context: EngineContext, rounds: Matcher, workers: WorkerOperations, commands: CommandQueue
+    ) -> None:
         self._context = context
         self._rounds = rounds
         self._workers = workers

@@ -17,7 +17,7 @@ _MAX_NOTES = 4096
 _MAX_LISTS = 4096
 
 
-class Overtaking:
+class OvertakeTracker:
     def __init__(self) -> None:
         self._notes: dict[tuple[ProfileKey, int, TenantId | None], tuple[list[int], list[float]]] = {}
 

@@ -25,14 +25,14 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.engine.context import Context
-from comfyfleet.engine.latest_progress import Newest
+from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.latest_progress import LatestProgress
 from comfyfleet.engine.sweeper import Rechecks
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, News, NewsKind, RunNote
+from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, ProgressEvent, ProgressKind, RunSnapshot
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.ports import Relay, Timer
+from comfyfleet.ports import PeerChannel, Timer
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ _AT_A_TIME = 256
 """Jobs that are looked at together: a store that takes many questions in one turn answers them in one."""
 
 
-class Follower:
-    def __init__(self, context: Context) -> None:
+class RemoteFactPoller:
+    def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._followers: Counter[JobId] = Counter()
         self._told: dict[JobId, int] = {}
@@ -62,12 +62,12 @@ class Follower:
     def jobs(self) -> Collection[JobId]:
         return self._followers.keys()
 
-    def pass_on(self, event: Fact | News) -> bool:
+    def pass_on(self, event: Fact | ProgressEvent) -> bool:
         """Heard from another engine: to the bus here, if somebody follows the job. A fact only in its turn."""
         told = self._told.get(event.job_id)
         if told is None:
             return False
-        if isinstance(event, News) or event.number == told + 1:
+        if isinstance(event, ProgressEvent) or event.number == told + 1:
             self._publish(event)
         elif event.number > told and self._running is None:
             # One before it was not heard of: all are looked for at once.
@@ -76,7 +76,7 @@ class Follower:
             self._fire()
         return True
 
-    def _publish(self, event: Fact | News) -> None:
+    def _publish(self, event: Fact | ProgressEvent) -> None:
         self.is_passing_on = True
         try:
             self._context.bus.publish(event)
@@ -165,7 +165,7 @@ _MAX_WANTED = 100_000
 _MAX_PENDING = 10_000
 _JOBS_A_MESSAGE = 1_000
 _MAX_IMAGE_BYTES = 1024 * 1024
-_REPLACEABLE = frozenset({NewsKind.PROGRESS, NewsKind.PREVIEW})
+_REPLACEABLE = frozenset({ProgressKind.PROGRESS, ProgressKind.PREVIEW})
 
 _STATUSES = {
     FactKind.COMPLETED: "completed",
@@ -191,7 +191,7 @@ class _Wants(msgspec.Struct, frozen=True, tag="wants"):
 
 class _Told(msgspec.Struct, frozen=True, tag="told", omit_defaults=True):
     facts: list[Fact] = []
-    news: list[News] = []
+    news: list[ProgressEvent] = []
     fleet: list[FleetEvent] = []
 
 
@@ -200,17 +200,17 @@ _decoder: msgspec.msgpack.Decoder[_Wants | _Told] = msgspec.msgpack.Decoder(_Wan
 _kept_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-async def _in_order(relay: Relay, job_id: JobId, notes: list[RunNote]) -> None:
+async def _in_order(relay: PeerChannel, job_id: JobId, notes: list[RunSnapshot]) -> None:
     for note in notes:
         await relay.keep_progress(job_id, note)
 
 
-class Relaying:
-    def __init__(self, context: Context, follower: Follower, newest: Newest) -> None:
+class PeerBus:
+    def __init__(self, context: EngineContext, follower: RemoteFactPoller, newest: LatestProgress) -> None:
         self._context = context
         self._follower = follower
         self._newest = newest
-        self._relay: Relay | None = context.store.relay
+        self._relay: PeerChannel | None = context.store.relay
         self._listeners: dict[Callable[[Event], None], None] = {}
         self._wanted: dict[JobId, float] = {}
         self._everything_until = float("-inf")
@@ -221,7 +221,7 @@ class Relaying:
         self._kept_at: dict[JobId, float] = {}
         self._workers: dict[JobId, WorkerId | None] = {}
         """Of the runs that were noted from here."""
-        self._to_keep: dict[JobId, list[RunNote]] = {}
+        self._to_keep: dict[JobId, list[RunSnapshot]] = {}
         self._announced: list[FleetEvent] = []
         self._seen: dict[JobId, bytes] = {}
         self._sending: asyncio.Task[None] | None = None
@@ -252,7 +252,7 @@ class Relaying:
         self._arm()
         return lambda: self._listeners.pop(listener, None)
 
-    async def newest(self, dispatch: Dispatch) -> News | None:
+    async def newest(self, dispatch: Dispatch) -> ProgressEvent | None:
         """The last progress of the lease the job is under, as known here or kept at the store."""
         lease = dispatch.lease
         if lease is None:
@@ -278,16 +278,16 @@ class Relaying:
             return
         if isinstance(event, Fact):
             self._note_end(event)
-        elif event.kind is NewsKind.STARTED:
-            self._note(event.job_id, RunNote("started", event.at, event.worker_id))
-        elif event.kind is NewsKind.PROGRESS:
+        elif event.kind is ProgressKind.STARTED:
+            self._note(event.job_id, RunSnapshot("started", event.at, event.worker_id))
+        elif event.kind is ProgressKind.PROGRESS:
             self._keep(event, now)
         if now < self._everything_until or now < self._wanted.get(event.job_id, now):
             self._put(event)
 
     def _put(self, event: Event) -> None:
         key: object
-        if isinstance(event, News) and event.kind in _REPLACEABLE:
+        if isinstance(event, ProgressEvent) and event.kind in _REPLACEABLE:
             if event.image is not None and len(event.image) > _MAX_IMAGE_BYTES:
                 return
             key = (event.job_id, event.kind)
@@ -300,7 +300,7 @@ class Relaying:
             del self._pending[next(iter(self._pending))]
         self._send()
 
-    def _keep(self, news: News, now: float) -> None:
+    def _keep(self, news: ProgressEvent, now: float) -> None:
         if now - self._kept_at.get(news.job_id, 0.0) >= _KEEP_EVERY_S:
             self._kept_at.pop(news.job_id, None)
             self._kept_at[news.job_id] = now
@@ -309,7 +309,7 @@ class Relaying:
             known = {"at": news.at, "worker_id": news.worker_id, "lease": news.lease_number}
             progress = msgspec.json.encode({**news.data, **known})
             percentage, message = news.data.get("percentage"), news.data.get("message")
-            note = RunNote(
+            note = RunSnapshot(
                 "assigned",
                 news.at,
                 news.worker_id,
@@ -319,7 +319,7 @@ class Relaying:
             )
             self._note(news.job_id, note)
 
-    def _note(self, job_id: JobId, note: RunNote) -> None:
+    def _note(self, job_id: JobId, note: RunSnapshot) -> None:
         self._workers.pop(job_id, None)
         self._workers[job_id] = note.worker_id
         if len(self._workers) > _MAX_PENDING:
@@ -332,7 +332,7 @@ class Relaying:
         if status is None or not (fact.job_id in self._workers or fact.kind in _JUDGED):
             return
         worker_id = (fact.data or {}).get("worker_id") or self._workers.get(fact.job_id)
-        self._note(fact.job_id, RunNote(status, fact.at, worker_id))
+        self._note(fact.job_id, RunSnapshot(status, fact.at, worker_id))
         del self._workers[fact.job_id]
 
     def _ask(self, job_id: JobId) -> None:
@@ -344,7 +344,7 @@ class Relaying:
         if self._relay is not None and self._sending is None and not self._is_closed:
             self._sending = in_background(self._run(self._relay), name="relay")
 
-    async def _run(self, relay: Relay) -> None:
+    async def _run(self, relay: PeerChannel) -> None:
         """While one message is on its way the next is gathered."""
         try:
             while self._pending or self._asked or self._is_asking_all or self._to_keep or self._announced:
@@ -356,7 +356,7 @@ class Relaying:
         finally:
             self._sending = None
 
-    def _messages(self, relay: Relay) -> Iterable[Any]:
+    def _messages(self, relay: PeerChannel) -> Iterable[Any]:
         asked, self._asked = list(self._asked), {}
         is_all, self._is_asking_all = self._is_asking_all and bool(self._listeners), False
         pending, self._pending = self._pending.values(), {}
@@ -370,7 +370,7 @@ class Relaying:
                 _encoder.encode(
                     _Told(
                         [event for event in pending if isinstance(event, Fact)],
-                        [event for event in pending if isinstance(event, News)],
+                        [event for event in pending if isinstance(event, ProgressEvent)],
                         [event for event in pending if isinstance(event, FleetEvent)],
                     )
                 )
@@ -418,7 +418,7 @@ class Relaying:
         for event in heard.fleet:
             self._tell(event)
 
-    def _pass_on(self, event: Fact | News) -> None:
+    def _pass_on(self, event: Fact | ProgressEvent) -> None:
         if not self._follower.pass_on(event):
             self._tell(event)
 
@@ -459,15 +459,15 @@ class Relaying:
                 if news is not None and (known is None or known.at < news.at):
                     self._follower.pass_on(news)
 
-    def _read(self, job_id: JobId, kept: bytes) -> News | None:
+    def _read(self, job_id: JobId, kept: bytes) -> ProgressEvent | None:
         try:
             data = _kept_decoder.decode(kept)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
         at, lease, worker_id = data.pop("at", None), data.pop("lease", 0), data.pop("worker_id", None)
-        return News(
+        return ProgressEvent(
             job_id,
-            NewsKind.PROGRESS,
+            ProgressKind.PROGRESS,
             float(at) if isinstance(at, int | float) else self._context.clock.now(),
             WorkerId(worker_id) if isinstance(worker_id, str) else None,
             lease if isinstance(lease, int) else 0,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from comfyfleet.engine.context import Context
+from comfyfleet.engine.context import EngineContext
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.model.block import BlockReason, Pair
 from comfyfleet.model.dispatch import Dispatch
@@ -25,14 +25,14 @@ from comfyfleet.model.job import Submission
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.model.workflow import GraphNeeds
-from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.policy.acceptance import signature_for, speaks_for_equals, without_signatures
 from comfyfleet.policy.failover import lifted_by_inventory
 from comfyfleet.policy.feasibility import is_feasible
 from comfyfleet.policy.workflow_stats import with_memory, without_slow
 
 
-class Place(NamedTuple):
+class Placement(NamedTuple):
     """The class a job stands in, and the one it moves to when it has waited long enough."""
 
     cls: RequirementClass
@@ -44,7 +44,7 @@ class Place(NamedTuple):
         return (self.cls,) if self.later is None else (self.cls, self.later)
 
 
-def class_of(submission: Submission, graph: GraphNeeds, lesson: Lesson | None) -> RequirementClass:
+def class_of(submission: Submission, graph: GraphNeeds, lesson: WorkflowStats | None) -> RequirementClass:
     """What the caller declares, plus what the graph shows, plus which workers are known to be too slow."""
     declared = submission.requirements
     models, node_classes = _named(submission, graph)
@@ -75,7 +75,9 @@ def _named(submission: Submission, graph: GraphNeeds) -> tuple[frozenset[str], f
     return graph.models.union(declared.models), graph.node_classes.union(declared.node_classes)
 
 
-def where_accepted(context: Context, cls: RequirementClass, refusing: frozenset[str]) -> RequirementClass:
+def where_accepted(
+    context: EngineContext, cls: RequirementClass, refusing: frozenset[str]
+) -> RequirementClass:
     """The class past servers that are known to refuse the graph. If nobody else is there, they say so themselves."""
     if not refusing:
         return cls
@@ -85,26 +87,28 @@ def where_accepted(context: Context, cls: RequirementClass, refusing: frozenset[
     return others if is_workable else cls
 
 
-def first_place(context: Context, cls: RequirementClass, lesson: Lesson | None, start: float) -> Place:
+def first_place(
+    context: EngineContext, cls: RequirementClass, lesson: WorkflowStats | None, start: float
+) -> Placement:
     """Where a job stands first: with the bigger cards it is known to need, with those it prefers, or anywhere."""
     fleet, rules = context.fleet, context.rules
     needs = with_memory(cls.requirements, lesson, cls.tenant, fleet.capabilities())
     if needs is not cls.requirements:
         bigger = msgspec.structs.replace(cls, requirements=needs)
         if fleet.is_workable(bigger):
-            return Place(bigger, cls, start + rules.bigger_card_wait_s)
+            return Placement(bigger, cls, start + rules.bigger_card_wait_s)
     wanted, allowed = cls.preferences.workers, cls.requirements.workers
     if wanted and rules.affinity_wait_s > 0:
         only = tuple(worker for worker in wanted if allowed is None or worker in allowed)
         needs = msgspec.structs.replace(cls.requirements, workers=only)
         held = msgspec.structs.replace(cls, requirements=needs)
         if fleet.is_workable(held):
-            return Place(held, cls, start + rules.affinity_wait_s)
-    return Place(cls, None, None)
+            return Placement(held, cls, start + rules.affinity_wait_s)
+    return Placement(cls, None, None)
 
 
-class Refusals:
-    def __init__(self, context: Context, catalogs: NodeCatalogs) -> None:
+class RefusalHandler:
+    def __init__(self, context: EngineContext, catalogs: NodeCatalogs) -> None:
         self._context = context
         self._catalogs = catalogs
 

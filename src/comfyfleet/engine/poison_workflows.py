@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from comfyfleet.engine.context import Context, best_effort
-from comfyfleet.engine.failure_handler import Verdicts
+from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.model.block import EVERY_WORKER, Block, Pair, whose_target
 from comfyfleet.model.calls import FailureReport
 from comfyfleet.model.dispatch import AttemptOutcome, Dispatch, Phase
@@ -26,8 +26,8 @@ _PAGE = 100
 _ENDED_BEFORE = (AttemptOutcome.EXPIRED, AttemptOutcome.CANCELLED)
 
 
-class DeadlyWorkflows:
-    def __init__(self, context: Context, verdicts: Verdicts) -> None:
+class PoisonWorkflows:
+    def __init__(self, context: EngineContext, verdicts: FailureHandler) -> None:
         self._context = context
         self._verdicts = verdicts
         self._ended: set[str] = set()

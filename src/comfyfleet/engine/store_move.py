@@ -16,7 +16,7 @@ import msgspec
 from comfyfleet.engine.fleet import Fleet
 from comfyfleet.engine.system import SystemClock
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import (
     AtRevision,
     Attempt,
@@ -35,7 +35,7 @@ from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.policy.lifecycle import cancelled
 from comfyfleet.policy.rules import Rules
 from comfyfleet.policy.timers import returned
-from comfyfleet.ports import Document, Movable
+from comfyfleet.ports import Document, TransferableStore
 
 _PAGE = 20
 """Payloads may be large, and a page of them is in memory, and in one step of the target, at once."""
@@ -44,7 +44,7 @@ _LOOK_EVERY_S = 0.2
 _MARK_S = 60.0
 
 
-class Why(StrEnum):
+class SkipReason(StrEnum):
     """Why a job stays at the source."""
 
     REFERENCE = "reference"
@@ -54,19 +54,19 @@ class Why(StrEnum):
     LEASED = "leased"
 
 
-class Stayed(msgspec.Struct, frozen=True):
+class SkippedJob(msgspec.Struct, frozen=True):
     job_id: JobId
-    why: Why
+    why: SkipReason
     reference: str | None = None
     other_job_id: JobId | None = None
 
 
-class Moved(msgspec.Struct):
+class MoveProgress(msgspec.Struct):
     """What was done so far. In a trial: what would be."""
 
     jobs: int = 0
     by_phase: dict[Phase, int] = msgspec.field(default_factory=dict)
-    stayed: list[Stayed] = msgspec.field(default_factory=list)
+    stayed: list[SkippedJob] = msgspec.field(default_factory=list)
     blocks: int = 0
     lessons: int = 0
     documents: int = 0
@@ -75,15 +75,15 @@ class Moved(msgspec.Struct):
     """Leases that had run out and were nobody's any more."""
 
 
-class Move:
+class StoreMove:
     def __init__(
         self,
-        source: Movable,
-        target: Movable,
+        source: TransferableStore,
+        target: TransferableStore,
         *,
         token: str,
         rules: Rules | None = None,
-        tell: Callable[[Moved], None] = lambda _: None,
+        tell: Callable[[MoveProgress], None] = lambda _: None,
     ) -> None:
         self._source = source
         self._target = target
@@ -96,11 +96,11 @@ class Move:
         self._ready: set[ClassKey] = set()
         self._tenants: set[TenantId] = set()
         self._tries: dict[JobId, int] = {}
-        self.moved = Moved()
+        self.moved = MoveProgress()
 
     # the whole of it
 
-    async def run(self, wait_s: float = 0.0) -> Moved:
+    async def run(self, wait_s: float = 0.0) -> MoveProgress:
         """The source is paused from here on and stays so: what may be left there waits until somebody has looked."""
         await self._refuse_the_same_store()
         was_paused = await self._source.is_queue_paused()
@@ -119,7 +119,7 @@ class Move:
         await self._move_jobs()
         return self.moved
 
-    async def rehearse(self) -> Moved:
+    async def rehearse(self) -> MoveProgress:
         """What a move would do now; nothing is changed."""
         after: JobId | None = None
         records = self._target.records
@@ -130,10 +130,10 @@ class Move:
                 if known is None and job.reference is not None:
                     other = await records.by_reference(job.tenant, job.reference)
                 if other is not None:
-                    stayed = Stayed(job.job_id, Why.REFERENCE, job.reference, other.job_id)
+                    stayed = SkippedJob(job.job_id, SkipReason.REFERENCE, job.reference, other.job_id)
                     self.moved.stayed.append(stayed)
                 elif job.phase is Phase.LEASED:
-                    self.moved.stayed.append(Stayed(job.job_id, Why.LEASED))
+                    self.moved.stayed.append(SkippedJob(job.job_id, SkipReason.LEASED))
                 else:
                     self._count(job.phase)
                 after = job.job_id
@@ -266,7 +266,7 @@ class Move:
             for each in found:
                 if each.dispatch.lease is not None:
                     # An engine whose view is older than the pause, or a paused queue that somebody started again.
-                    left[each.dispatch.job_id] = Stayed(each.dispatch.job_id, Why.LEASED)
+                    left[each.dispatch.job_id] = SkippedJob(each.dispatch.job_id, SkipReason.LEASED)
             for job in page:
                 if job.job_id not in left:
                     continue
@@ -281,26 +281,26 @@ class Move:
     async def _page(self, after: JobId | None) -> list[Job]:
         return await self._source.records.listing(tenant=None, phase=None, limit=_PAGE, after=after)
 
-    async def _whole(self, job: Job) -> WholeJob | None:
+    async def _whole(self, job: Job) -> JobSnapshot | None:
         """Read twice: whoever changes it in between changes its revision, which guards its end here."""
         source, job_id = self._source, job.job_id
         dispatch = await source.load(job_id)
         record = await source.records.get(job_id)
         if dispatch is None or record is None:
             return None
-        return WholeJob(
+        return JobSnapshot(
             dispatch, record, tuple(await source.facts(job_id)), tuple(await source.attempts(job_id))
         )
 
-    async def _take(self, jobs: list[WholeJob]) -> dict[JobId, Stayed | None]:
+    async def _take(self, jobs: list[JobSnapshot]) -> dict[JobId, SkippedJob | None]:
         """Moves a page. Answers those that are still at the source, and why they stay; None: to be tried again."""
         adopted = await self._adopt(jobs)
-        answers: dict[JobId, Stayed | None] = {}
-        taken: list[tuple[WholeJob, Dispatch]] = []
+        answers: dict[JobId, SkippedJob | None] = {}
+        taken: list[tuple[JobSnapshot, Dispatch]] = []
         for whole, there in zip(jobs, adopted, strict=True):
             job_id = whole.job.job_id
             if there.job_id != job_id:
-                answers[job_id] = Stayed(job_id, Why.REFERENCE, whole.job.reference, there.job_id)
+                answers[job_id] = SkippedJob(job_id, SkipReason.REFERENCE, whole.job.reference, there.job_id)
             elif await self._goes_on(whole, there):
                 taken.append((whole, there))
             else:
@@ -314,7 +314,7 @@ class Move:
                 answers[whole.job.job_id] = await self._take_back(whole, there)
         return answers
 
-    async def _goes_on(self, whole: WholeJob, there: Dispatch) -> bool:
+    async def _goes_on(self, whole: JobSnapshot, there: Dispatch) -> bool:
         """Whether the target has the job as it is here, or as it went on from here after an earlier move."""
         if there == msgspec.structs.replace(whole.dispatch, sequence=there.sequence):
             # Whatever is written of a job raises its revision: the rest of it is the same, too.
@@ -332,16 +332,16 @@ class Move:
             and _asked(job) == _asked(whole.job)
         )
 
-    async def _take_back(self, whole: WholeJob, there: Dispatch) -> Stayed | None:
+    async def _take_back(self, whole: JobSnapshot, there: Dispatch) -> SkippedJob | None:
         """Removes a copy that is older than the job here. If it cannot be, the job stays."""
         job_id = there.job_id
         self._tries[job_id] = self._tries.get(job_id, 0) + 1
         # What has a history of its own at the target is no copy any more.
         facts = tuple(await self._target.facts(job_id))
         is_copy = facts == whole.facts[: len(facts)] and (await self._target.moving.discard([there]))[0]
-        return None if is_copy and self._tries[job_id] < _TRIES else Stayed(job_id, Why.CHANGED)
+        return None if is_copy and self._tries[job_id] < _TRIES else SkippedJob(job_id, SkipReason.CHANGED)
 
-    async def _adopt(self, jobs: list[WholeJob]) -> list[Dispatch]:
+    async def _adopt(self, jobs: list[JobSnapshot]) -> list[Dispatch]:
         for _ in range(_TRIES):
             for whole in jobs:
                 await self._prepare(whole.dispatch)

@@ -19,16 +19,16 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.context import EngineContext, best_effort
 from comfyfleet.engine.dependencies import Dependencies, held
-from comfyfleet.engine.graph_reader import Reader, Reading
-from comfyfleet.engine.input_files import Inputs
-from comfyfleet.engine.matcher import Rounds
-from comfyfleet.engine.node_catalogs import NodeCatalogs, NodeDesk
-from comfyfleet.engine.placement import Place, class_of, first_place, where_accepted
-from comfyfleet.engine.waiting_jobs import MissingDesk
+from comfyfleet.engine.graph_reader import GraphReader, GraphReading
+from comfyfleet.engine.input_files import InputFiles
+from comfyfleet.engine.matcher import Matcher
+from comfyfleet.engine.node_catalogs import EditorConverter, NodeCatalogs
+from comfyfleet.engine.placement import Placement, class_of, first_place, where_accepted
+from comfyfleet.engine.waiting_jobs import MissingRequirements
 from comfyfleet.model.calls import Submitted
-from comfyfleet.model.dispatch import Dispatch, Phase, Standing, Written
+from comfyfleet.model.dispatch import Dispatch, Phase, Readiness, WriteResult
 from comfyfleet.model.editor_conversion import is_editor_workflow
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import FactDraft, FactKind
@@ -38,7 +38,7 @@ from comfyfleet.model.payload_digest import job_sha256
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.model.workflow import check_workflow, hash_workflow, read_needs
-from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.model.workflow_variants import WorkflowVariant, common_to, with_nodes
 from comfyfleet.policy.admission import check_dependencies, check_room, check_submission, digest_of, is_repeat
 from comfyfleet.policy.feasibility import misses, nearest_miss
@@ -54,8 +54,8 @@ from comfyfleet.ports import Counts
 _GOOD_FOR_S = 1.0
 
 
-class Room:
-    def __init__(self, context: Context) -> None:
+class QueueCapacity:
+    def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._waiting = 0
         self._open_bytes = 0
@@ -89,16 +89,16 @@ _UNTIL_JUDGED_S = 60.0
 T = TypeVar("T")
 
 
-class SubmitDesk:
+class Submitter:
     def __init__(
         self,
-        context: Context,
-        rounds: Rounds,
+        context: EngineContext,
+        rounds: Matcher,
         dependencies: Dependencies,
-        inputs: Inputs,
-        nodes: NodeDesk,
+        inputs: InputFiles,
+        nodes: EditorConverter,
         catalogs: NodeCatalogs,
-        missing: MissingDesk,
+        missing: MissingRequirements,
     ) -> None:
         self._context = context
         self._rounds = rounds
@@ -107,8 +107,8 @@ class SubmitDesk:
         self._nodes = nodes
         self._catalogs = catalogs
         self._missing = missing
-        self._reader = Reader(context.rules.max_nodes)
-        self._room = Room(context)
+        self._reader = GraphReader(context.rules.max_nodes)
+        self._room = QueueCapacity(context)
 
     async def submit(
         self, submission: Submission, *, is_own: bool = False, is_large: bool = False
@@ -180,7 +180,7 @@ class SubmitDesk:
         return Submitted(job.job_id, Phase.QUEUED, job.workflow_hash, seeds=job.seeds, unworkable=unworkable)
 
     async def admit(
-        self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[Written | None]]
+        self, job: Job, dispatch: Dispatch, write: Callable[[Dispatch], Awaitable[WriteResult | None]]
     ) -> Tenant | None:
         """Brings a round into the queue that was taken before, at another time or by another engine. `write` puts the
         dispatch there; None from it: its class has gone meanwhile. Answers with the tenant whose terms, as they are
@@ -208,7 +208,7 @@ class SubmitDesk:
         if not is_kept:
             # It ends by itself should nobody come to it.
             placed = msgspec.structs.replace(
-                placed, standing=Standing.PAUSED, expires_at=now + _UNTIL_JUDGED_S
+                placed, standing=Readiness.PAUSED, expires_at=now + _UNTIL_JUDGED_S
             )
         placed = msgspec.structs.replace(placed, wake_at=wake_at(placed, now, context.rules))
         for _ in range(_TRIES):
@@ -237,7 +237,9 @@ class SubmitDesk:
 
     # what is asked for
 
-    async def _read(self, submission: Submission, is_own: bool, is_large: bool) -> tuple[Submission, Reading]:
+    async def _read(
+        self, submission: Submission, is_own: bool, is_large: bool
+    ) -> tuple[Submission, GraphReading]:
         """The submission as it is kept, and what was read of its graph."""
         variants: tuple[WorkflowVariant, ...] = ()
         if is_editor_workflow(submission.workflow):
@@ -250,7 +252,7 @@ class SubmitDesk:
             reading = self._reader.read(submission.workflow, is_own=is_own)
         return msgspec.structs.replace(submission, workflow=reading.graph, variants=variants), reading
 
-    def _read_variants(self, graph: dict[str, Any], variants: tuple[WorkflowVariant, ...]) -> Reading:
+    def _read_variants(self, graph: dict[str, Any], variants: tuple[WorkflowVariant, ...]) -> GraphReading:
         """As one workflow: with the hash of what its graphs have in common, and seeds for each that asks."""
         reading = self._reader.read(graph)
         if not variants:
@@ -272,7 +274,7 @@ class SubmitDesk:
 
     # what it is judged by
 
-    async def _asked(self, workflow_hash: WorkflowHash) -> tuple[float, Lesson | None]:
+    async def _asked(self, workflow_hash: WorkflowHash) -> tuple[float, WorkflowStats | None]:
         """What time it is, and what is known of the workflow; how full the queue is, where that is not known."""
         context, store = self._context, self._context.store
         if not store.is_shared:
@@ -336,7 +338,7 @@ class SubmitDesk:
         self,
         submission: Submission,
         size: int,
-        place: Place,
+        place: Placement,
         workflow_hash: WorkflowHash,
         now: float,
         is_held: bool,
@@ -372,7 +374,7 @@ class SubmitDesk:
         # Most jobs wait for nothing but a worker.
         return dispatch if when is None else msgspec.structs.replace(dispatch, wake_at=when)
 
-    async def _write(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
+    async def _write(self, dispatch: Dispatch, job: Job, place: Placement) -> WriteResult:
         await self._announce(job.payload, dispatch)
         return await self._enqueue(dispatch, job, place)
 
@@ -383,7 +385,7 @@ class SubmitDesk:
         if submission.inputs:
             await self._inputs.use((each.file for each in submission.inputs), dispatch.job_id)
 
-    async def _enqueue(self, dispatch: Dispatch, job: Job, place: Place) -> Written:
+    async def _enqueue(self, dispatch: Dispatch, job: Job, place: Placement) -> WriteResult:
         fleet = self._context.fleet
         for cls in place.classes:
             if fleet.key_of(cls) not in fleet.classes:
@@ -401,7 +403,7 @@ class SubmitDesk:
             for cls in place.classes:
                 await fleet.ensure_class(cls)
 
-    async def _tell(self, written: Written) -> None:
+    async def _tell(self, written: WriteResult) -> None:
         dispatch = written.dispatch
         self._context.publish(written)
         if dispatch.stands_in_lane:

@@ -19,16 +19,16 @@ from functools import partial
 
 import msgspec
 
-from comfyfleet.engine.commands import CommandDesk
-from comfyfleet.engine.context import Context, best_effort
+from comfyfleet.engine.commands import CommandQueue
+from comfyfleet.engine.context import EngineContext, best_effort
 from comfyfleet.engine.dependencies import Dependencies
 from comfyfleet.engine.explanation import explain
-from comfyfleet.engine.failure_handler import Verdicts
+from comfyfleet.engine.failure_handler import FailureHandler
 from comfyfleet.engine.job_operations import purge
-from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.engine.node_catalogs import NodeCatalogs
-from comfyfleet.engine.poison_workflows import DeadlyWorkflows
-from comfyfleet.engine.worker_operations import WorkerDesk
+from comfyfleet.engine.poison_workflows import PoisonWorkflows
+from comfyfleet.engine.worker_operations import WorkerOperations
 from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Stop, Write
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import FactDraft, FactKind
@@ -54,13 +54,13 @@ _UNCONFIRMED = "the worker did not confirm"
 class Sweeper:
     def __init__(
         self,
-        context: Context,
-        rounds: Rounds,
-        verdicts: Verdicts,
-        workers: WorkerDesk,
-        commands: CommandDesk,
+        context: EngineContext,
+        rounds: Matcher,
+        verdicts: FailureHandler,
+        workers: WorkerOperations,
+        commands: CommandQueue,
         dependencies: Dependencies,
-        deadly: DeadlyWorkflows,
+        deadly: PoisonWorkflows,
         catalogs: NodeCatalogs,
     ) -> None:
         self._context = context

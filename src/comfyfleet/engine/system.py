@@ -60,7 +60,7 @@ class StoreClock:
         return self._clock.call_at(when, callback)
 
 
-class SystemChance:
+class SystemRandom:
     def __init__(self) -> None:
         self._random = random.Random(secrets.randbits(128))
         self._unused = b""

@@ -14,10 +14,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
-from comfyfleet.engine.commands import CommandDesk
-from comfyfleet.engine.context import Context
-from comfyfleet.engine.failure_handler import Verdicts
-from comfyfleet.engine.matcher import Rounds
+from comfyfleet.engine.commands import CommandQueue
+from comfyfleet.engine.context import EngineContext
+from comfyfleet.engine.failure_handler import FailureHandler
+from comfyfleet.engine.matcher import Matcher
 from comfyfleet.model.dispatch import AtRevision, Dispatch, Phase, Write
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.fact import FactKind
@@ -33,8 +33,8 @@ from comfyfleet.policy.timers import fails_at, failure_of
 from comfyfleet.ports import Timer
 
 
-class Judge:
-    def __init__(self, context: Context, rounds: Rounds, verdicts: Verdicts) -> None:
+class WaitingJobReview:
+    def __init__(self, context: EngineContext, rounds: Matcher, verdicts: FailureHandler) -> None:
         self._context = context
         self._rounds = rounds
         self._verdicts = verdicts
@@ -143,8 +143,8 @@ _PAGE = 100
 _REMEMBER_S = 30.0
 
 
-class Unrunnable:
-    def __init__(self, context: Context) -> None:
+class UnrunnableJobs:
+    def __init__(self, context: EngineContext) -> None:
         self._context = context
         self._counted: tuple[int, float] | None = None
         """How many, and since when that is known."""
@@ -202,8 +202,8 @@ _MAX_CALLED = 100
 _CALL_EVERY_S = 2.0
 
 
-class MissingDesk:
-    def __init__(self, context: Context, commands: CommandDesk) -> None:
+class MissingRequirements:
+    def __init__(self, context: EngineContext, commands: CommandQueue) -> None:
         self._context = context
         self._commands = commands
         self._read_at = float("-inf")

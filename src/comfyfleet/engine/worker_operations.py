@@ -8,24 +8,24 @@ from collections.abc import Sequence
 import msgspec
 
 from comfyfleet.engine import commands, input_files
-from comfyfleet.engine.commands import CommandDesk
-from comfyfleet.engine.context import Context, best_effort
-from comfyfleet.engine.failure_handler import Verdicts
-from comfyfleet.engine.matcher import Rounds, Slot
+from comfyfleet.engine.commands import CommandQueue
+from comfyfleet.engine.context import EngineContext, best_effort
+from comfyfleet.engine.failure_handler import FailureHandler
+from comfyfleet.engine.matcher import Matcher, ParkedPoll
 from comfyfleet.engine.node_catalogs import NodeCatalogs
 from comfyfleet.model.block import EVERY_WORKER, Block, Pair
 from comfyfleet.model.calls import (
-    Beat,
     Command,
     Completion,
+    DirectWorkerCompletion,
     FailureReport,
-    FinishedRun,
+    HeartbeatReply,
     LeasedJob,
     Poll,
+    ProgressReport,
     RegisterWorker,
     Release,
-    Report,
-    Settled,
+    ReportReply,
 )
 from comfyfleet.model.dispatch import (
     AtRevision,
@@ -41,7 +41,7 @@ from comfyfleet.model.dispatch import (
 )
 from comfyfleet.model.encrypted import in_payload
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.fact import FactDraft, FactKind, News, NewsKind
+from comfyfleet.model.fact import FactDraft, FactKind, ProgressEvent, ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import PollId, WorkerId, prompt_id_of, traceparent_of
 from comfyfleet.model.job import Job
@@ -54,13 +54,13 @@ from comfyfleet.policy.workflow_stats import of_run, warmed
 _MAX_REASON = 500
 
 
-class WorkerDesk:
+class WorkerOperations:
     def __init__(
         self,
-        context: Context,
-        rounds: Rounds,
-        verdicts: Verdicts,
-        commands: CommandDesk,
+        context: EngineContext,
+        rounds: Matcher,
+        verdicts: FailureHandler,
+        commands: CommandQueue,
         catalogs: NodeCatalogs,
     ) -> None:
         self._context = context
@@ -169,7 +169,7 @@ class WorkerDesk:
     async def poll(self, call: Poll) -> LeasedJob | None:
         # Workers choose their poll ids for themselves; two that choose alike must not get each other's lease.
         poll_id = PollId(f"{call.worker_id}/{call.poll_id}")
-        slot = self._asking[poll_id] = Slot(call.worker_id, poll_id, call.current_load)
+        slot = self._asking[poll_id] = ParkedPoll(call.worker_id, poll_id, call.current_load)
         try:
             return await self._poll(call, slot)
         except BaseException:
@@ -181,7 +181,7 @@ class WorkerDesk:
             if self._asking.get(poll_id) is slot:
                 del self._asking[poll_id]
 
-    async def _poll(self, call: Poll, slot: Slot) -> LeasedJob | None:
+    async def _poll(self, call: Poll, slot: ParkedPoll) -> LeasedJob | None:
         known = await self._context.store.leased_by_poll(slot.poll_id)
         if known is not None:
             # The answer to this poll was lost on its way: the same lease is told again.
@@ -212,7 +212,7 @@ class WorkerDesk:
         grant = slot.answer.result()
         return None if grant is None else await self._leased_job(grant.dispatch, grant.record)
 
-    async def _forsake(self, slot: Slot) -> None:
+    async def _forsake(self, slot: ParkedPoll) -> None:
         """Nobody waits for the answer any more: what was leased here for it goes back. Another hub's lease stays."""
         held = await self._context.store.leased_by_poll(slot.poll_id)
         lease = None if held is None else held.lease
@@ -271,7 +271,7 @@ class WorkerDesk:
 
     # while it runs
 
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         context = self._context
         self._commands.serve(worker_id)
         await self._seen(worker_id)
@@ -287,14 +287,14 @@ class WorkerDesk:
         worker = context.fleet.workers.get(worker_id)
         if worker is not None and worker.is_draining:
             commands.append(Command("drain"))
-        return Beat(
+        return HeartbeatReply(
             context.rules.lease_ttl_s,
             tuple(state.ref for state in states if state.is_alive),
             tuple(state.ref for state in states if not state.is_alive),
             tuple(commands),
         )
 
-    async def progress(self, reports: Sequence[Report]) -> Beat:
+    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
         """News of leases that are still held goes out; that of others is dropped, and their holder is told."""
         context = self._context
         held: dict[LeaseRef, Lease | None] = {}
@@ -306,10 +306,10 @@ class WorkerDesk:
             lease = held[ref]
             if lease is None:
                 continue
-            if report.kind is NewsKind.ACCEPTED or report.kind is NewsKind.STARTED:
+            if report.kind is ProgressKind.ACCEPTED or report.kind is ProgressKind.STARTED:
                 await self._note_start(report, lease)
             context.bus.publish(
-                News(
+                ProgressEvent(
                     ref.job_id,
                     report.kind,
                     context.clock.now(),
@@ -319,7 +319,7 @@ class WorkerDesk:
                     report.image,
                 )
             )
-        return Beat(
+        return HeartbeatReply(
             context.rules.lease_ttl_s,
             tuple(ref for ref, lease in held.items() if lease is not None),
             tuple(ref for ref, lease in held.items() if lease is None),
@@ -330,19 +330,19 @@ class WorkerDesk:
             ),
         )
 
-    async def _note_start(self, report: Report, lease: Lease) -> None:
+    async def _note_start(self, report: ProgressReport, lease: Lease) -> None:
         job: dict[str, object] = {
             "worker_id": lease.worker_id,
             "prompt_id": prompt_id_of(report.ref.attempt_id),
         }
-        if report.kind is NewsKind.STARTED:
+        if report.kind is ProgressKind.STARTED:
             # A lease has the time of the store, and the clock here may be behind it.
             job["started_at"] = max(self._context.clock.now(), lease.leased_at)
         await self._context.store.write(Write(report.ref.job_id, HeldBy(report.ref), Change(), job=job))
 
     # how it ends
 
-    async def complete(self, call: Completion) -> Settled:
+    async def complete(self, call: Completion) -> ReportReply:
         context, ref = self._context, call.ref
         dispatch = await self._held(ref)
         if dispatch is None:
@@ -385,9 +385,9 @@ class WorkerDesk:
         if record is not None:
             with best_effort(f"forget which files job {ref.job_id} used"):
                 await input_files.forget(context.store.cabinet, record)
-        return Settled(Phase.COMPLETED)
+        return ReportReply(Phase.COMPLETED)
 
-    async def finished(self, run: FinishedRun) -> None:
+    async def finished(self, run: DirectWorkerCompletion) -> None:
         """A run whose completion stands in the store already: what is learned from it, and what it lifts."""
         context = self._context
         dispatch = await context.store.load(run.job_id)
@@ -412,7 +412,7 @@ class WorkerDesk:
         if lifted:
             self._rounds.worker_freed(worker_id)
 
-    async def fail(self, call: FailureReport) -> Settled:
+    async def fail(self, call: FailureReport) -> ReportReply:
         # Decided on what was read and written only over that: a cancel that came in between is not forgotten.
         while (dispatch := await self._held(call.ref)) is not None:
             if dispatch.stop is not None:
@@ -422,16 +422,16 @@ class WorkerDesk:
                 return settled
             after = await self._verdicts.failed(dispatch, AtRevision(dispatch.revision), call.failure)
             if after is not None:
-                return Settled(after.phase, will_retry=after.phase is Phase.QUEUED)
+                return ReportReply(after.phase, will_retry=after.phase is Phase.QUEUED)
         await self._verdicts.on_late_death(call)
         return await self._too_late(call.ref, AttemptOutcome.FAILED, AttemptOutcome.CANCELLED)
 
-    async def release(self, call: Release) -> Settled:
+    async def release(self, call: Release) -> ReportReply:
         ref = call.ref
         while (dispatch := await self._held(ref)) is not None:
             after = await self._verdicts.released(dispatch, AtRevision(dispatch.revision), call.reason)
             if after is not None:
-                return Settled(after.phase, will_retry=after.phase is Phase.QUEUED)
+                return ReportReply(after.phase, will_retry=after.phase is Phase.QUEUED)
         return await self._too_late(ref, AttemptOutcome.RELEASED, AttemptOutcome.CANCELLED)
 
     async def _held(self, ref: LeaseRef) -> Dispatch | None:
@@ -440,15 +440,15 @@ class WorkerDesk:
             return None
         return dispatch
 
-    async def _too_late(self, ref: LeaseRef, *same: AttemptOutcome) -> Settled:
+    async def _too_late(self, ref: LeaseRef, *same: AttemptOutcome) -> ReportReply:
         """The same report twice gets the same answer; a report with an old lease changes nothing."""
         dispatch = await self._context.store.load(ref.job_id)
         attempts = await self._context.store.attempts(ref.job_id)
         for attempt in attempts:
             if attempt.attempt_id == ref.attempt_id and attempt.outcome in same and dispatch is not None:
                 if any(later.lease_number > ref.number and later.round == ref.round for later in attempts):
-                    return Settled(Phase.QUEUED, will_retry=True)
-                return Settled(dispatch.phase, will_retry=not dispatch.phase.is_final)
+                    return ReportReply(Phase.QUEUED, will_retry=True)
+                return ReportReply(dispatch.phase, will_retry=not dispatch.phase.is_final)
         await self._context.store.mark_late(ref)
         raise Refusal(
             RefusalCode.LEASE_LOST,

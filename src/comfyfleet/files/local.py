@@ -32,8 +32,8 @@ from comfyfleet.files.records import (
     made_at,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import FileRecord, Grant
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.model.file import FileGrant, FileRecord
+from comfyfleet.ports import Clock, DocumentStore
 
 _LOG = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ _FOLDERS_AT_A_TIME = 16
 """Of 256, looked through for orphans whenever old files are."""
 
 
-class LocalAssets(FileRecords):
+class LocalFileStore(FileRecords):
     def __init__(
         self,
         folder: Path,
-        cabinet: Cabinet,
+        cabinet: DocumentStore,
         clock: Clock,
         *,
         max_bytes: int = MAX_FILE_BYTES,
@@ -110,16 +110,16 @@ class LocalAssets(FileRecords):
 
     # links
 
-    async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> Grant:
+    async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> FileGrant:
         expires_at = float(int(self._clock.now() + self._grant_s))
         signature = await self._signature(method, record.file_id, expires_at)
         url = f"/api/files/{record.file_id}/content?expires={expires_at:.0f}&signature={signature}"
-        return Grant(method, url, expires_at)
+        return FileGrant(method, url, expires_at)
 
     def parts(self, record: FileRecord) -> None:
         """Of any size, it is received in one piece."""
 
-    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[Grant]:  # noqa: ARG002
+    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[FileGrant]:  # noqa: ARG002
         raise in_one_piece()
 
     async def check(

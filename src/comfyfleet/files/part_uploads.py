@@ -9,11 +9,11 @@ from __future__ import annotations
 import base64
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
-from comfyfleet.files.record_store import RecordKeeper
+from comfyfleet.files.record_store import FileRecordStore
 from comfyfleet.files.records import check_is_open, in_one_piece
-from comfyfleet.files.s3_storage import Multipart, Part, StorageRefused, part_headers
+from comfyfleet.files.s3_storage import S3Multipart, StorageRefused, UploadedPart, part_headers
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.file import FileRecord, Grant, PartPlan
+from comfyfleet.model.file import FileGrant, FileRecord, PartPlan
 
 PART_BYTES = 64 * 2**20
 MAX_PARTS = 10_000
@@ -22,7 +22,7 @@ TAKEN = "PreconditionFailed"
 
 class PartUploads:
     def __init__(
-        self, multipart: Multipart, records: RecordKeeper, part_bytes: int, max_put_bytes: int
+        self, multipart: S3Multipart, records: FileRecordStore, part_bytes: int, max_put_bytes: int
     ) -> None:
         self._multipart = multipart
         self._records = records
@@ -38,7 +38,7 @@ class PartUploads:
 
     async def grants(
         self, record: FileRecord, key: str, digests: Mapping[int, str], now: float, expires_s: int
-    ) -> list[Grant]:
+    ) -> list[FileGrant]:
         check_is_open(record)
         plan = self.plan(record)
         if plan is None or record.size is None:
@@ -53,7 +53,7 @@ class PartUploads:
         for number, digest in digests.items():
             headers = part_headers(plan.length(number, record.size), _encoded(bytes.fromhex(digest)))
             url = self._multipart.link(key, upload, number, now, expires_s, headers)
-            found.append(Grant("PUT", url, now + expires_s, headers))
+            found.append(FileGrant("PUT", url, now + expires_s, headers))
         return found
 
     async def _begin(self, record: FileRecord, key: str) -> str:
@@ -96,7 +96,7 @@ class PartUploads:
         ]
         await self._assemble(key, record.upload, said)
 
-    async def _assemble(self, key: str, upload: str, parts: list[Part]) -> None:
+    async def _assemble(self, key: str, upload: str, parts: list[UploadedPart]) -> None:
         try:
             await self._multipart.put_together(key, upload, parts)
         except StorageRefused as refused:

@@ -14,7 +14,7 @@ from hashlib import sha256
 
 import msgspec
 
-from comfyfleet.files.record_store import RecordKeeper
+from comfyfleet.files.record_store import FileRecordStore
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
@@ -31,8 +31,8 @@ class _Sum(msgspec.Struct):
     at: float
 
 
-class Room:
-    def __init__(self, records: RecordKeeper, clock: Clock, most: int | None) -> None:
+class StorageQuota:
+    def __init__(self, records: FileRecordStore, clock: Clock, most: int | None) -> None:
         """`most`: of one tenant. None: there is no bound, and nothing is noted."""
         self._records = records
         self._clock = clock

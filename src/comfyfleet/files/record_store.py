@@ -17,7 +17,7 @@ import msgspec
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.file import FilePage, FileRecord
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import DocumentStore
 
 DRAWER = "files"
 _PARTS = "file_parts"
@@ -25,17 +25,17 @@ _PAGE = 500
 _TRIES = 20
 _records = msgspec.json.Decoder(FileRecord)
 
-CabinetOf = Callable[[TenantId], Awaitable[Cabinet]]
+CabinetOf = Callable[[TenantId], Awaitable[DocumentStore]]
 """The cabinet that a tenant's records lie in: the central one itself, unless they lie apart. Raises `Fault` while it
 cannot be reached."""
 
 
-class RecordKeeper:
-    def __init__(self, central: Cabinet, cabinet_of: CabinetOf | None = None) -> None:
+class FileRecordStore:
+    def __init__(self, central: DocumentStore, cabinet_of: CabinetOf | None = None) -> None:
         self._central = central
         self._cabinet_of = cabinet_of
 
-    async def cabinet(self, tenant: TenantId) -> Cabinet:
+    async def cabinet(self, tenant: TenantId) -> DocumentStore:
         return self._central if self._cabinet_of is None else await self._cabinet_of(tenant)
 
     async def add(self, record: FileRecord) -> None:
@@ -158,12 +158,12 @@ def _taken() -> Fault:
     return Fault("a new file's id is taken already; try again")
 
 
-async def _get(cabinet: Cabinet, file_id: str) -> FileRecord | None:
+async def _get(cabinet: DocumentStore, file_id: str) -> FileRecord | None:
     document = await cabinet.get(DRAWER, file_id)
     return None if document is None else _records.decode(document.body)
 
 
-async def _put(cabinet: Cabinet, record: FileRecord, version: int) -> bool:
+async def _put(cabinet: DocumentStore, record: FileRecord, version: int) -> bool:
     return await cabinet.put(DRAWER, record.file_id, msgspec.json.encode(record), version=version)
 
 
@@ -171,7 +171,7 @@ _DRAWER = "file_lineage"
 
 
 class Lineage:
-    def __init__(self, records: RecordKeeper) -> None:
+    def __init__(self, records: FileRecordStore) -> None:
         self._records = records
 
     async def note(self, record: FileRecord) -> None:

@@ -14,12 +14,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Unpack
 
-from comfyfleet.files.quota import Room
-from comfyfleet.files.record_store import CabinetOf, Lineage, RecordKeeper
+from comfyfleet.files.quota import StorageQuota
+from comfyfleet.files.record_store import CabinetOf, FileRecordStore, Lineage
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import FilePage, FileRecord, FileSaid
+from comfyfleet.model.file import FileAnnouncement, FilePage, FileRecord
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.ports import Clock, DocumentStore
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ _ID = re.compile(r"f_([0-9a-f]{12})[0-9a-f]{20}")
 
 
 class FileRecords:
-    """What `LocalAssets` and `S3Assets` have in common: half of `Assets`."""
+    """What `LocalFileStore` and `S3FileStore` have in common: half of `FileStore`."""
 
     def __init__(
         self,
-        cabinet: Cabinet,
+        cabinet: DocumentStore,
         clock: Clock,
         max_bytes: int,
         grant_s: float,
@@ -50,9 +50,9 @@ class FileRecords:
     ) -> None:
         """`tenant_bytes`: what all files of one tenant may take together. None: as much as there is."""
         self._cabinet = cabinet
-        self._records = RecordKeeper(cabinet, cabinet_of)
+        self._records = FileRecordStore(cabinet, cabinet_of)
         self._lineage = Lineage(self._records)
-        self._room = Room(self._records, clock, tenant_bytes)
+        self._room = StorageQuota(self._records, clock, tenant_bytes)
         self._clock = clock
         self._max_bytes = max_bytes
         self._grant_s = grant_s
@@ -61,7 +61,7 @@ class FileRecords:
         self._pruned_to = ""
         self.in_use: Callable[[str], Awaitable[bool]] = _nowhere
 
-    async def reserve(self, tenant: TenantId, **said: Unpack[FileSaid]) -> FileRecord:
+    async def reserve(self, tenant: TenantId, **said: Unpack[FileAnnouncement]) -> FileRecord:
         if (said.get("size") or 0) > self._max_bytes:
             raise self._too_large()
         now = self._clock.now()

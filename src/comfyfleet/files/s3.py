@@ -31,17 +31,17 @@ from comfyfleet.files.records import (
 )
 from comfyfleet.files.s3_storage import (
     CHECKSUM,
-    Bucket,
-    Credentials,
-    Multipart,
-    Storage,
+    MultipartUpload,
+    S3Bucket,
+    S3Credentials,
+    S3Multipart,
+    S3Storage,
     StorageRefused,
-    Upload,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import FileRecord, FileSaid, Grant, PartPlan
+from comfyfleet.model.file import FileAnnouncement, FileGrant, FileRecord, PartPlan
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.ports import Clock, DocumentStore
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,14 +53,14 @@ LOOK_S = 8.0
 _DIFFERS = frozenset({"BadDigest", "XAmzContentSHA256Mismatch", "InvalidDigest"})
 
 
-class S3Assets(FileRecords):
+class S3FileStore(FileRecords):
     """An async context manager: it owns its connections and the task that sweeps. A prefix belongs to one fleet."""
 
     def __init__(
         self,
-        bucket: Bucket,
-        credentials: Credentials,
-        cabinet: Cabinet,
+        bucket: S3Bucket,
+        credentials: S3Credentials,
+        cabinet: DocumentStore,
         clock: Clock,
         *,
         prefix: str = "",
@@ -74,15 +74,15 @@ class S3Assets(FileRecords):
         tenant_bytes: int | None = None,
     ) -> None:
         super().__init__(cabinet, clock, max_bytes, grant_s, keep_s, cabinet_of, tenant_bytes)
-        self._storage = Storage(bucket, credentials)
-        self._multipart = Multipart(self._storage)
+        self._storage = S3Storage(bucket, credentials)
+        self._multipart = S3Multipart(self._storage)
         self._uploads = PartUploads(self._multipart, self._records, part_bytes, max_put_bytes)
         self._look_s = look_s
         self._looks: dict[str, asyncio.Task[FileRecord]] = {}
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self._sweeping: asyncio.Task[None] | None = None
         self._swept_to = ""
-        self._given_up_to: Upload | None = None
+        self._given_up_to: MultipartUpload | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -108,7 +108,7 @@ class S3Assets(FileRecords):
 
     # records
 
-    async def reserve(self, tenant: TenantId, **said: Unpack[FileSaid]) -> FileRecord:
+    async def reserve(self, tenant: TenantId, **said: Unpack[FileAnnouncement]) -> FileRecord:
         if said.get("size") is None:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
@@ -176,7 +176,7 @@ class S3Assets(FileRecords):
 
     # links
 
-    async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> Grant:
+    async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> FileGrant:
         now = float(int(self._clock.now()))
         expires_s = int(self._grant_s)
         if method == "PUT":
@@ -186,19 +186,19 @@ class S3Assets(FileRecords):
                 )
             headers = _bound_headers(record)
             url = self._storage.signed("PUT", self._key(record), now, expires_s, headers)
-            return Grant("PUT", url, now + expires_s, headers)
+            return FileGrant("PUT", url, now + expires_s, headers)
         # What somebody else uploaded is never shown as a page of the storage.
         query = {
             "response-content-disposition": f"attachment; filename*=UTF-8''{quote(record.name, safe='')}",
             "response-content-type": record.content_type,
         }
         url = self._storage.signed("GET", self._key(record), now, expires_s, query=query)
-        return Grant("GET", url, now + expires_s)
+        return FileGrant("GET", url, now + expires_s)
 
     def parts(self, record: FileRecord) -> PartPlan | None:
         return self._uploads.plan(record)
 
-    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[Grant]:
+    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[FileGrant]:
         now = float(int(self._clock.now()))
         return await self._uploads.grants(record, self._key(record), digests, now, int(self._grant_s))
 

@@ -40,7 +40,7 @@ MAX_EXPIRY_S = 7 * 86400
 """More than this no storage grants."""
 
 
-class Credentials(msgspec.Struct, frozen=True):
+class S3Credentials(msgspec.Struct, frozen=True):
     access_key: str
     secret_key: str
     session_token: str | None = None
@@ -50,7 +50,7 @@ class Credentials(msgspec.Struct, frozen=True):
         return f"Credentials({self.access_key[:4]}…)"
 
 
-class Bucket(msgspec.Struct, frozen=True):
+class S3Bucket(msgspec.Struct, frozen=True):
     """Where objects lie: `endpoint` is the storage's address, without the bucket."""
 
     endpoint: str
@@ -71,8 +71,8 @@ class Bucket(msgspec.Struct, frozen=True):
 
 
 def presigned(
-    bucket: Bucket,
-    credentials: Credentials,
+    bucket: S3Bucket,
+    credentials: S3Credentials,
     method: str,
     key: str,
     *,
@@ -111,7 +111,7 @@ def _quoted(name: str, value: str) -> tuple[str, str]:
     return quote(name, safe="-._~"), quote(value, safe="-._~")
 
 
-def _signing_key(credentials: Credentials, scope: str) -> bytes:
+def _signing_key(credentials: S3Credentials, scope: str) -> bytes:
     key = f"AWS4{credentials.secret_key}".encode()
     for part in scope.split("/"):
         key = hmac.new(key, part.encode(), hashlib.sha256).digest()
@@ -138,16 +138,16 @@ class StorageRefused(Fault):
         self.code = code
 
 
-class Found(msgspec.Struct, frozen=True):
+class StoredObject(msgspec.Struct, frozen=True):
     size: int
     sha256: str | None
     """As the storage computed it, where it does."""
 
 
-class Storage:
+class S3Storage:
     """Closing twice is harmless."""
 
-    def __init__(self, bucket: Bucket, credentials: Credentials) -> None:
+    def __init__(self, bucket: S3Bucket, credentials: S3Credentials) -> None:
         self.bucket = bucket
         self._credentials = credentials
         self._session: aiohttp.ClientSession | None = None
@@ -178,10 +178,12 @@ class Storage:
             query=query,
         )
 
-    async def head(self, key: str) -> Found | None:
+    async def head(self, key: str) -> StoredObject | None:
         try:
             async with self.asked("HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}) as response:
-                return Found(int(response.headers["content-length"]), _digest(response.headers.get(CHECKSUM)))
+                return StoredObject(
+                    int(response.headers["content-length"]), _digest(response.headers.get(CHECKSUM))
+                )
         except StorageRefused as refused:
             if refused.status == 404:
                 return None
@@ -302,20 +304,20 @@ _MAX_ANSWER = 4 << 20
 _GONE = "NoSuchUpload"
 
 
-class Part(NamedTuple):
+class UploadedPart(NamedTuple):
     number: int
     size: int
     etag: str
     checksum: str | None
 
 
-class Upload(NamedTuple):
+class MultipartUpload(NamedTuple):
     key: str
     upload_id: str
 
 
-class Multipart:
-    def __init__(self, storage: Storage) -> None:
+class S3Multipart:
+    def __init__(self, storage: S3Storage) -> None:
         self._storage = storage
 
     async def begin(self, key: str, content_type: str, *, is_checked: bool) -> str:
@@ -341,9 +343,9 @@ class Multipart:
         ):
             pass
 
-    async def parts(self, key: str, upload_id: str) -> list[Part] | None:
+    async def parts(self, key: str, upload_id: str) -> list[UploadedPart] | None:
         """In their order. None: there is no such upload (any more)."""
-        found: list[Part] = []
+        found: list[UploadedPart] = []
         after = 0
         while True:
             query = {
@@ -358,7 +360,7 @@ class Multipart:
                     return None
                 raise
             page = [
-                Part(
+                UploadedPart(
                     int(_text(each, "PartNumber")),
                     int(_text(each, "Size")),
                     _text(each, "ETag"),
@@ -371,7 +373,7 @@ class Multipart:
                 return found
             after = page[-1].number
 
-    async def put_together(self, key: str, upload_id: str, parts: list[Part]) -> None:
+    async def put_together(self, key: str, upload_id: str, parts: list[UploadedPart]) -> None:
         """Where an object lies already it stays, and the storage refuses."""
         content = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(part.etag)}</ETag>"
@@ -395,13 +397,16 @@ class Multipart:
             if refused.status != 404:
                 raise
 
-    async def uploads(self, prefix: str, after: Upload | None, limit: int) -> list[Upload]:
+    async def uploads(self, prefix: str, after: MultipartUpload | None, limit: int) -> list[MultipartUpload]:
         """Those under way, in the order of their keys."""
         query = {"uploads": "", "prefix": prefix, "max-uploads": str(limit)}
         if after is not None:
             query |= {"key-marker": after.key, "upload-id-marker": after.upload_id}
         root = await self._asked("GET", "", query)
-        return [Upload(_text(each, "Key"), _text(each, "UploadId")) for each in root.iterfind("{*}Upload")]
+        return [
+            MultipartUpload(_text(each, "Key"), _text(each, "UploadId"))
+            for each in root.iterfind("{*}Upload")
+        ]
 
     async def _asked(
         self,

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from comfyfleet.files import thumbnail_process
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
-from comfyfleet.ports import Assets
+from comfyfleet.ports import FileStore
 
 SIZES = (64, 128, 256, 512, 1024)
 MAX_BYTES = 256 << 20
@@ -27,7 +27,7 @@ _DRAWN_WITHIN_S = 30.0
 
 
 class Thumbnails:
-    def __init__(self, assets: Assets) -> None:
+    def __init__(self, assets: FileStore) -> None:
         self._assets = assets
         self._free = asyncio.Semaphore(_AT_A_TIME)
         self._making: dict[tuple[str, int], asyncio.Task[FileRecord]] = {}

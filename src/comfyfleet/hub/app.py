@@ -14,44 +14,44 @@ from functools import partial
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.engine.system import SystemChance
-from comfyfleet.hub.audit.log import Audit, Kind, WorkerLog
+from comfyfleet.engine.system import SystemRandom
+from comfyfleet.hub.audit.log import AuditLog, Kind, WorkerLog
 from comfyfleet.hub.files.handlers import FileHandlers
-from comfyfleet.hub.files.job_files import InputDesk
-from comfyfleet.hub.fleet import FleetHandlers, StatsDesk
+from comfyfleet.hub.files.job_files import JobInputFiles
+from comfyfleet.hub.fleet import FleetHandlers, TenantQueueStats
 from comfyfleet.hub.health import HealthHandlers, version_here
-from comfyfleet.hub.http.body import Bodies
-from comfyfleet.hub.http.credentials import Credentials, KeyedWorkers, KeyWatch
-from comfyfleet.hub.http.limits import Limits, Places
-from comfyfleet.hub.http.pipeline import Door, Handler
+from comfyfleet.hub.http.body import LargeBodies
+from comfyfleet.hub.http.credentials import Authenticator, RevocationWatch, WorkersByKey
+from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits
+from comfyfleet.hub.http.pipeline import Handler, RequestPipeline
 from comfyfleet.hub.http.proxies import TrustedProxies
 from comfyfleet.hub.jobs import DeleteHandlers, JobHandlers
 from comfyfleet.hub.keys import KeyHandlers
-from comfyfleet.hub.maintenance import Upkeep
+from comfyfleet.hub.maintenance import HubMaintenance
 from comfyfleet.hub.metrics import Metrics, MetricsHandlers
 from comfyfleet.hub.pages import PageHandlers
 from comfyfleet.hub.streams.fleet_feed import FleetFeed
-from comfyfleet.hub.streams.job_channels import Rooms
+from comfyfleet.hub.streams.job_channels import JobChannels
 from comfyfleet.hub.streams.sse import StreamHandlers
-from comfyfleet.hub.tenants.admission import TermsGate
+from comfyfleet.hub.tenants.admission import TermsAdmission
 from comfyfleet.hub.tenants.credits import CreditHandlers, UsageHandlers
 from comfyfleet.hub.tenants.handlers import ReconcileHandlers, TenantHandlers
-from comfyfleet.hub.tenants.maintenance import Suspending, TenantDuties, UnrunnableJobs
-from comfyfleet.hub.webhooks.dispatcher import Delivering
+from comfyfleet.hub.tenants.maintenance import TenantMaintenance, TenantSuspension, UnrunnableJobTimeout
+from comfyfleet.hub.webhooks.dispatcher import WebhookDispatcher
 from comfyfleet.hub.webhooks.handlers import WebhookHandlers
-from comfyfleet.hub.webhooks.sender import Pending, Sender
-from comfyfleet.hub.websocket.sessions import LegacyWebsocket, Sockets
+from comfyfleet.hub.webhooks.sender import PendingDeliveries, WebhookSender
+from comfyfleet.hub.websocket.sessions import LegacyWebsocket, WebSocketServer
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.ids import TenantId
-from comfyfleet.net.url_guard import Guard
+from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.rules import DAY_S, Retention
-from comfyfleet.ports import Assets, Cabinet, Clock
-from comfyfleet.tenancy.deletion import Belongings, Leaver
+from comfyfleet.ports import Clock, DocumentStore, FileStore
+from comfyfleet.tenancy.deletion import TenantDeletion, TenantResources
 from comfyfleet.tenancy.keys import Keys
-from comfyfleet.tenancy.relocation import Mover
-from comfyfleet.tenancy.services import Estate
-from comfyfleet.tenancy.terms import ShareKeeper, TermsJudge
-from comfyfleet.tenancy.webhook_outbox import Deliveries
+from comfyfleet.tenancy.relocation import TenantRelocation
+from comfyfleet.tenancy.services import TenantServices
+from comfyfleet.tenancy.terms import FairShareSync, TermsReview
+from comfyfleet.tenancy.webhook_outbox import WebhookOutbox
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire.routes import ROUTES
 
@@ -65,15 +65,15 @@ class Hub:
     def __init__(
         self,
         engine: Engine,
-        cabinet: Cabinet,
+        cabinet: DocumentStore,
         clock: Clock,
         *,
-        limits: Limits | None = None,
+        limits: HubLimits | None = None,
         is_open: bool = False,
         legacy_websocket: LegacyWebsocket = "on",
-        assets: Assets | None = None,
-        guard: Guard | None = None,
-        estate: Estate | None = None,
+        assets: FileStore | None = None,
+        guard: UrlGuard | None = None,
+        estate: TenantServices | None = None,
         shred: Callable[[TenantId], Awaitable[object]] | None = None,
         retention: Retention | None = None,
         proxies: TrustedProxies | None = None,
@@ -87,24 +87,24 @@ class Hub:
             "operations": kept.audit_days * DAY_S,
             "jobs": kept.audit_jobs_days * DAY_S,
         }
-        self.audit = Audit(cabinet, clock, SystemChance(), keep_s)
+        self.audit = AuditLog(cabinet, clock, SystemRandom(), keep_s)
         self._worker_log = WorkerLog(engine, cabinet, self.audit)
-        self.limits = limits or Limits()
+        self.limits = limits or HubLimits()
         self._is_stopping = False
-        self._rooms, self._fleet = Rooms(engine), FleetFeed(engine)
-        self.places = places = Places(self.limits)
+        self._rooms, self._fleet = JobChannels(engine), FleetFeed(engine)
+        self.places = places = ConnectionLimits(self.limits)
         metrics = Metrics(places, version_here())
         engine.measured_by(metrics.wrote)
         self._streams = StreamHandlers(engine, self._rooms, self._fleet, places, self.limits.beat_s)
-        guard, book, webhooks = guard or Guard(), Deliveries(cabinet), Webhooks(cabinet, clock)
-        sender = Sender(engine, book, webhooks, guard, SystemChance())
-        self._delivering = Delivering(
-            engine, book, webhooks, guard, sender, Pending(book, self.limits.max_pending_deliveries)
+        guard, book, webhooks = guard or UrlGuard(), WebhookOutbox(cabinet), Webhooks(cabinet, clock)
+        sender = WebhookSender(engine, book, webhooks, guard, SystemRandom())
+        self._delivering = WebhookDispatcher(
+            engine, book, webhooks, guard, sender, PendingDeliveries(book, self.limits.max_pending_deliveries)
         )
-        credentials = Credentials(self.keys, clock, self.limits, is_open=is_open)
-        keyed = KeyedWorkers(engine, self.keys)
-        self._key_watch = KeyWatch(self.keys, places, keyed, self.limits.beat_s)
-        estate = estate or Estate(engine.store, clock, {})
+        credentials = Authenticator(self.keys, clock, self.limits, is_open=is_open)
+        keyed = WorkersByKey(engine, self.keys)
+        self._key_watch = RevocationWatch(self.keys, places, keyed, self.limits.beat_s)
+        estate = estate or TenantServices(engine.store, clock, {})
         tenants, pools = estate.tenants, estate.pools
         duties = {
             "entries of the audit log": self.audit.tidy,
@@ -113,23 +113,29 @@ class Hub:
         }
         if assets is not None:
             duties["files"] = assets.tidy
-        self.upkeep = Upkeep(duties)
-        shares = ShareKeeper(engine.store.shares)
-        engine.judged_by(TermsGate(tenants, pools, cabinet, engine.clock, is_shared=engine.store.is_shared))
-        engine.suspends_by(Suspending(tenants, shares, self.audit).suspend)
-        belongings = Belongings(
+        self.upkeep = HubMaintenance(duties)
+        shares = FairShareSync(engine.store.shares)
+        engine.judged_by(
+            TermsAdmission(tenants, pools, cabinet, engine.clock, is_shared=engine.store.is_shared)
+        )
+        engine.suspends_by(TenantSuspension(tenants, shares, self.audit).suspend)
+        belongings = TenantResources(
             cancel=engine.cancel,
             revoked=partial(_end_key, credentials, places),
             erase_files=None if assets is None else assets.forget_tenant,
             shred=shred,
         )
-        mover = Mover(tenants, pools, asyncio.sleep)
-        leaver = Leaver(engine.store, estate.homes, self.keys, webhooks, book, belongings, asyncio.sleep)
-        stats = StatsDesk(engine, time.monotonic)
-        judge = TermsJudge(estate.apart.central, tenants, engine.judge.judge_again, asyncio.sleep)
-        self._tenant_duties = TenantDuties(cabinet, clock, tenants, mover, leaver, judge, shares, self.audit)
-        self.unrunnable = UnrunnableJobs(engine, tenants, cabinet, engine.clock)
-        inputs = InputDesk(engine, assets)
+        mover = TenantRelocation(tenants, pools, asyncio.sleep)
+        leaver = TenantDeletion(
+            engine.store, estate.homes, self.keys, webhooks, book, belongings, asyncio.sleep
+        )
+        stats = TenantQueueStats(engine, time.monotonic)
+        judge = TermsReview(estate.apart.central, tenants, engine.judge.judge_again, asyncio.sleep)
+        self._tenant_duties = TenantMaintenance(
+            cabinet, clock, tenants, mover, leaver, judge, shares, self.audit
+        )
+        self.unrunnable = UnrunnableJobTimeout(engine, tenants, cabinet, engine.clock)
+        inputs = JobInputFiles(engine, assets)
         workers = WorkerHandlers(engine, self.limits.max_wait_s, assets, inputs, keyed)
         health = HealthHandlers(engine.store, cabinet, clock, ROUTES, lambda: self._is_stopping)
         handlers: dict[str, Handler] = {
@@ -149,8 +155,8 @@ class Hub:
             **MetricsHandlers(engine, metrics).bound(),
             **health.bound(),
         }
-        self._bodies = Bodies(self.limits)
-        self._door = Door(
+        self._bodies = LargeBodies(self.limits)
+        self._door = RequestPipeline(
             ROUTES,
             handlers,
             credentials,
@@ -161,7 +167,7 @@ class Hub:
             self._bodies,
             health.suspect,
         )
-        self._sockets = Sockets(
+        self._sockets = WebSocketServer(
             engine,
             self._rooms,
             self._fleet,
@@ -248,6 +254,6 @@ class Hub:
                 return
 
 
-def _end_key(credentials: Credentials, places: Places, key_id: str) -> None:
+def _end_key(credentials: Authenticator, places: ConnectionLimits, key_id: str) -> None:
     credentials.forget(key_id)
     places.end(key_id)

@@ -19,12 +19,12 @@ import msgspec
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.job_list import records_of
 from comfyfleet.engine.operator_commands import Action
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.hub.http.router import page_of
 from comfyfleet.model.access import Caller
 from comfyfleet.model.block import UNTIL_LIFTED, Block
 from comfyfleet.model.calls import JobFilter
-from comfyfleet.model.dispatch import Dispatch, Phase, Standing
+from comfyfleet.model.dispatch import Dispatch, Phase, Readiness
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
 from comfyfleet.model.worker import TenantAccess, WorkerRecord, WorkerStatus
@@ -92,12 +92,12 @@ _MAX_KNOWN = 1_000
 
 class _Counted(msgspec.Struct, frozen=True):
     phases: Counter[Phase]
-    standings: Counter[Standing]
+    standings: Counter[Readiness]
     payload_bytes: int
     jobs: int
 
 
-class StatsDesk:
+class TenantQueueStats:
     def __init__(self, engine: Engine, now: Callable[[], float]) -> None:
         """`now` is a clock that only goes forward."""
         self._engine = engine
@@ -120,9 +120,9 @@ class StatsDesk:
             if not worker.is_offline and admits(worker.capabilities.tenant_access, scope, is_strict=False)
         ]
         return StatsBody(
-            waiting=counted.standings[Standing.IN_LANE],
-            delayed=counted.standings[Standing.DELAYED],
-            paused=counted.standings[Standing.PAUSED],
+            waiting=counted.standings[Readiness.IN_LANE],
+            delayed=counted.standings[Readiness.DELAYED],
+            paused=counted.standings[Readiness.PAUSED],
             leased=counted.phases[Phase.LEASED],
             completed=counted.phases[Phase.COMPLETED],
             failed=counted.phases[Phase.FAILED],
@@ -161,7 +161,7 @@ class StatsDesk:
 
 
 class FleetHandlers:
-    def __init__(self, engine: Engine, stats: StatsDesk) -> None:
+    def __init__(self, engine: Engine, stats: TenantQueueStats) -> None:
         self._engine = engine
         self._stats = stats
 
@@ -189,36 +189,36 @@ class FleetHandlers:
 
     # the queue
 
-    async def stats(self, call: Call[None]) -> Reply:
+    async def stats(self, call: HubRequest[None]) -> Reply:
         return Reply(200, await self._stats.of(call.caller.scope))
 
-    async def pause_queue(self, call: Call[None]) -> Reply:
+    async def pause_queue(self, call: HubRequest[None]) -> Reply:
         await self._engine.pause_queue(True)
         return Reply(200, answers.QueueBody(True))
 
-    async def resume_queue(self, call: Call[None]) -> Reply:
+    async def resume_queue(self, call: HubRequest[None]) -> Reply:
         await self._engine.pause_queue(False)
         return Reply(200, answers.QueueBody(False))
 
     # the dead letter
 
-    async def list_dead(self, call: Call[bodies.PageQuery]) -> Reply:
+    async def list_dead(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         limit, after = call.given.limit, call.given.cursor
         dead = await self._engine.dead_letter(limit, None if after is None else JobId(after))
         records = await records_of(self._engine.store.records, [dispatch.job_id for dispatch in dead])
         jobs = [answers.job(record) for record in records if call.caller.sees(record.tenant)]
         return Reply(200, answers.JobList(tuple(jobs), dead[-1].job_id if len(dead) == limit else None))
 
-    async def retry_dead(self, call: Call[None]) -> Reply:
+    async def retry_dead(self, call: HubRequest[None]) -> Reply:
         return Reply(200, answers.submitted(await self._engine.retry(JobId(call.parameters["job_id"]))))
 
-    async def purge_dead(self, call: Call[bodies.PurgeBody]) -> Reply:
+    async def purge_dead(self, call: HubRequest[bodies.PurgeBody]) -> Reply:
         before = bodies.seconds_of(call.given.before)
         return Reply(200, answers.PurgeAnswer(await self._engine.purge_dead_letter(before, call.given.limit)))
 
     # workers
 
-    async def list_workers(self, call: Call[bodies.WorkersQuery]) -> Reply:
+    async def list_workers(self, call: HubRequest[bodies.WorkersQuery]) -> Reply:
         found = await workers_seen(self._engine, call.caller)
         wanted = call.given.status
         if wanted == "active":
@@ -228,7 +228,7 @@ class FleetHandlers:
         page, cursor = page_of(found, call.given, lambda worker: worker.id)
         return Reply(200, answers.WorkerList(tuple(map(answers.summary, page)), cursor))
 
-    async def get_worker(self, call: Call[None]) -> Reply:
+    async def get_worker(self, call: HubRequest[None]) -> Reply:
         worker = await self._known(call)
         leases = await self._engine.store.leases_of(worker.worker_id)
         if not may_see(worker, leases, call.caller):
@@ -236,20 +236,20 @@ class FleetHandlers:
         ends = await blocks_of(self._engine, call.caller, worker.worker_id)
         return Reply(200, with_blocks(details(worker, leases, call.caller), ends))
 
-    async def drain(self, call: Call[None]) -> Reply:
+    async def drain(self, call: HubRequest[None]) -> Reply:
         await self._engine.drain_worker((await self._known(call)).worker_id)
         return await self.get_worker(call)
 
-    async def pause(self, call: Call[None]) -> Reply:
+    async def pause(self, call: HubRequest[None]) -> Reply:
         await self._engine.pause_worker((await self._known(call)).worker_id, True)
         return await self.get_worker(call)
 
-    async def resume(self, call: Call[None]) -> Reply:
+    async def resume(self, call: HubRequest[None]) -> Reply:
         worker = await self._engine.resume_worker(WorkerId(call.parameters["worker_id"]))
         leases = await self._engine.store.leases_of(worker.worker_id)
         return Reply(200, details(worker, leases, call.caller))
 
-    async def refresh(self, call: Call[None]) -> Reply:
+    async def refresh(self, call: HubRequest[None]) -> Reply:
         worker = await self._known(call)
         if worker.is_offline:
             raise Refusal(
@@ -259,29 +259,29 @@ class FleetHandlers:
         await self._engine.refresh_worker(worker.worker_id)
         return await self.get_worker(call)
 
-    async def drain_all(self, call: Call[None]) -> Reply:
+    async def drain_all(self, call: HubRequest[None]) -> Reply:
         return await self._command_all("drain", call)
 
-    async def pause_all(self, call: Call[None]) -> Reply:
+    async def pause_all(self, call: HubRequest[None]) -> Reply:
         return await self._command_all("pause", call)
 
-    async def resume_all(self, call: Call[None]) -> Reply:
+    async def resume_all(self, call: HubRequest[None]) -> Reply:
         return await self._command_all("resume", call)
 
-    async def _command_all(self, action: Action, call: Call[None]) -> Reply:
+    async def _command_all(self, action: Action, call: HubRequest[None]) -> Reply:
         changed = await self._engine.command_workers(action)
         leases = await self._engine.leases(changed)
         found = (details(worker, leases[worker.worker_id], call.caller) for worker in changed)
         return Reply(200, answers.WorkerList(tuple(map(answers.summary, found))))
 
-    async def remove(self, call: Call[None]) -> Reply:
+    async def remove(self, call: HubRequest[None]) -> Reply:
         worker = await self._known(call)
         await self._engine.remove_worker(worker.worker_id, is_kept_out=not worker.is_offline)
         return Reply(204)
 
     # blocks
 
-    async def list_blocks(self, call: Call[bodies.WholeQuery]) -> Reply:
+    async def list_blocks(self, call: HubRequest[bodies.WholeQuery]) -> Reply:
         now = await self._engine.store.now()
         found = [
             block
@@ -291,13 +291,13 @@ class FleetHandlers:
         page, cursor = page_of(found, call.given, lambda block: f"{block.worker_id}/{block.target}")
         return Reply(200, answers.BlockList(tuple(map(answers.block, page)), cursor))
 
-    async def lift_block(self, call: Call[None]) -> Reply:
+    async def lift_block(self, call: HubRequest[None]) -> Reply:
         worker_id, target = call.parameters["worker_id"], call.parameters["target"]
         if not await self._engine.unblock(WorkerId(worker_id), target):
             raise Refusal(RefusalCode.NOT_FOUND, f"worker {worker_id!r} is not kept from {target!r}")
         return Reply(204)
 
-    async def _known(self, call: Call[None]) -> WorkerRecord:
+    async def _known(self, call: HubRequest[None]) -> WorkerRecord:
         worker_id = call.parameters["worker_id"]
         for worker in await self._engine.workers():
             if worker.worker_id == worker_id:

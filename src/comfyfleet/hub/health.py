@@ -10,9 +10,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.model.errors import Fault
-from comfyfleet.ports import Cabinet, Clock, Store
+from comfyfleet.ports import Clock, DocumentStore, Store
 from comfyfleet.wire.answers import HealthBody
 from comfyfleet.wire.openapi import document
 from comfyfleet.wire.route import Route
@@ -34,7 +34,7 @@ class HealthHandlers:
     def __init__(
         self,
         store: Store,
-        cabinet: Cabinet,
+        cabinet: DocumentStore,
         clock: Clock,
         routes: tuple[Route, ...],
         is_stopping: Callable[[], bool],
@@ -52,10 +52,10 @@ class HealthHandlers:
     def bound(self) -> dict[str, Handler]:
         return {"health": self.ready, "live": self.live, "openapi": self.openapi}
 
-    async def live(self, call: Call[None]) -> Reply:
+    async def live(self, call: HubRequest[None]) -> Reply:
         return Reply(200, HealthBody("ok", self._version))
 
-    async def ready(self, call: Call[None]) -> Reply:
+    async def ready(self, call: HubRequest[None]) -> Reply:
         """Ready means that a job can be taken and kept."""
         if self._is_stopping():
             return Reply(503, HealthBody("stopping", self._version), {"retry-after": "1"})
@@ -99,7 +99,7 @@ class HealthHandlers:
             return f"the store cannot be asked: {type(error).__name__}"
         return ""
 
-    async def openapi(self, call: Call[None]) -> Reply:
+    async def openapi(self, call: HubRequest[None]) -> Reply:
         return Reply(200, self._document)
 
 

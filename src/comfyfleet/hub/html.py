@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from comfyfleet.wire.answers import JobBody, StatsBody, WorkerBody
-from comfyfleet.wire.problems import Answered
+from comfyfleet.wire.problems import ProblemAnswer
 
 REFRESH_S = 5
 
@@ -103,7 +103,7 @@ def _ago(at: float, now: float) -> str:
     return f"{seconds:.0f} s ago"
 
 
-def refusal_page(answered: Answered) -> str:
+def refusal_page(answered: ProblemAnswer) -> str:
     """For a browser: what is wrong and, where a key is missing, how to give one."""
     body = answered.body
     parts = [f"<h1>{escape(str(body['title']))}</h1>"]

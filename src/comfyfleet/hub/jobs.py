@@ -22,10 +22,10 @@ from typing import NamedTuple
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.files.job_files import InputDesk
+from comfyfleet.hub.files.job_files import JobInputFiles
 from comfyfleet.hub.http.body import PIECE_BYTES, check_json
 from comfyfleet.hub.http.credentials import check_sees, owner_of
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.hub.local_worker_api import made_safe
 from comfyfleet.model.access import Caller
 from comfyfleet.model.calls import JobFilter, JobView
@@ -35,8 +35,8 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkflowHash, traceparent_of
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.workflow import check_workflow, decoded_graph
-from comfyfleet.ports import Assets
-from comfyfleet.tenancy.tenants import Homes
+from comfyfleet.ports import FileStore
+from comfyfleet.tenancy.tenants import TenantDirectory
 from comfyfleet.tracing import about
 from comfyfleet.wire import answers, bodies
 from comfyfleet.wire.answers import payload_body
@@ -61,12 +61,12 @@ _ITEM = bodies.SubmitDecoder()
 class _Item(NamedTuple):
     """A job of a batch."""
 
-    body: bodies.SentSubmit | Refusal
+    body: bodies.RawSubmitBody | Refusal
     size: int
 
 
 class JobHandlers:
-    def __init__(self, engine: Engine, assets: Assets | None, inputs: InputDesk) -> None:
+    def __init__(self, engine: Engine, assets: FileStore | None, inputs: JobInputFiles) -> None:
         self._engine = engine
         self._assets = assets
         self._inputs = inputs
@@ -90,7 +90,7 @@ class JobHandlers:
 
     # submit
 
-    async def submit(self, call: Call[bodies.SentSubmit]) -> Reply:
+    async def submit(self, call: HubRequest[bodies.RawSubmitBody]) -> Reply:
         key = _idempotency_key(call.headers)
         answer = await self._submit(
             partial(_submission, call.take(), call.caller, key, call.traceparent, call.is_large),
@@ -112,7 +112,7 @@ class JobHandlers:
                 _LOG.info("submitted%s", ", as it was before" if submitted.is_repeat else "")
         return answers.submitted(submitted)
 
-    async def submit_batch(self, call: Call[bodies.BatchBody]) -> Reply:
+    async def submit_batch(self, call: HubRequest[bodies.BatchBody]) -> Reply:
         key, jobs = _idempotency_key(call.headers), call.given.jobs
         items: list[answers.BatchItem] = []
         # Where other processes fill the same queue, whatever is under way together may go beyond its brim.
@@ -154,7 +154,7 @@ class JobHandlers:
             return answers.BatchItem(answered.status, problem=answered.body)
         return answers.BatchItem(200 if answer.is_repeat else 201, answer)
 
-    async def convert(self, call: Call[bodies.ConvertBody]) -> Reply:
+    async def convert(self, call: HubRequest[bodies.ConvertBody]) -> Reply:
         workflow, is_large = call.given.workflow, call.is_large
         if is_editor_workflow(workflow):
             workflow, is_large = await self._engine.convert(workflow, call.caller.owner), True
@@ -164,7 +164,7 @@ class JobHandlers:
 
     # look
 
-    async def list_jobs(self, call: Call[bodies.ListQuery]) -> Reply:
+    async def list_jobs(self, call: HubRequest[bodies.ListQuery]) -> Reply:
         query = call.given
         tenant = call.caller.scope
         if query.tenant is not None:
@@ -185,15 +185,15 @@ class JobHandlers:
         page = await self._engine.listing(wanted, query.limit, after, newest_first=newest_first)
         return Reply(200, answers.JobList(tuple(map(answers.job, page.jobs)), page.after))
 
-    async def get_job(self, call: Call[None]) -> Reply:
+    async def get_job(self, call: HubRequest[None]) -> Reply:
         return Reply(200, answers.details(await self._view(call)))
 
-    async def get_payload(self, call: Call[None]) -> Reply:
+    async def get_payload(self, call: HubRequest[None]) -> Reply:
         job = (await self._view(call)).job
         _check_readable(job, "payload")
         return Reply(200, payload_body(job))
 
-    async def get_result(self, call: Call[None]) -> Reply:
+    async def get_result(self, call: HubRequest[None]) -> Reply:
         view = await self._view(call)
         phase, job = view.dispatch.phase, view.job
         _check_readable(job, "result")
@@ -217,41 +217,43 @@ class JobHandlers:
             files.append(file)
         return msgspec.structs.replace(result, files=tuple(files))
 
-    async def explain(self, call: Call[None]) -> Reply:
+    async def explain(self, call: HubRequest[None]) -> Reply:
         told = await self._engine.explain(await self._mine(call), call.caller.scope)
         return Reply(200, msgspec.structs.replace(told, id=told.job_id))
 
     # change
 
-    async def cancel(self, call: Call[bodies.CancelRequest]) -> Reply:
+    async def cancel(self, call: HubRequest[bodies.CancelRequest]) -> Reply:
         job_id = await self._mine(call)
         answer = await self._engine.cancel(job_id, call.given.reason)
         return Reply(200, answers.CancelBody(job_id, spell(answer.phase), answer.cancel_requested))
 
-    async def retry(self, call: Call[None]) -> Reply:
+    async def retry(self, call: HubRequest[None]) -> Reply:
         return Reply(200, answers.submitted(await self._engine.retry(await self._mine(call))))
 
-    async def pause(self, call: Call[None]) -> Reply:
+    async def pause(self, call: HubRequest[None]) -> Reply:
         await self._engine.pause(await self._mine(call))
         return await self.get_job(call)
 
-    async def resume(self, call: Call[None]) -> Reply:
+    async def resume(self, call: HubRequest[None]) -> Reply:
         await self._engine.resume(await self._mine(call))
         return await self.get_job(call)
 
-    async def change(self, call: Call[bodies.ChangeBody]) -> Reply:
+    async def change(self, call: HubRequest[bodies.ChangeBody]) -> Reply:
         job_id = await self._mine(call)
         await self._engine.set_priority(job_id, call.given.priority)
         return Reply(200, answers.details(await self._engine.get(job_id)))
 
     # whose
 
-    async def _mine(self, call: Call[None] | Call[bodies.ChangeBody] | Call[bodies.CancelRequest]) -> JobId:
+    async def _mine(
+        self, call: HubRequest[None] | HubRequest[bodies.ChangeBody] | HubRequest[bodies.CancelRequest]
+    ) -> JobId:
         job_id = JobId(call.parameters["job_id"])
         await check_sees(call.caller, self._engine.store, job_id)
         return job_id
 
-    async def _view(self, call: Call[None]) -> JobView:
+    async def _view(self, call: HubRequest[None]) -> JobView:
         return await self._engine.get(JobId(call.parameters["job_id"]), call.caller.scope)
 
 
@@ -272,7 +274,7 @@ async def _decoded(raw: msgspec.Raw) -> _Item:
     return _Item(await asyncio.to_thread(_item, raw, size), size)
 
 
-def _item(raw: msgspec.Raw, size: int) -> bodies.SentSubmit | Refusal:
+def _item(raw: msgspec.Raw, size: int) -> bodies.RawSubmitBody | Refusal:
     try:
         if size > PIECE_BYTES:
             # The batch was weighed as text; of each job the values count, as if it had come alone.
@@ -284,7 +286,7 @@ def _item(raw: msgspec.Raw, size: int) -> bodies.SentSubmit | Refusal:
         return Refusal(RefusalCode.INVALID_REQUEST, f"the job is not what is expected: {error}")
 
 
-def _own_reference(body: bodies.SentSubmit) -> str | None:
+def _own_reference(body: bodies.RawSubmitBody) -> str | None:
     return body.reference or body.id
 
 
@@ -329,14 +331,14 @@ _AGAIN_S = 5.0
 
 
 class DeleteHandlers:
-    def __init__(self, engine: Engine, homes: Homes) -> None:
+    def __init__(self, engine: Engine, homes: TenantDirectory) -> None:
         self._engine = engine
         self._homes = homes
 
     def bound(self) -> dict[str, Handler]:
         return {"delete_job": self.delete}
 
-    async def delete(self, call: Call[None]) -> Reply:
+    async def delete(self, call: HubRequest[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         await check_sees(call.caller, self._engine.store, job_id)
         await self._engine.forget(job_id, self._forget_apart)

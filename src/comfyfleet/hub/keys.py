@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from comfyfleet.hub.audit.log import Audit
-from comfyfleet.hub.http.credentials import Credentials, KeyedWorkers
-from comfyfleet.hub.http.limits import Places
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.audit.log import AuditLog
+from comfyfleet.hub.http.credentials import Authenticator, WorkersByKey
+from comfyfleet.hub.http.limits import ConnectionLimits
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.model.ids import TenantId, WorkerId
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.wire import bodies, worker
@@ -14,7 +14,12 @@ from comfyfleet.wire import keys as wire
 
 class KeyHandlers:
     def __init__(
-        self, keys: Keys, credentials: Credentials, places: Places, audit: Audit, workers: KeyedWorkers
+        self,
+        keys: Keys,
+        credentials: Authenticator,
+        places: ConnectionLimits,
+        audit: AuditLog,
+        workers: WorkersByKey,
     ) -> None:
         self._keys = keys
         self._audit = audit
@@ -36,12 +41,12 @@ class KeyHandlers:
             "list_audit": self.list_audit,
         }
 
-    async def list_keys(self, call: Call[bodies.PageQuery]) -> Reply:
+    async def list_keys(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         found = await self._keys.listing(call.given.cursor or "", call.given.limit)
         cursor = found[-1].key_id if len(found) == call.given.limit else None
         return Reply(200, wire.KeyList(tuple(map(wire.view, found)), cursor))
 
-    async def create(self, call: Call[wire.KeyBody]) -> Reply:
+    async def create(self, call: HubRequest[wire.KeyBody]) -> Reply:
         body = call.given
         key, secret = await self._keys.create(
             body.role,
@@ -52,7 +57,7 @@ class KeyHandlers:
         )
         return Reply(201, wire.made(key, secret), made=key.key_id)
 
-    async def revoke(self, call: Call[None]) -> Reply:
+    async def revoke(self, call: HubRequest[None]) -> Reply:
         key = await self._keys.revoke(call.parameters["key_id"])
         await self._end(key.key_id, key.worker_id)
         return Reply(200, wire.view(key))
@@ -63,10 +68,10 @@ class KeyHandlers:
         self._places.end(key_id)
         await self._workers.end(key_id, worker_id)
 
-    async def rotate_own(self, call: Call[wire.RotateBody]) -> Reply:
+    async def rotate_own(self, call: HubRequest[wire.RotateBody]) -> Reply:
         return await self._rotate(call.caller.key_id, call.given.overlap_s)
 
-    async def rotate(self, call: Call[wire.RotateBody]) -> Reply:
+    async def rotate(self, call: HubRequest[wire.RotateBody]) -> Reply:
         return await self._rotate(call.parameters["key_id"], call.given.overlap_s)
 
     async def _rotate(self, key_id: str, overlap_s: float) -> Reply:
@@ -74,13 +79,13 @@ class KeyHandlers:
         self._credentials.forget(key.key_id)
         return Reply(200, wire.made(key, secret))
 
-    async def list_enrolments(self, call: Call[bodies.PageQuery]) -> Reply:
+    async def list_enrolments(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         found, now = await self._keys.invites(call.given.cursor or "", call.given.limit), self._keys.now()
         cursor = found[-1].token_id if len(found) == call.given.limit else None
         views = tuple(wire.enrolment_view(each, now) for each in found)
         return Reply(200, wire.EnrolmentList(views, cursor))
 
-    async def invite(self, call: Call[wire.EnrolmentBody]) -> Reply:
+    async def invite(self, call: HubRequest[wire.EnrolmentBody]) -> Reply:
         body = call.given
         enrolment, token = await self._keys.invite(
             uses=body.uses,
@@ -89,22 +94,22 @@ class KeyHandlers:
             replaces=body.replace,
         )
         uses = enrolment.uses_left
-        made = wire.EnrolmentMade(
+        made = wire.CreatedEnrolment(
             token, enrolment.expires_at, uses, enrolment.token_id, enrolment.created_at, uses
         )
         return Reply(201, made, made=enrolment.token_id)
 
-    async def uninvite(self, call: Call[None]) -> Reply:
+    async def uninvite(self, call: HubRequest[None]) -> Reply:
         await self._keys.uninvite(call.parameters["token_id"])
         return Reply(204)
 
-    async def enrol(self, call: Call[worker.EnrolBody]) -> Reply:
+    async def enrol(self, call: HubRequest[worker.EnrolBody]) -> Reply:
         key, secret, ended = await self._keys.enrol(call.given.token, WorkerId(call.given.worker_id))
         for key_id in ended:
             await self._end(key_id, key.worker_id)
         return Reply(201, wire.made(key, secret), made=key.key_id)
 
-    async def list_audit(self, call: Call[wire.AuditQuery]) -> Reply:
+    async def list_audit(self, call: HubRequest[wire.AuditQuery]) -> Reply:
         asked = call.given
         since = bodies.seconds_of(asked.since)
         found, cursor = await self._audit.page(asked.kind, asked.cursor or "", asked.limit, since)

@@ -19,18 +19,18 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.files.job_files import InputDesk, OutputDesk
+from comfyfleet.hub.files.job_files import JobInputFiles, JobOutputFiles
 from comfyfleet.model.calls import (
-    Beat,
     Command,
     Completion,
     FailureReport,
+    HeartbeatReply,
     LeasedJob,
     Poll,
+    ProgressReport,
     RegisterWorker,
     Release,
-    Report,
-    Settled,
+    ReportReply,
 )
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
@@ -40,17 +40,17 @@ from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import WorkerRecord
 from comfyfleet.policy.sanitizer import safe_result
-from comfyfleet.ports import Assets, OutputSource
+from comfyfleet.ports import FileStore, OutputSource
 from comfyfleet.wire.files import output_body
 
 _PIECE = 1 << 20
 
 
-class InsideApi:
-    def __init__(self, engine: Engine, assets: Assets) -> None:
+class LocalWorkerApi:
+    def __init__(self, engine: Engine, assets: FileStore) -> None:
         self._engine = engine
         self._assets = assets
-        self._inputs = InputDesk(engine, assets)
+        self._inputs = JobInputFiles(engine, assets)
 
     async def register(self, call: RegisterWorker) -> WorkerRecord:
         return await self._engine.register(self._inputs.admitted(call))
@@ -62,19 +62,19 @@ class InsideApi:
         job = await self._engine.poll(call)
         return None if job is None else await self._inputs.linked(job)
 
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         return await self._engine.heartbeat(worker_id, refs)
 
-    async def progress(self, reports: Sequence[Report]) -> Beat:
+    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
         return await self._engine.progress(reports)
 
-    async def complete(self, call: Completion) -> Settled:
+    async def complete(self, call: Completion) -> ReportReply:
         return await self._engine.complete(call)
 
-    async def fail(self, call: FailureReport) -> Settled:
+    async def fail(self, call: FailureReport) -> ReportReply:
         return await self._engine.fail(call)
 
-    async def release(self, call: Release) -> Settled:
+    async def release(self, call: Release) -> ReportReply:
         return await self._engine.release(call)
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
@@ -103,7 +103,7 @@ class InsideApi:
             await source.save(file, path)
             size, digest = await asyncio.to_thread(_measure, path)
             said = output_body(file.filename, size, digest)
-            desk = OutputDesk(self._engine, self._assets)
+            desk = JobOutputFiles(self._engine, self._assets)
             (record,) = await desk.announce(await desk.leased(ref), ref, (said,))
             await self._assets.receive(record, _pieces(path))
             return await self._completed(record.file_id)

@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 EVERY_S = 60.0
 
 
-class Upkeep:
+class HubMaintenance:
     def __init__(self, duties: Mapping[str, Callable[[], Awaitable[None]]], every_s: float = EVERY_S) -> None:
         """`duties` by what they see to."""
         self._duties = dict(duties)

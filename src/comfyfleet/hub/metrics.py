@@ -18,9 +18,9 @@ from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.http.limits import Places
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
-from comfyfleet.model.dispatch import Written
+from comfyfleet.hub.http.limits import ConnectionLimits
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.model.dispatch import WriteResult
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.failure import FailureKind
@@ -49,7 +49,7 @@ _RUN_S = (0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600)
 _REQUEST_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 30, 60)
 
 
-class Standing(msgspec.Struct, frozen=True):
+class StoredFigures(msgspec.Struct, frozen=True):
     """What stands in the store."""
 
     counts: Counts
@@ -60,7 +60,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Metrics:
-    def __init__(self, places: Places, version: str) -> None:
+    def __init__(self, places: ConnectionLimits, version: str) -> None:
         self._places = places
         self._version = version
         self._registry = registry = CollectorRegistry(auto_describe=False)
@@ -102,18 +102,18 @@ class Metrics:
             registry=registry,
         )
         self._by_answer: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
-        self._standing: Standing | None = None
+        self._standing: StoredFigures | None = None
         self._idle_slots = 0
         registry.register(self)
 
     # heard
 
-    def wrote(self, written: Written) -> None:
+    def wrote(self, written: WriteResult) -> None:
         """Every write of this process' engine."""
         for fact in written.facts:
             self._count(fact, written)
 
-    def _count(self, fact: Fact, written: Written) -> None:
+    def _count(self, fact: Fact, written: WriteResult) -> None:
         data = fact.data or {}
         if fact.kind is FactKind.QUEUED:
             self._events["submitted" if fact.round == 1 else "reopened"].inc()
@@ -143,7 +143,7 @@ class Metrics:
 
     # told
 
-    def text(self, standing: Standing | None, idle_slots: int) -> bytes:
+    def text(self, standing: StoredFigures | None, idle_slots: int) -> bytes:
         """`standing` is None where the store does not answer: then what this process knows is told alone."""
         self._standing, self._idle_slots = standing, idle_slots
         return generate_latest(self._registry)
@@ -168,7 +168,7 @@ class Metrics:
             yield from _in_store(standing)
 
 
-def _in_store(standing: Standing) -> Iterator[GaugeMetricFamily]:
+def _in_store(standing: StoredFigures) -> Iterator[GaugeMetricFamily]:
     counts = standing.counts
     jobs = GaugeMetricFamily(
         "comfyfleet_jobs", "Jobs in the store; ended ones until they are forgotten", labels=["phase"]
@@ -210,7 +210,7 @@ class MetricsHandlers:
     def bound(self) -> dict[str, Handler]:
         return {"metrics": self.scrape}
 
-    async def scrape(self, call: Call[None]) -> Reply:
+    async def scrape(self, call: HubRequest[None]) -> Reply:
         if call.caller.scope is not None:
             raise Refusal(
                 RefusalCode.NOT_ALLOWED,
@@ -227,7 +227,7 @@ class MetricsHandlers:
         text = self._metrics.text(standing, self._engine.idle_slots)
         return Reply(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    async def _look(self) -> Standing:
+    async def _look(self) -> StoredFigures:
         # All records of a large fleet are megabytes: what was read just now is not read again.
         store, workers = self._engine.store, await self._engine.workers(max_age_s=_WORKERS_MAX_AGE_S)
         # Most of a long list are offline, and nobody need be asked.
@@ -235,4 +235,4 @@ class MetricsHandlers:
         statuses = Tally(worker_status(worker, held.get(worker.worker_id, [])) for worker in workers)
         slots = sum(worker.slots for worker in workers if not worker.is_offline)
         unrunnable = await self._engine.unrunnable()
-        return Standing(await store.counts(), await store.is_queue_paused(), statuses, slots, unrunnable)
+        return StoredFigures(await store.counts(), await store.is_queue_paused(), statuses, slots, unrunnable)

@@ -6,8 +6,8 @@ from starlette.responses import HTMLResponse
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub import html
-from comfyfleet.hub.fleet import StatsDesk, workers_seen
-from comfyfleet.hub.http.pipeline import Call, Handler
+from comfyfleet.hub.fleet import TenantQueueStats, workers_seen
+from comfyfleet.hub.http.pipeline import Handler, HubRequest
 from comfyfleet.model.calls import JobFilter
 from comfyfleet.wire import answers
 from comfyfleet.wire.route import LOOKERS
@@ -16,7 +16,7 @@ _RECENT = 20
 
 
 class PageHandlers:
-    def __init__(self, engine: Engine, stats: StatsDesk, version: str) -> None:
+    def __init__(self, engine: Engine, stats: TenantQueueStats, version: str) -> None:
         self._engine = engine
         self._stats = stats
         self._version = version
@@ -24,7 +24,7 @@ class PageHandlers:
     def bound(self) -> dict[str, Handler]:
         return {"status_page": self.status}
 
-    async def status(self, call: Call[None]) -> HTMLResponse:
+    async def status(self, call: HubRequest[None]) -> HTMLResponse:
         engine = self._engine
         stats = await self._stats.of(call.caller.scope)
         workers = await workers_seen(engine, call.caller) if call.caller.role in LOOKERS else None

@@ -14,12 +14,20 @@ from collections.abc import Iterable
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.files.job_files import InputDesk
-from comfyfleet.hub.http.credentials import KeyedWorkers
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.files.job_files import JobInputFiles
+from comfyfleet.hub.http.credentials import WorkersByKey
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.hub.local_worker_api import apart, has_many, made_safe
 from comfyfleet.model.access import Caller
-from comfyfleet.model.calls import Command, Completion, FailureReport, LeasedJob, Poll, Release, Report
+from comfyfleet.model.calls import (
+    Command,
+    Completion,
+    FailureReport,
+    LeasedJob,
+    Poll,
+    ProgressReport,
+    Release,
+)
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import bounded
@@ -28,7 +36,7 @@ from comfyfleet.model.job import JobResult
 from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import Capabilities, WorkerRecord
 from comfyfleet.policy.sanitizer import safe_failure, safe_news
-from comfyfleet.ports import Assets
+from comfyfleet.ports import FileStore
 from comfyfleet.tracing import about
 from comfyfleet.wire import worker as wire
 
@@ -43,9 +51,9 @@ class WorkerHandlers:
         self,
         engine: Engine,
         max_wait_s: float,
-        assets: Assets | None,
-        inputs: InputDesk,
-        keyed: KeyedWorkers,
+        assets: FileStore | None,
+        inputs: JobInputFiles,
+        keyed: WorkersByKey,
     ) -> None:
         self._engine = engine
         self._assets = assets
@@ -70,7 +78,7 @@ class WorkerHandlers:
 
     # coming and going
 
-    async def register(self, call: Call[wire.RegisterBody]) -> Reply:
+    async def register(self, call: HubRequest[wire.RegisterBody]) -> Reply:
         self.keyed.heard(call.caller, as_worker(call.caller, call.given.worker_id))
         record = await self._engine.register(self._inputs.admitted(wire.registration(call.given)))
         rules = self._engine.rules
@@ -89,11 +97,11 @@ class WorkerHandlers:
         )
         return Reply(200, answer)
 
-    async def unregister(self, call: Call[wire.UnregisterBody]) -> Reply:
+    async def unregister(self, call: HubRequest[wire.UnregisterBody]) -> Reply:
         await self._engine.unregister(as_worker(call.caller, call.given.worker_id), call.given.reason)
         return Reply(204)
 
-    async def describe(self, call: Call[wire.DescribeBody]) -> Reply:
+    async def describe(self, call: HubRequest[wire.DescribeBody]) -> Reply:
         worker_id = as_worker(call.caller, call.given.worker_id)
         if await self._worker(worker_id) is None:
             raise Refusal(
@@ -104,7 +112,7 @@ class WorkerHandlers:
 
     # work
 
-    async def poll(self, call: Call[wire.PollBody]) -> Reply:
+    async def poll(self, call: HubRequest[wire.PollBody]) -> Reply:
         body = call.given
         worker_id = as_worker(call.caller, body.worker_id)
         self.keyed.heard(call.caller, worker_id)
@@ -147,7 +155,7 @@ class WorkerHandlers:
                 _LOG.info("leased to %s", worker_id)
         return Reply(200, wire.lease_answer(await self._inputs.linked(job)))
 
-    async def heartbeat(self, call: Call[wire.HeartbeatBody]) -> Reply:
+    async def heartbeat(self, call: HubRequest[wire.HeartbeatBody]) -> Reply:
         body = call.given
         worker_id = as_worker(call.caller, body.worker_id)
         self.keyed.heard(call.caller, worker_id)
@@ -169,20 +177,20 @@ class WorkerHandlers:
         inputs = await self._inputs.renewed(beat.alive) if body.inputs else ()
         return Reply(200, wire.beat_answer(beat, self._engine.now(), inputs))
 
-    async def progress(self, call: Call[wire.ProgressBatch]) -> Reply:
+    async def progress(self, call: HubRequest[wire.ProgressBatch]) -> Reply:
         refs = [wire.lease_ref(each.lease) for each in call.given.reports]
         await check_holder(self._engine, call.caller, refs)
         beat = await self._engine.progress(await _reports(call))
         return Reply(200, wire.beat_answer(beat, self._engine.now()))
 
-    async def commands(self, call: Call[wire.CommandsBody]) -> Reply:
+    async def commands(self, call: HubRequest[wire.CommandsBody]) -> Reply:
         worker_id = as_worker(call.caller, call.given.worker_id)
         commands = await self._engine.commands(worker_id, self._wait_s(call.given))
         return Reply(200, wire.CommandsAnswer(wire.command_bodies(commands, self._engine.now())))
 
     # how it ends
 
-    async def complete(self, call: Call[wire.CompleteBody]) -> Reply:
+    async def complete(self, call: HubRequest[wire.CompleteBody]) -> Reply:
         body = call.given
         ref = wire.lease_ref(body.lease)
         await check_holder(self._engine, call.caller, [ref])
@@ -192,7 +200,7 @@ class WorkerHandlers:
         _tell_end(ref, "completed")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
-    async def fail(self, call: Call[wire.FailBody]) -> Reply:
+    async def fail(self, call: HubRequest[wire.FailBody]) -> Reply:
         body = call.given
         ref = wire.lease_ref(body.lease)
         await check_holder(self._engine, call.caller, [ref])
@@ -203,7 +211,7 @@ class WorkerHandlers:
         _tell_end(ref, f"failed ({body.failure.kind}): {body.failure.message[:1_000]}")
         return Reply(200, wire.settled_answer(settled, await self._following(call.caller, body.next, holder)))
 
-    async def release(self, call: Call[wire.ReleaseBody]) -> Reply:
+    async def release(self, call: HubRequest[wire.ReleaseBody]) -> Reply:
         ref = wire.lease_ref(call.given.lease)
         await check_holder(self._engine, call.caller, [ref])
         settled = await self._engine.release(Release(ref, call.given.reason))
@@ -280,13 +288,15 @@ class WorkerHandlers:
         return known[1]
 
 
-async def _reports(call: Call[wire.HeartbeatBody] | Call[wire.ProgressBatch]) -> list[Report]:
+async def _reports(
+    call: HubRequest[wire.HeartbeatBody] | HubRequest[wire.ProgressBatch],
+) -> list[ProgressReport]:
     told = call.given.reports
     is_large = call.is_large or has_many(report.data for report in told)
     return await apart(lambda: list(map(_safe_report, told)), is_large=is_large)
 
 
-def _safe_report(told: wire.ReportBody) -> Report:
+def _safe_report(told: wire.ReportBody) -> ProgressReport:
     report = wire.report(told)
     return msgspec.structs.replace(report, data=safe_news(report.data))
 

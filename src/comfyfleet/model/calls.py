@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseRef, Phase
-from comfyfleet.model.fact import Fact, NewsKind
+from comfyfleet.model.fact import Fact, ProgressKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import FetchedFile, InputFile
 from comfyfleet.model.ids import (
@@ -106,12 +106,12 @@ class JobPage(msgspec.Struct, frozen=True):
     after: JobId | None = None
 
 
-class CancelAnswer(msgspec.Struct, frozen=True):
+class CancelReply(msgspec.Struct, frozen=True):
     phase: Phase
     cancel_requested: bool
 
 
-class MissingFor(msgspec.Struct, frozen=True, omit_defaults=True):
+class WorkerMismatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """Why one worker does not take the job: the first reason and all of them."""
 
     worker_id: WorkerId
@@ -127,7 +127,7 @@ class Explanation(msgspec.Struct, frozen=True, omit_defaults=True):
     job_id: JobId
     phase: Phase
     summary: str
-    workers: tuple[MissingFor, ...] = ()
+    workers: tuple[WorkerMismatch, ...] = ()
     able: tuple[WorkerId, ...] = ()
     able_others: int = 0
     """How many can take it beside those that the caller knows by name."""
@@ -208,7 +208,7 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: str = ""
 
 
-class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
+class HeartbeatReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer to a heartbeat: which leases live on, which are lost, and what to do."""
 
     ttl_s: float
@@ -219,11 +219,11 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Node classes and models that jobs wait for and this worker does not have: to be looked for while that is so."""
 
 
-class Report(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProgressReport(msgspec.Struct, frozen=True, omit_defaults=True):
     """News from a running attempt."""
 
     ref: LeaseRef
-    kind: NewsKind
+    kind: ProgressKind
     data: dict[str, Any] = {}
     image: bytes | None = None
 
@@ -247,14 +247,14 @@ class Release(msgspec.Struct, frozen=True, omit_defaults=True):
     reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
 
 
-class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReportReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """The answer to a report that ends a lease."""
 
     phase: Phase
     will_retry: bool = False
 
 
-class Applicant(msgspec.Struct, frozen=True):
+class PendingRegistration(msgspec.Struct, frozen=True):
     """A worker without an engine of its own that waits to be admitted, or to be let go."""
 
     worker_id: WorkerId
@@ -265,14 +265,14 @@ class Applicant(msgspec.Struct, frozen=True):
     """Why what it declares cannot be read."""
 
 
-class ForeignReport(msgspec.Struct, frozen=True):
+class DirectWorkerFailure(msgspec.Struct, frozen=True):
     """A failure that a worker without an engine has told, and that waits for a verdict."""
 
     text: bytes
     call: FailureReport
 
 
-class FinishedRun(msgspec.Struct, frozen=True):
+class DirectWorkerCompletion(msgspec.Struct, frozen=True):
     """A run that a worker without an engine completed, and that there may be something to learn from."""
 
     job_id: JobId
@@ -294,11 +294,11 @@ class QueueStats(msgspec.Struct, frozen=True):
     """What the payloads of all jobs that are open take."""
 
 
-class Foreign(msgspec.Struct, frozen=True):
+class DirectWorkerBacklog(msgspec.Struct, frozen=True):
     """What workers without an engine have left for one to do."""
 
-    applicants: tuple[Applicant, ...] = ()
-    reports: tuple[ForeignReport, ...] = ()
+    applicants: tuple[PendingRegistration, ...] = ()
+    reports: tuple[DirectWorkerFailure, ...] = ()
     seen: Mapping[WorkerId, float] = {}
     """When each of them last called."""
     finished: int = 0
@@ -312,7 +312,7 @@ class RunningAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
     result: JobResult | None = None
 
 
-class WholeJob(msgspec.Struct, frozen=True):
+class JobSnapshot(msgspec.Struct, frozen=True):
     dispatch: Dispatch
     job: Job
     facts: tuple[Fact, ...]

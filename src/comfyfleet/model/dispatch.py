@@ -45,7 +45,7 @@ class Phase(StrEnum):
         return self in (Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
 
 
-class Standing(StrEnum):
+class Readiness(StrEnum):
     """Where a queued dispatch stands. Only one that stands in its lane can be leased."""
 
     IN_LANE = "in_lane"
@@ -112,7 +112,7 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     round: int = 1
     revision: int = 0
     phase: Phase = Phase.QUEUED
-    standing: Standing = Standing.IN_LANE
+    standing: Readiness = Readiness.IN_LANE
     queued_at: float = 0.0
     wake_at: float | None = None
     """When policy wants to look at this dispatch again. The end of its lease is the lease's own."""
@@ -199,7 +199,7 @@ class Dispatch(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def stands_in_lane(self) -> bool:
-        return self.phase is Phase.QUEUED and self.standing is Standing.IN_LANE
+        return self.phase is Phase.QUEUED and self.standing is Readiness.IN_LANE
 
     @property
     def is_unsettled(self) -> bool:
@@ -254,7 +254,7 @@ class Change(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """New values for fields of a dispatch. What is unset stays as it is."""
 
     phase: Phase | UnsetType = UNSET
-    standing: Standing | UnsetType = UNSET
+    standing: Readiness | UnsetType = UNSET
     class_key: ClassKey | UnsetType = UNSET
     priority: int | UnsetType = UNSET
     base_priority: int | UnsetType = UNSET
@@ -315,7 +315,7 @@ class Write(msgspec.Struct, frozen=True, omit_defaults=True):
     """New values for the job's record, where records live in the store's own database."""
 
 
-class Written(msgspec.Struct, frozen=True):
+class WriteResult(msgspec.Struct, frozen=True):
     dispatch: Dispatch
     facts: tuple[Fact, ...]
 

@@ -16,7 +16,7 @@ from comfyfleet.model.editor_graph import (
     SUBGRAPH_INPUT,
     EditorGraph,
     EditorNode,
-    Slot,
+    EditorSlot,
     read_editor_graph,
     types_match,
     variable_of,
@@ -256,7 +256,9 @@ class _Bounds:
         return value
 
 
-def _resolve_input(place: _Place, slot: Slot | None, kind: str, bounds: _Bounds) -> _Output | _Value | None:
+def _resolve_input(
+    place: _Place, slot: EditorSlot | None, kind: str, bounds: _Bounds
+) -> _Output | _Value | None:
     """What really feeds an input. None: nothing does, so its own value stays, where it has one."""
     while True:
         link = None if slot is None or slot.link is None else place.graph.links.get(slot.link)
@@ -325,7 +327,7 @@ def _setter(place: _Place | None, node: EditorNode) -> tuple[_Place, EditorNode]
     return None
 
 
-def _bypass(node: EditorNode, slot: int, kind: str) -> Slot | None:
+def _bypass(node: EditorNode, slot: int, kind: str) -> EditorSlot | None:
     """The input that a bypassed node hands on here: the one at the same place if it fits, else the first that does."""
     inputs = node.inputs
     if not inputs:

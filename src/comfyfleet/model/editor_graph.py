@@ -40,7 +40,7 @@ _VIRTUAL_OF_PACKS = frozenset(
 _GROUP_NODE = ("workflow>", "workflow/")
 
 
-class Slot(msgspec.Struct, frozen=True):
+class EditorSlot(msgspec.Struct, frozen=True):
     name: str
     type: str
     link: str | None = None
@@ -48,7 +48,7 @@ class Slot(msgspec.Struct, frozen=True):
     """The widget that this input takes the place of; somebody may have renamed the input."""
 
 
-class Wire(msgspec.Struct, frozen=True):
+class EditorLink(msgspec.Struct, frozen=True):
     origin: str
     slot: int
     target: str
@@ -60,7 +60,7 @@ class EditorNode(msgspec.Struct, frozen=True):
     type: str
     mode: int
     title: str
-    inputs: tuple[Slot, ...]
+    inputs: tuple[EditorSlot, ...]
     outputs: tuple[str, ...]
     """Their types."""
     values: list[Any] | dict[str, Any]
@@ -71,7 +71,7 @@ class EditorNode(msgspec.Struct, frozen=True):
     weight: int = 1
     """What it takes to look through its inputs and outputs."""
 
-    def input(self, name: str) -> Slot | None:
+    def input(self, name: str) -> EditorSlot | None:
         return next((slot for slot in self.inputs if slot.name == name), None)
 
     @property
@@ -86,11 +86,11 @@ class EditorNode(msgspec.Struct, frozen=True):
 
 class EditorGraph(msgspec.Struct, frozen=True):
     nodes: dict[str, EditorNode]
-    links: dict[str, Wire]
+    links: dict[str, EditorLink]
     subgraphs: Mapping[str, EditorGraph]
     """All that the file defines, by id."""
     input_names: tuple[str, ...] = ()
-    output_links: dict[int, Wire] = {}
+    output_links: dict[int, EditorLink] = {}
     """Of a subgraph: what feeds each of its outputs."""
     setters: dict[str, EditorNode] = {}
     """The nodes that set a name for those that get it."""
@@ -178,11 +178,11 @@ def _node(raw: Mapping[str, Any], widgets: Mapping[str, tuple[str, ...]]) -> Edi
     return node
 
 
-def _slot(raw: Mapping[str, Any]) -> Slot:
+def _slot(raw: Mapping[str, Any]) -> EditorSlot:
     link = raw.get("link")
     kind = raw.get("type", "*")
     widget = raw.get("widget")
-    return Slot(
+    return EditorSlot(
         str(raw.get("name")),
         ",".join(map(str, kind)) if isinstance(kind, list) else str(kind),
         None if link is None else str(link),
@@ -229,7 +229,7 @@ def _widget_inputs(definition: Mapping[str, Any]) -> Iterator[str]:
             yield str(each.get("name"))
 
 
-def _wires(raw: Any) -> Iterator[tuple[str, Wire]]:
+def _wires(raw: Any) -> Iterator[tuple[str, EditorLink]]:
     """Lists in files of the workflow itself, objects in subgraphs and in newer files."""
     for link in raw if isinstance(raw, list) else ():
         if isinstance(link, list) and len(link) >= 5:
@@ -241,7 +241,7 @@ def _wires(raw: Any) -> Iterator[tuple[str, Wire]]:
             continue
         origin, slot, target, target_slot = ends
         try:
-            wire = Wire(str(origin), int(slot), str(target), int(target_slot))
+            wire = EditorLink(str(origin), int(slot), str(target), int(target_slot))
         except (TypeError, ValueError, OverflowError):
             raise InvalidWorkflow(
                 f"Link {number} of the workflow does not say from where to where it goes."

@@ -55,7 +55,7 @@ class Fact(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     data: dict[str, Any] | None = None
 
 
-class NewsKind(StrEnum):
+class ProgressKind(StrEnum):
     ACCEPTED = "accepted"
     STARTED = "started"
     PROGRESS = "progress"
@@ -63,11 +63,11 @@ class NewsKind(StrEnum):
     OUTPUT = "output"
 
 
-class News(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProgressEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """Newest wins; a watcher who missed one has missed nothing that matters."""
 
     job_id: JobId
-    kind: NewsKind
+    kind: ProgressKind
     at: float
     worker_id: WorkerId | None = None
     lease_number: int = 0
@@ -75,7 +75,7 @@ class News(msgspec.Struct, frozen=True, omit_defaults=True):
     image: bytes | None = None
 
 
-class RunNote(msgspec.Struct, frozen=True):
+class RunSnapshot(msgspec.Struct, frozen=True):
     """A run as the store shows it to readers of its own: what became of it, and how far it is."""
 
     status: str
@@ -97,4 +97,4 @@ class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     data: dict[str, Any] = {}
 
 
-Event = Fact | News | FleetEvent
+Event = Fact | ProgressEvent | FleetEvent

@@ -121,7 +121,7 @@ class ServiceFailed(ComfyFleetError):
         self.failure = failure
 
 
-class ServiceOccupied(ServiceFailed):
+class ServiceBusy(ServiceFailed):
     """The service does not come to the job because of somebody else's, or is not there; the job never began there. No
     fault of the job's: it is given back uncharged."""
 

@@ -12,7 +12,7 @@ from comfyfleet.model.ids import JobId, TenantId
 FileKind = Literal["input", "output", "thumbnail"]
 
 
-class FileSaid(TypedDict, total=False):
+class FileAnnouncement(TypedDict, total=False):
     """What is said of a file when it is announced."""
 
     name: str
@@ -94,7 +94,7 @@ class PartPlan(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.size if number < self.count else whole - self.size * (self.count - 1)
 
 
-class Grant(msgspec.Struct, frozen=True, omit_defaults=True):
+class FileGrant(msgspec.Struct, frozen=True, omit_defaults=True):
     """One file, one method, for a short while."""
 
     method: Literal["GET", "PUT"]

@@ -220,7 +220,7 @@ class GpuPrice(msgspec.Struct, frozen=True, tag="gpu_second", tag_field="by", fo
 Price = FlatPrice | ServicePrice | OutputPrice | GpuPrice
 
 
-class Book(msgspec.Struct, frozen=True):
+class Ledger(msgspec.Struct, frozen=True):
     """Everything a database knows of one tenant's credits, for whoever checks it."""
 
     account: Account

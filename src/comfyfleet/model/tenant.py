@@ -112,7 +112,7 @@ class TenantTerms(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.held_until is not None and now < self.held_until
 
 
-class Share(msgspec.Struct, frozen=True):
+class TenantShare(msgspec.Struct, frozen=True):
     """What a tenant has had, and has now. Jobs are counted from when the first tenant of the fleet got terms."""
 
     tenant: TenantId
@@ -147,7 +147,7 @@ class Share(msgspec.Struct, frozen=True):
         """Nothing of it may be leased now."""
         return self.terms is not None and (self.is_at_cap or self.terms.is_held(now))
 
-    def charged(self, by: float) -> Share:
+    def charged(self, by: float) -> TenantShare:
         """After so much more virtual time, or less: what is too much never makes it fall."""
         if by < 0:
             return msgspec.structs.replace(self, credit=self.credit - by)
@@ -156,11 +156,11 @@ class Share(msgspec.Struct, frozen=True):
             self, virtual_time=self.virtual_time + taken, credit=max(0.0, self.credit - by)
         )
 
-    def started(self, at: float) -> Share:
+    def started(self, at: float) -> TenantShare:
         return msgspec.structs.replace(self, virtual_time=max(self.virtual_time, at))
 
 
-def start_among(others: Iterable[Share], greatest: float) -> float:
+def start_among(others: Iterable[TenantShare], greatest: float) -> float:
     """The virtual time at which a tenant begins to take part: no credit is banked while it has nothing to do.
 
     That of the least served of those that are being served; where nobody is, of those that wait. One that waits for

@@ -25,7 +25,7 @@ class Webhook(msgspec.Struct, frozen=True, omit_defaults=True):
     events: tuple[FactKind, ...] = ENDINGS
 
 
-class StandingWebhook(msgspec.Struct, frozen=True, omit_defaults=True):
+class WebhookSubscription(msgspec.Struct, frozen=True, omit_defaults=True):
     webhook_id: str
     url: str
     created_at: float

@@ -208,7 +208,7 @@ Bytes = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
-class ServerBounds(msgspec.Struct, frozen=True, kw_only=True):
+class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_bytes: Bytes = 128 * MEGABYTE
     """What an answer of the server may have; one that has more is not read to its end."""
     max_answer_values: Bytes = 4_000_000

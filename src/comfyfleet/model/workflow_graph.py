@@ -36,7 +36,7 @@ class InvalidWorkflow(Refusal):
         super().__init__(RefusalCode.INVALID_WORKFLOW, message, node_errors=self.node_errors)
 
 
-class Link(msgspec.Struct, frozen=True, gc=False):
+class NodeLink(msgspec.Struct, frozen=True, gc=False):
     """A wire into an input: the node it comes from and the number of that node's output."""
 
     node: str
@@ -47,7 +47,7 @@ class Node(msgspec.Struct, frozen=True):
     class_type: str
     inputs: Mapping[str, Any]
     """As submitted, wires among them."""
-    links: Mapping[str, Link]
+    links: Mapping[str, NodeLink]
     """Those of the inputs that are wires, in order of their names."""
     content: Mapping[str, Any]
     """The whole node as submitted, with `_meta` and whatever else there was."""
@@ -241,7 +241,7 @@ def _read_node(node_id: str, content: Any, graph: Mapping[str, Any], problems: _
         what = "has no inputs" if "inputs" not in content else f"has inputs that are {_json_type(inputs)}"
         problems.add(node_id, "missing_inputs", f"The node {what}: give it an object, empty if need be")
         return None
-    links: dict[str, Link] = {}
+    links: dict[str, NodeLink] = {}
     for name, value in inputs.items():
         kind = type(value)
         if kind is str or kind is float or (kind is int and -_PLAIN < value < _PLAIN):
@@ -249,7 +249,7 @@ def _read_node(node_id: str, content: Any, graph: Mapping[str, Any], problems: _
         if kind is list and len(value) == 2:
             source, slot = value
             if type(slot) is int and 0 <= slot <= MAX_SLOT and type(source) is str and source in graph:
-                links[name] = Link(source, slot)
+                links[name] = NodeLink(source, slot)
                 continue
             if is_wire(value):
                 _explain_link(node_id, name, value, graph, problems)

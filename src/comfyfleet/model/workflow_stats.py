@@ -7,16 +7,16 @@ import msgspec
 from comfyfleet.model.ids import TenantId, WorkflowHash
 
 
-class Duration(msgspec.Struct, frozen=True, gc=False):
+class MeanDuration(msgspec.Struct, frozen=True, gc=False):
     """A running mean of seconds on one class of worker."""
 
     mean_s: float
     runs: int
 
 
-class Lesson(msgspec.Struct, frozen=True, omit_defaults=True):
+class WorkflowStats(msgspec.Struct, frozen=True, omit_defaults=True):
     workflow_hash: WorkflowHash
-    durations: dict[str, Duration] = {}
+    durations: dict[str, MeanDuration] = {}
     """By worker class."""
     memory_above_gb: float = 0.0
     """The largest card that was too small, for everybody: learned before limits belonged to tenants."""
@@ -24,7 +24,7 @@ class Lesson(msgspec.Struct, frozen=True, omit_defaults=True):
     """The largest card that was too small for the inputs of each tenant."""
 
 
-class LessonDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+class WorkflowStatsDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     """What one run adds to a lesson, whatever others learn at the same time: a duration on one class of worker, or a
     card that was too small for a tenant. How far it counts, and how much is kept, is said by whoever learned it."""
 
@@ -38,22 +38,22 @@ class LessonDelta(msgspec.Struct, frozen=True, omit_defaults=True):
     memory_gb: float = 0.0
     most_tenants: int = 0
 
-    def apply(self, lesson: Lesson | None) -> Lesson:
-        after = lesson or Lesson(self.workflow_hash)
+    def apply(self, lesson: WorkflowStats | None) -> WorkflowStats:
+        after = lesson or WorkflowStats(self.workflow_hash)
         if self.seconds is not None:
             after = self._with_duration(after, self.seconds)
         return after if self.tenant is None else self._with_memory(after, self.tenant)
 
-    def _with_duration(self, lesson: Lesson, seconds: float) -> Lesson:
+    def _with_duration(self, lesson: WorkflowStats, seconds: float) -> WorkflowStats:
         known = lesson.durations.get(self.worker_class)
         if known is None and len(lesson.durations) >= self.most_classes:
             return lesson
         mean_s, runs = (seconds, 0) if known is None else (known.mean_s, known.runs)
         mean_s += max(self.fade, 1 / (runs + 1)) * (seconds - mean_s)
-        durations = {**lesson.durations, self.worker_class: Duration(mean_s, runs + 1)}
+        durations = {**lesson.durations, self.worker_class: MeanDuration(mean_s, runs + 1)}
         return msgspec.structs.replace(lesson, durations=durations)
 
-    def _with_memory(self, lesson: Lesson, tenant: TenantId) -> Lesson:
+    def _with_memory(self, lesson: WorkflowStats, tenant: TenantId) -> WorkflowStats:
         limits = dict(lesson.memory_by_tenant)
         limits[tenant] = max(limits.get(tenant, 0.0), self.memory_gb)
         if len(limits) > self.most_tenants:

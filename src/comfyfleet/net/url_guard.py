@@ -90,21 +90,21 @@ _NOT_PUBLIC_6 = tuple(
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
 
 
-class Forbidden(Refusal):
+class ForbiddenUrl(Refusal):
     """This URL is not fetched for anybody, now or later."""
 
     def __init__(self, why: str) -> None:
         super().__init__(RefusalCode.INVALID_REQUEST, why, field="url")
 
 
-class Fetched(msgspec.Struct, frozen=True):
+class FetchedAnswer(msgspec.Struct, frozen=True):
     status: int
     body: bytes
     """At most `MAX_ANSWER_BYTES` of it."""
     headers: Mapping[str, str]
 
 
-class Allowed:
+class AllowedHosts:
     """What an operator lets through beside public addresses: networks, addresses, and names wherever they lead to."""
 
     def __init__(self, entries: Sequence[str] = ()) -> None:
@@ -140,24 +140,26 @@ def is_public(address: Address) -> bool:
     return address in _PUBLIC_6 and not any(address in network for network in _NOT_PUBLIC_6)
 
 
-def check_url(url: str, allowed: Allowed) -> SplitResult:
-    """What can be said without asking anybody where the name leads to. Raises `Forbidden`."""
+def check_url(url: str, allowed: AllowedHosts) -> SplitResult:
+    """What can be said without asking anybody where the name leads to. Raises `ForbiddenUrl`."""
     if len(url) > MAX_URL:
-        raise Forbidden(f"a URL has at most {MAX_URL} characters")
+        raise ForbiddenUrl(f"a URL has at most {MAX_URL} characters")
     if not url.isascii() or not url.isprintable() or " " in url or "\\" in url:
         # Two programs may read such a URL as two different hosts. A name of other letters has a form that begins xn--.
-        raise Forbidden("a URL is written in visible ASCII, without spaces and backslashes")
+        raise ForbiddenUrl("a URL is written in visible ASCII, without spaces and backslashes")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise Forbidden(f"the URL cannot be understood: {error}") from error
+        raise ForbiddenUrl(f"the URL cannot be understood: {error}") from error
     if parts.scheme not in ("http", "https"):
-        raise Forbidden("only http:// and https:// URLs are called")
+        raise ForbiddenUrl("only http:// and https:// URLs are called")
     if "@" in parts.netloc:
-        raise Forbidden("a URL with a user or a password in it is not called: verify the signature instead")
+        raise ForbiddenUrl(
+            "a URL with a user or a password in it is not called: verify the signature instead"
+        )
     if parts.fragment:
-        raise Forbidden("a URL that is called has no fragment: leave out the # and what follows")
+        raise ForbiddenUrl("a URL that is called has no fragment: leave out the # and what follows")
     host = parts.hostname or ""
     address = _literal(host)
     is_let_through = allowed.has_name(host)
@@ -166,28 +168,28 @@ def check_url(url: str, allowed: Allowed) -> SplitResult:
         if not is_let_through and not is_public(address):
             raise _not_public(host)
     elif (name := _plain_name(host)) is None:
-        raise Forbidden(f"{host!r} is not the name of a host")
+        raise ForbiddenUrl(f"{host!r} is not the name of a host")
     elif name != host:
         # A dot at the end means the same host, and would be another name to whoever compares.
-        raise Forbidden(f"write {name!r}, without the dot at its end")
+        raise ForbiddenUrl(f"write {name!r}, without the dot at its end")
     elif not is_let_through and (host == "localhost" or host.endswith((".localhost", ".local", ".internal"))):
         raise _not_public(host)
     if not is_let_through and port is not None and port not in _WEB_PORTS and port < _FIRST_FREE_PORT:
-        raise Forbidden(f"port {port} is not called: use 80, 443 or one from {_FIRST_FREE_PORT} on")
+        raise ForbiddenUrl(f"port {port} is not called: use 80, 443 or one from {_FIRST_FREE_PORT} on")
     if port == 0:
-        raise Forbidden("port 0 is nobody's")
+        raise ForbiddenUrl("port 0 is nobody's")
     return parts
 
 
-def _not_public(host: str) -> Forbidden:
-    return Forbidden(
+def _not_public(host: str) -> ForbiddenUrl:
+    return ForbiddenUrl(
         f"{host!r} is not a public address; the operator of the hub can allow it with 'webhook_allow'"
     )
 
 
 def _literal(host: str) -> Address | None:
     if "%" in host:
-        raise Forbidden("an address with a zone is nobody's but this machine's")
+        raise ForbiddenUrl("an address with a zone is nobody's but this machine's")
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -204,7 +206,7 @@ def _plain_name(host: str) -> str | None:
     return None if re.fullmatch(r"[0-9]+|0x[0-9a-f]*", labels[-1]) else name
 
 
-class Guard:
+class UrlGuard:
     """Fetches for others. `lookup` tells the addresses of a name; the system's resolver does unless another is given.
 
     `trust` is what TLS trusts: the system's certificates unless given.
@@ -212,13 +214,13 @@ class Guard:
 
     def __init__(
         self,
-        allowed: Allowed | None = None,
+        allowed: AllowedHosts | None = None,
         *,
         lookup: Lookup | None = None,
         trust: ssl.SSLContext | None = None,
         limit_s: float = 10.0,
     ) -> None:
-        self.allowed = allowed or Allowed()
+        self.allowed = allowed or AllowedHosts()
         self._limit_s = limit_s
         self._trust = trust
         self._threads = threading.BoundedSemaphore(_LOOKUPS)
@@ -228,8 +230,8 @@ class Guard:
     def check(self, url: str) -> SplitResult:
         return check_url(url, self.allowed)
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> Fetched:
-        """Raises `Forbidden`, or `Fault` where nobody answered in time."""
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str]) -> FetchedAnswer:
+        """Raises `ForbiddenUrl`, or `Fault` where nobody answered in time."""
         parts = self.check(url)
         try:
             async with (
@@ -237,7 +239,7 @@ class Guard:
                 self._asked("POST", url, data=body, headers=headers) as response,
             ):
                 content = await _beginning(response)
-                return Fetched(response.status, content, response.headers)
+                return FetchedAnswer(response.status, content, response.headers)
         except TimeoutError as error:
             raise Fault(f"{parts.netloc} did not answer within {self._limit_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -300,7 +302,7 @@ class Guard:
 class _Checked(AbstractResolver):
     """Asked by the connector, which connects to what is answered here and asks nobody else."""
 
-    def __init__(self, lookup: Lookup, allowed: Allowed) -> None:
+    def __init__(self, lookup: Lookup, allowed: AllowedHosts) -> None:
         self._lookup = lookup
         self._allowed = allowed
 
@@ -319,7 +321,7 @@ class _Checked(AbstractResolver):
                 if not is_public(address) and not self._allowed.has_address(address):
                     # Where to is not for whoever asked: he would learn what our own name servers know.
                     _LOG.info("%s leads to %s and is not called", host, address)
-                    raise _Led(Forbidden(f"{host!r} leads to an address that is not public"))
+                    raise _Led(ForbiddenUrl(f"{host!r} leads to an address that is not public"))
         return [
             ResolveResult(
                 hostname=host,
@@ -339,12 +341,12 @@ class _Checked(AbstractResolver):
 class _Led(OSError):
     """A refusal on its way through the connector, which passes on nothing but its own kind of error."""
 
-    def __init__(self, refusal: Forbidden) -> None:
+    def __init__(self, refusal: ForbiddenUrl) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
 
 
-def _forbidden_in(error: BaseException | None) -> Forbidden | None:
+def _forbidden_in(error: BaseException | None) -> ForbiddenUrl | None:
     while error is not None:
         if isinstance(error, _Led):
             return error.refusal

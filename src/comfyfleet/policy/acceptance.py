@@ -204,7 +204,7 @@ _OF_THE_NODE = _OF_THE_STRUCTURE | {"value_smaller_than_min", "value_bigger_than
 """Types of complaints that follow from what a signature holds of any class."""
 
 
-class Complaint(NamedTuple):
+class NodeComplaint(NamedTuple):
     """One entry of a server's `node_errors`."""
 
     kind: str
@@ -233,7 +233,7 @@ def speaks_for_equals(failure: Failure, signatures: NodeSignatures | None) -> bo
     return all(_is_in_signature(complaint, signatures) for complaint in _complaints(failure))
 
 
-def _is_in_signature(complaint: Complaint, signatures: NodeSignatures | None) -> bool:
+def _is_in_signature(complaint: NodeComplaint, signatures: NodeSignatures | None) -> bool:
     if complaint.kind in _OF_THE_NODE:
         return True
     node = None if signatures is None else signatures.get(complaint.class_type)
@@ -260,7 +260,7 @@ def without_signatures(cls: RequirementClass, refusing: frozenset[str]) -> Requi
     return msgspec.structs.replace(cls, requirements=msgspec.structs.replace(needs, refused_by=refused_by))
 
 
-def _complaints(failure: Failure) -> Iterator[Complaint]:
+def _complaints(failure: Failure) -> Iterator[NodeComplaint]:
     for entry in (failure.node_errors or {}).values():
         # What our own check finds names no outputs that depend on it: only a server knows them.
         if not isinstance(entry, dict) or not entry.get("dependent_outputs"):
@@ -270,4 +270,4 @@ def _complaints(failure: Failure) -> Iterator[Complaint]:
             if isinstance(error, dict):
                 extra = error.get("extra_info")
                 name = extra.get("input_name") if isinstance(extra, dict) else None
-                yield Complaint(str(error.get("type")), str(entry.get("class_type")), str(name))
+                yield NodeComplaint(str(error.get("type")), str(entry.get("class_type")), str(name))

@@ -23,13 +23,13 @@ from comfyfleet.model.ledger import (
     MAX_CREDITS,
     Account,
     Adjustment,
-    Book,
     CreditGrant,
     FlatPrice,
     GpuPrice,
     GrantState,
     Hold,
     HoldId,
+    Ledger,
     Outcome,
     OutputPrice,
     Posting,
@@ -187,12 +187,12 @@ def total(tenant: TenantId, postings: Iterable[Posting]) -> Account:
     return Account(tenant, balance, held)
 
 
-def problems(book: Book) -> list[str]:
+def problems(book: Ledger) -> list[str]:
     """What is wrong with a book, in words; nothing if every invariant holds."""
     return [*_wrong_sums(book), *_wrong_holds(book), *_wrong_endings(book)]
 
 
-def _wrong_sums(book: Book) -> list[str]:
+def _wrong_sums(book: Ledger) -> list[str]:
     found, account = [], book.account
     summed = total(account.tenant, book.postings)
     settled = {each.hold_id for each in book.settlements}
@@ -212,7 +212,7 @@ def _wrong_sums(book: Book) -> list[str]:
     return found
 
 
-def _wrong_holds(book: Book) -> list[str]:
+def _wrong_holds(book: Ledger) -> list[str]:
     found = []
     holds = {each.hold_id: each for each in book.holds}
     counted = Counter(each.hold_id for each in book.settlements)
@@ -232,7 +232,7 @@ def _wrong_holds(book: Book) -> list[str]:
     return found
 
 
-def _wrong_endings(book: Book) -> list[str]:
+def _wrong_endings(book: Ledger) -> list[str]:
     """Consumed ⇔ completed; refunded ⇔ failed or cancelled; open ⇔ the round goes on."""
     found = []
     outcomes = {each.hold_id: each.outcome for each in book.settlements}
@@ -268,7 +268,7 @@ _COPIED = ("worker_id", "prompt_id", "started_at", "completed_at", "failure", "i
 _MICROS_A_MILLISECOND = 1_000_000 / 3_600_000
 
 
-class Verdict(NamedTuple):
+class SettlementDecision(NamedTuple):
     """The end of a round, as its tenant's database is to write it."""
 
     settlement: Settlement
@@ -299,7 +299,7 @@ def settled(
     result: JobResult | None,
     rate_per_hour: float | None,
     now: float,
-) -> Verdict:
+) -> SettlementDecision:
     """`stub` is the central store's record, `job` the tenant's; `result` what the deciding attempt left there."""
     assert dispatch.phase.is_final, "a round that goes on is not settled"
     at = stub.completed_at or now
@@ -332,7 +332,7 @@ def settled(
         None if rate_per_hour is None else round(rate_per_hour * spent * _MICROS_A_MILLISECOND),
         ("worker" if is_direct else "hub") if is_completed else "",
     )
-    return Verdict(settlement, settling_posting(hold, settlement), changes, run)
+    return SettlementDecision(settlement, settling_posting(hold, settlement), changes, run)
 
 
 def _cost(price: Price, usage: Usage, hold: Hold) -> int:

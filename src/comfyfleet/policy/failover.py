@@ -20,7 +20,7 @@ from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHas
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.policy.acceptance import concerns_structure, is_refusal
 from comfyfleet.policy.feasibility import normal_model
-from comfyfleet.policy.retry import BlockRule, Choice, row_of
+from comfyfleet.policy.retry import BlockRule, RetryChoice, row_of
 from comfyfleet.policy.rules import Rules
 
 
@@ -97,7 +97,9 @@ class SmartFailover:
         return block.is_in_force(now)
 
 
-def when_alone(block: Block | None, known: Block | None, failure: Failure, choice: Choice) -> Block | None:
+def when_alone(
+    block: Block | None, known: Block | None, failure: Failure, choice: RetryChoice
+) -> Block | None:
     """A server that died takes nothing before it answers again; a cooldown beyond that keeps its job for another one.
     Where there is no other the failure is counted, and the block is what it was before."""
     has_died = failure.kind is FailureKind.CRASHED or failure.server_died is not None

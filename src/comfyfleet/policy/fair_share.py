@@ -27,7 +27,7 @@ def used_s(lease: Lease | None, now: float) -> float | None:
     return max(0.0, now - lease.leased_at) if lease.is_acknowledged else 0.0
 
 
-class Turn(NamedTuple):
+class TenantTurn(NamedTuple):
     """A job in view of a round: the virtual time of its tenant before and after its lease, if those before it are
     leased too."""
 
@@ -35,24 +35,26 @@ class Turn(NamedTuple):
     end: float
 
 
-def turns(candidates: Iterable[Candidate], seconds_of: Callable[[Candidate], float]) -> dict[JobId, Turn]:
+def turns(
+    candidates: Iterable[Candidate], seconds_of: Callable[[Candidate], float]
+) -> dict[JobId, TenantTurn]:
     """Each job of a tenant costs the next one its place. Where nobody is charged, all are equal."""
     spent: dict[TenantId, float] = {}
-    found: dict[JobId, Turn] = {}
+    found: dict[JobId, TenantTurn] = {}
     for each in sorted(candidates, key=lambda each: (-each.lane.priority, each.sequence)):
         if not each.weight:
-            found[each.job_id] = Turn(0.0, 0.0)
+            found[each.job_id] = TenantTurn(0.0, 0.0)
             continue
         start = spent.get(each.lane.tenant, each.virtual_time)
         end = spent[each.lane.tenant] = start + seconds_of(each) / each.weight
-        found[each.job_id] = Turn(start, end)
+        found[each.job_id] = TenantTurn(start, end)
     return found
 
 
 def due_now(
     chosen: Mapping[str, JobId],
     seen: Mapping[JobId, Candidate],
-    turn: Mapping[JobId, Turn],
+    turn: Mapping[JobId, TenantTurn],
     quantum_s: float,
 ) -> dict[str, JobId]:
     """Of the jobs that were given slots, those that nothing out of view could come before; the others wait until these

@@ -27,7 +27,7 @@ Dimension = Literal["affinity", "service", "hardware", "models", "tenant", "perf
 REFUSES = "has versions of the nodes that do not accept this workflow"
 
 
-class Miss(msgspec.Struct, frozen=True):
+class Mismatch(msgspec.Struct, frozen=True):
     """One thing that keeps a worker from a job. The reason reads on after the worker's name."""
 
     dimension: Dimension
@@ -36,7 +36,7 @@ class Miss(msgspec.Struct, frozen=True):
     """Of a node class or a model: the worker may have it a moment from now."""
 
 
-def misses(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> tuple[Miss, ...]:
+def misses(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> tuple[Mismatch, ...]:
     """Every reason why the worker may not take the class, weightiest dimension first. Empty: it may."""
     return tuple(_find(cls, worker_id, capabilities))
 
@@ -56,7 +56,7 @@ def names_missing(cls: RequirementClass, worker_id: WorkerId, capabilities: Capa
     return tuple(names)
 
 
-def nearest_miss(missing: Mapping[WorkerId, Collection[Miss]], weights: Weights) -> WorkerId | None:
+def nearest_miss(missing: Mapping[WorkerId, Collection[Mismatch]], weights: Weights) -> WorkerId | None:
     """The worker that misses least: fewest reasons, then the lightest, then by name.
 
     A worker that misses nothing is no miss and does not count.
@@ -78,21 +78,25 @@ def weight_of(dimension: Dimension, weights: Weights) -> float:
     return weight
 
 
-def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> Iterator[Miss]:
+def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities) -> Iterator[Mismatch]:
     # Lazy on purpose: most pairs of a large fleet fail early, and their later reasons are never put into words.
     # So the checks stand in the order of their weights, and nothing is sorted afterwards.
     needs = cls.requirements
     yield from _affinity_misses(needs, worker_id)
     services = [service for service in capabilities.services if service.name == needs.service]
     if not services:
-        yield Miss("service", f"does not offer the service '{needs.service}'")
+        yield Mismatch("service", f"does not offer the service '{needs.service}'")
     service = _best_service(needs, services)
     if service is not None and not _has_provider(needs, service):
-        yield Miss("service", f"does not offer '{needs.service}' by the provider '{needs.provider}'")
+        yield Mismatch("service", f"does not offer '{needs.service}' by the provider '{needs.provider}'")
     if needs.needs_files and not capabilities.moves_files:
-        yield Miss("service", "exchanges no files with a hub, and the job brings some or wants its own kept")
+        yield Mismatch(
+            "service", "exchanges no files with a hub, and the job brings some or wants its own kept"
+        )
     if needs.needs_hub and not capabilities.has_hub:
-        yield Miss("service", "takes its jobs from the store itself, where this tenant's are not to be read")
+        yield Mismatch(
+            "service", "takes its jobs from the store itself, where this tenant's are not to be read"
+        )
     yield from _hardware_misses(needs.hardware, capabilities.hardware)
     if service is not None:
         yield from _inventory_misses(needs, service)
@@ -101,15 +105,17 @@ def _find(cls: RequirementClass, worker_id: WorkerId, capabilities: Capabilities
     yield from _performance_misses(needs, capabilities)
     yield from _location_misses(needs, capabilities)
     if needs.max_cost_tier is not None and not is_within_tier(capabilities.cost.tier, needs.max_cost_tier):
-        yield Miss("cost", f"costs '{capabilities.cost.tier}', at most '{needs.max_cost_tier}' may be paid")
+        yield Mismatch(
+            "cost", f"costs '{capabilities.cost.tier}', at most '{needs.max_cost_tier}' may be paid"
+        )
 
 
-def _affinity_misses(needs: Requirements, worker_id: WorkerId) -> Iterator[Miss]:
+def _affinity_misses(needs: Requirements, worker_id: WorkerId) -> Iterator[Mismatch]:
     if needs.workers is not None and worker_id not in needs.workers:
         named = ", ".join(f"'{name}'" for name in needs.workers) or "nobody"
-        yield Miss("affinity", f"is not among the workers the job is restricted to ({named})")
+        yield Mismatch("affinity", f"is not among the workers the job is restricted to ({named})")
     if worker_id in needs.exclude_workers:
-        yield Miss("affinity", "is excluded by the job")
+        yield Mismatch("affinity", "is excluded by the job")
 
 
 # --- service and inventory ---------------------------------------------------------------------------------------
@@ -131,17 +137,17 @@ def _has_provider(needs: Requirements, service: Service) -> bool:
     return needs.provider is None or needs.provider in service.providers
 
 
-def _inventory_misses(needs: Requirements, service: Service) -> Iterator[Miss]:
+def _inventory_misses(needs: Requirements, service: Service) -> Iterator[Mismatch]:
     if service.node_classes is not None:
         for name in needs.node_classes:
             if name not in service.node_classes:
-                yield Miss("models", f"lacks the node class '{name}'", name)
+                yield Mismatch("models", f"lacks the node class '{name}'", name)
     if service.models is not None:
         for name in needs.models:
             if not has_model(service.models, name):
-                yield Miss("models", f"does not have the model '{name}'", name)
+                yield Mismatch("models", f"does not have the model '{name}'", name)
     if service.signature is not None and service.signature in needs.refused_by:
-        yield Miss("models", REFUSES)
+        yield Mismatch("models", REFUSES)
 
 
 def normal_model(name: str) -> str:
@@ -169,31 +175,31 @@ model_aliases = lru_cache(maxsize=1024)(collect_aliases)
 # --- hardware ----------------------------------------------------------------------------------------------------
 
 
-def _hardware_misses(need: HardwareNeed, have: Hardware) -> Iterator[Miss]:
+def _hardware_misses(need: HardwareNeed, have: Hardware) -> Iterator[Mismatch]:
     # Written as "not at least" because a value that compares with nothing must count as a miss.
     if need.gpu_count and not have.gpu.count >= need.gpu_count:
-        yield Miss("hardware", f"has {have.gpu.count} GPUs, {need.gpu_count} are needed")
+        yield Mismatch("hardware", f"has {have.gpu.count} GPUs, {need.gpu_count} are needed")
     if need.gpu_memory_gb and not have.gpu.memory_gb >= need.gpu_memory_gb:
-        yield Miss(
+        yield Mismatch(
             "hardware",
             f"has {have.gpu.memory_gb:g} GB of GPU memory, {need.gpu_memory_gb:g} GB are needed",
         )
     if need.gpu_memory_above_gb and not have.gpu.memory_gb > need.gpu_memory_above_gb:
-        yield Miss(
+        yield Mismatch(
             "hardware",
             f"has {have.gpu.memory_gb:g} GB of GPU memory, "
             f"more than {need.gpu_memory_above_gb:g} GB are needed: that much was seen to be too little",
         )
     if need.gpu_model is not None and not is_gpu_model(have.gpu.model, need.gpu_model):
-        yield Miss(
+        yield Mismatch(
             "hardware", f"has the GPU '{have.gpu.model or 'unknown'}', one like '{need.gpu_model}' is needed"
         )
     if need.cpu_cores and not have.cpu.cores >= need.cpu_cores:
-        yield Miss("hardware", f"has {have.cpu.cores} CPU cores, {need.cpu_cores} are needed")
+        yield Mismatch("hardware", f"has {have.cpu.cores} CPU cores, {need.cpu_cores} are needed")
     if need.cpu_threads and not have.cpu.threads >= need.cpu_threads:
-        yield Miss("hardware", f"has {have.cpu.threads} CPU threads, {need.cpu_threads} are needed")
+        yield Mismatch("hardware", f"has {have.cpu.threads} CPU threads, {need.cpu_threads} are needed")
     if need.ram_gb and not have.memory.total_gb >= need.ram_gb:
-        yield Miss("hardware", f"has {have.memory.total_gb:g} GB of RAM, {need.ram_gb:g} GB are needed")
+        yield Mismatch("hardware", f"has {have.memory.total_gb:g} GB of RAM, {need.ram_gb:g} GB are needed")
 
 
 def is_gpu_model(have: str, wanted: str) -> bool:
@@ -216,37 +222,39 @@ def admits(access: TenantAccess, tenant: TenantId, *, is_strict: bool) -> bool:
     return not is_strict
 
 
-def _tenant_miss(access: TenantAccess, tenant: TenantId) -> Miss:
+def _tenant_miss(access: TenantAccess, tenant: TenantId) -> Mismatch:
     if tenant in access.denied:
-        return Miss("tenant", f"denies the tenant '{tenant}'")
+        return Mismatch("tenant", f"denies the tenant '{tenant}'")
     if access.isolation == "strict":
-        return Miss("tenant", f"works for listed tenants only, and '{tenant}' is not listed")
-    return Miss("tenant", "takes jobs of other tenants too, and the job asks for strict isolation")
+        return Mismatch("tenant", f"works for listed tenants only, and '{tenant}' is not listed")
+    return Mismatch("tenant", "takes jobs of other tenants too, and the job asks for strict isolation")
 
 
-def _performance_misses(needs: Requirements, capabilities: Capabilities) -> Iterator[Miss]:
+def _performance_misses(needs: Requirements, capabilities: Capabilities) -> Iterator[Mismatch]:
     levels = capabilities.performance.quality_levels
     if needs.quality is not None and needs.quality not in levels:
         offered = ", ".join(f"'{level}'" for level in levels) or "none"
-        yield Miss("performance", f"offers the quality levels {offered}, '{needs.quality}' is required")
+        yield Mismatch("performance", f"offers the quality levels {offered}, '{needs.quality}' is required")
     if needs.max_processing_s is not None and capabilities.worker_class in needs.slow_worker_classes:
-        yield Miss(
+        yield Mismatch(
             "performance",
             f"takes longer for this workflow than the {needs.max_processing_s:g} s that are allowed",
         )
 
 
-def _location_misses(needs: Requirements, capabilities: Capabilities) -> Iterator[Miss]:
+def _location_misses(needs: Requirements, capabilities: Capabilities) -> Iterator[Mismatch]:
     have, need = capabilities.location, needs.location
     if need.region is not None and (have.region is None or have.region.casefold() != need.region.casefold()):
-        yield Miss("location", f"is in the region '{have.region or 'unknown'}', '{need.region}' is required")
+        yield Mismatch(
+            "location", f"is in the region '{have.region or 'unknown'}', '{need.region}' is required"
+        )
     if need.compliance:
         complied = {entry.casefold() for entry in have.compliance}
         for entry in need.compliance:
             if entry.casefold() not in complied:
-                yield Miss("location", f"does not comply with '{entry}'")
+                yield Mismatch("location", f"does not comply with '{entry}'")
     if needs.environment is not None and capabilities.environment != needs.environment:
-        yield Miss(
+        yield Mismatch(
             "location",
             f"runs in the environment '{capabilities.environment}', '{needs.environment}' is required",
         )

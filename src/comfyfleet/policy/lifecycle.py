@@ -1,18 +1,18 @@
 """The lifecycle of a job: one table of moves, and nothing that is not in it happens.
 
-Two rules. A move is taken only from the phase the table names; anything else raises `IllegalMove` and changes nothing.
-A move that ends a lease clears it, so that no report of the old holder can match again. The diagram in the docs is
-printed from the table by `diagram()`.
+Two rules. A move is taken only from the phase the table names; anything else raises `IllegalTransition` and
+changes nothing. A move that ends a lease clears it, so that no report of the old holder can match again. The
+diagram in the docs is printed from the table by `diagram()`.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from comfyfleet.model.dispatch import Change, Dispatch, Phase, Standing
+from comfyfleet.model.dispatch import Change, Dispatch, Phase, Readiness
 
 
-class Move(StrEnum):
+class Transition(StrEnum):
     LEASE = "lease"
     COMPLETE = "complete"
     REQUEUE = "fail or expire, attempts left"
@@ -23,53 +23,53 @@ class Move(StrEnum):
     RETRY = "retry by hand (next round)"
 
 
-MOVES: dict[tuple[Phase, Move], Phase] = {
-    (Phase.QUEUED, Move.LEASE): Phase.LEASED,
-    (Phase.QUEUED, Move.CANCEL): Phase.CANCELLED,
-    (Phase.QUEUED, Move.END): Phase.FAILED,
-    (Phase.LEASED, Move.COMPLETE): Phase.COMPLETED,
-    (Phase.LEASED, Move.REQUEUE): Phase.QUEUED,
-    (Phase.LEASED, Move.RELEASE): Phase.QUEUED,
-    (Phase.LEASED, Move.GIVE_UP): Phase.FAILED,
-    (Phase.LEASED, Move.END): Phase.FAILED,
-    (Phase.LEASED, Move.CANCEL): Phase.CANCELLED,
-    (Phase.FAILED, Move.RETRY): Phase.QUEUED,
-    (Phase.CANCELLED, Move.RETRY): Phase.QUEUED,
+MOVES: dict[tuple[Phase, Transition], Phase] = {
+    (Phase.QUEUED, Transition.LEASE): Phase.LEASED,
+    (Phase.QUEUED, Transition.CANCEL): Phase.CANCELLED,
+    (Phase.QUEUED, Transition.END): Phase.FAILED,
+    (Phase.LEASED, Transition.COMPLETE): Phase.COMPLETED,
+    (Phase.LEASED, Transition.REQUEUE): Phase.QUEUED,
+    (Phase.LEASED, Transition.RELEASE): Phase.QUEUED,
+    (Phase.LEASED, Transition.GIVE_UP): Phase.FAILED,
+    (Phase.LEASED, Transition.END): Phase.FAILED,
+    (Phase.LEASED, Transition.CANCEL): Phase.CANCELLED,
+    (Phase.FAILED, Transition.RETRY): Phase.QUEUED,
+    (Phase.CANCELLED, Transition.RETRY): Phase.QUEUED,
 }
 
 
-class IllegalMove(Exception):
+class IllegalTransition(Exception):
     """A move the table does not have. Always a bug of ours or a race that a guard must catch first."""
 
 
-def target(phase: Phase, move: Move) -> Phase:
+def target(phase: Phase, move: Transition) -> Phase:
     try:
         return MOVES[phase, move]
     except KeyError:
-        raise IllegalMove(f"a {phase.value} job cannot {move.value}") from None
+        raise IllegalTransition(f"a {phase.value} job cannot {move.value}") from None
 
 
 def completed(dispatch_phase: Phase = Phase.LEASED) -> Change:
-    return Change(phase=target(dispatch_phase, Move.COMPLETE), lease=None, wake_at=None)
+    return Change(phase=target(dispatch_phase, Transition.COMPLETE), lease=None, wake_at=None)
 
 
-def failed(dispatch: Dispatch, move: Move) -> Change:
-    assert move in (Move.GIVE_UP, Move.END), "only these two moves end in failure"
+def failed(dispatch: Dispatch, move: Transition) -> Change:
+    assert move in (Transition.GIVE_UP, Transition.END), "only these two moves end in failure"
     return Change(phase=target(dispatch.phase, move), lease=None, wake_at=None)
 
 
 def cancelled(dispatch: Dispatch) -> Change:
-    return Change(phase=target(dispatch.phase, Move.CANCEL), lease=None, wake_at=None)
+    return Change(phase=target(dispatch.phase, Transition.CANCEL), lease=None, wake_at=None)
 
 
 def paused(dispatch: Dispatch) -> Change:
     assert dispatch.phase is Phase.QUEUED, "only a waiting job can be paused"
-    return Change(standing=Standing.PAUSED)
+    return Change(standing=Readiness.PAUSED)
 
 
-def standing_at(not_before: float | None, now: float, is_held: bool = False) -> Standing:
+def standing_at(not_before: float | None, now: float, is_held: bool = False) -> Readiness:
     is_early = not_before is not None and not_before > now
-    return Standing.DELAYED if is_held or is_early else Standing.IN_LANE
+    return Readiness.DELAYED if is_held or is_early else Readiness.IN_LANE
 
 
 def diagram() -> str:

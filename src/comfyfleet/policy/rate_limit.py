@@ -7,21 +7,21 @@ from typing import NamedTuple
 import msgspec
 
 
-class Bucket(msgspec.Struct, frozen=True, gc=False):
+class TokenBucket(msgspec.Struct, frozen=True, gc=False):
     """The turns that were left at a time."""
 
     left: float
     at: float
 
 
-class Drawn(NamedTuple):
-    bucket: Bucket
+class TokenDraw(NamedTuple):
+    bucket: TokenBucket
     turns: int
     wait_s: float
     """How long until there is one, where there was none."""
 
 
-def draw(bucket: Bucket | None, per_minute: int, wanted: int, now: float) -> Drawn:
+def draw(bucket: TokenBucket | None, per_minute: int, wanted: int, now: float) -> TokenDraw:
     """At most so many as are wanted; a bucket that nobody knows is full."""
     left = float(per_minute)
     if bucket is not None:
@@ -30,4 +30,4 @@ def draw(bucket: Bucket | None, per_minute: int, wanted: int, now: float) -> Dra
         now = max(now, bucket.at)
     turns = min(wanted, int(left))
     wait_s = 0.0 if turns else (1.0 - left) * 60 / per_minute if per_minute else 60.0
-    return Drawn(Bucket(left - turns, now), turns, wait_s)
+    return TokenDraw(TokenBucket(left - turns, now), turns, wait_s)

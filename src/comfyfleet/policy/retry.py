@@ -31,27 +31,27 @@ class BlockRule(StrEnum):
     REFUSAL = "refusal"
 
 
-class Row(msgspec.Struct, frozen=True):
+class RetryRule(msgspec.Struct, frozen=True):
     charge: Charge
     block: BlockRule
     is_final: bool = False
     backs_off: bool = False
 
 
-_CALLERS_FAULT = Row(Charge.NOTHING, BlockRule.NONE, is_final=True)
-_WORKER_CANNOT = Row(Charge.WORKER_FAULTS, BlockRule.INVENTORY)
-_SERVER_REFUSES = Row(Charge.NOTHING, BlockRule.REFUSAL)
-_MAY_WORK_LATER = Row(Charge.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
-_NOBODYS_FAULT = Row(Charge.ATTEMPTS, BlockRule.NONE, backs_off=True)
-_WORKER_IS_GONE = Row(Charge.WORKER_FAULTS, BlockRule.COUNTED)
-_JOBS_OWN_LIMIT = Row(Charge.NOTHING, BlockRule.NONE, is_final=True)
+_CALLERS_FAULT = RetryRule(Charge.NOTHING, BlockRule.NONE, is_final=True)
+_WORKER_CANNOT = RetryRule(Charge.WORKER_FAULTS, BlockRule.INVENTORY)
+_SERVER_REFUSES = RetryRule(Charge.NOTHING, BlockRule.REFUSAL)
+_MAY_WORK_LATER = RetryRule(Charge.ATTEMPTS, BlockRule.COUNTED, backs_off=True)
+_NOBODYS_FAULT = RetryRule(Charge.ATTEMPTS, BlockRule.NONE, backs_off=True)
+_WORKER_IS_GONE = RetryRule(Charge.WORKER_FAULTS, BlockRule.COUNTED)
+_JOBS_OWN_LIMIT = RetryRule(Charge.NOTHING, BlockRule.NONE, is_final=True)
 
-TABLE: dict[FailureKind, Row] = {
+TABLE: dict[FailureKind, RetryRule] = {
     FailureKind.INVALID_WORKFLOW: _CALLERS_FAULT,
     FailureKind.MISSING_INPUT: _CALLERS_FAULT,
     FailureKind.MISSING_NODE: _WORKER_CANNOT,
     FailureKind.MISSING_MODEL: _WORKER_CANNOT,
-    FailureKind.OUT_OF_MEMORY: Row(Charge.ATTEMPTS, BlockRule.AT_ONCE),
+    FailureKind.OUT_OF_MEMORY: RetryRule(Charge.ATTEMPTS, BlockRule.AT_ONCE),
     FailureKind.NODE_ERROR: _MAY_WORK_LATER,
     FailureKind.TRANSIENT: _MAY_WORK_LATER,
     FailureKind.CRASHED: _MAY_WORK_LATER,
@@ -72,7 +72,7 @@ TABLE: dict[FailureKind, Row] = {
 }
 
 
-def row_of(failure: Failure) -> Row:
+def row_of(failure: Failure) -> RetryRule:
     """An invalid workflow ends the job at once, unless it is only this server that says so. A server that died of the
     run is charged with it, however it died: a job that may have one attempt gets its second try all the same."""
     if failure.server_died is not None:
@@ -80,7 +80,7 @@ def row_of(failure: Failure) -> Row:
     return _SERVER_REFUSES if is_refusal(failure) else TABLE[failure.kind]
 
 
-class Choice(msgspec.Struct, frozen=True):
+class RetryChoice(msgspec.Struct, frozen=True):
     """What the fleet offers this job after the failure."""
 
     others: int
@@ -93,7 +93,7 @@ class Choice(msgspec.Struct, frozen=True):
     """After a refusal: live workers that could run it and have not refused it, whether or not they are free now."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RetryDecision(msgspec.Struct, frozen=True):
     will_retry: bool
     charge: Charge
     charged: int
@@ -120,13 +120,13 @@ def after_failure(
     dispatch: Dispatch,
     worker_id: WorkerId,
     failure: Failure,
-    choice: Choice,
+    choice: RetryChoice,
     *,
     rules: Rules,
     now: float,
     fraction: float,
     retry_delay_s: float | None = None,
-) -> Verdict:
+) -> RetryDecision:
     row = row_of(failure)
     is_refused = row.block is BlockRule.REFUSAL
     charged = dispatch.charged + (row.charge is Charge.ATTEMPTS)
@@ -159,7 +159,7 @@ def after_failure(
     not_before = None
     if will_retry and row.backs_off:
         not_before = now + backoff_s(charged, rules, fraction, retry_delay_s)
-    return Verdict(
+    return RetryDecision(
         will_retry=will_retry,
         charge=row.charge,
         charged=charged,

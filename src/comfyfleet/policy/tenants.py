@@ -15,7 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from comfyfleet.model.calls import MissingFor
+from comfyfleet.model.calls import WorkerMismatch
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId
 from comfyfleet.model.ledger import ServicePrice
@@ -180,14 +180,14 @@ def asker_of(tenant: TenantId) -> TenantId | None:
     return None if tenant == DEFAULT_TENANT else tenant
 
 
-def merged(reasons: Iterable[MissingFor]) -> tuple[MissingFor, ...]:
+def merged(reasons: Iterable[WorkerMismatch]) -> tuple[WorkerMismatch, ...]:
     """Workers without a name are told together where their reasons are the same."""
-    found: dict[tuple[WorkerId, tuple[str, ...]], MissingFor] = {}
+    found: dict[tuple[WorkerId, tuple[str, ...]], WorkerMismatch] = {}
     for each in reasons:
         key = (each.worker_id, each.reasons)
         before = found.get(key)
         if before is None or each.worker_id != ANOTHER:
             found[key] = each
         else:
-            found[key] = MissingFor(ANOTHER, each.reason, each.reasons, before.count + 1)
+            found[key] = WorkerMismatch(ANOTHER, each.reason, each.reasons, before.count + 1)
     return tuple(found.values())

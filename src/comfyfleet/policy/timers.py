@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from comfyfleet.model.dispatch import Change, Dispatch, Phase, Standing, Stop
+from comfyfleet.model.dispatch import Change, Dispatch, Phase, Readiness, Stop
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy.lifecycle import standing_at
@@ -53,7 +53,7 @@ def wake_at(dispatch: Dispatch, now: float, rules: Rules) -> float | None:
         )
         if dispatch.is_held:
             moments.append(next_look(dispatch, now, rules))
-        elif dispatch.standing is Standing.DELAYED:
+        elif dispatch.standing is Readiness.DELAYED:
             moments.append(dispatch.not_before)
     elif (asked_at := dispatch.stop_requested_at) is not None:
         moments.append(asked_at + rules.cancel_grace_s)
@@ -69,7 +69,7 @@ def next_look(dispatch: Dispatch, now: float, rules: Rules) -> float:
 def released(dispatch: Dispatch, now: float, rules: Rules) -> Change:
     """All that it waited for completed. A preference is waited for from now on."""
     standing = dispatch.standing
-    if standing is Standing.DELAYED:
+    if standing is Readiness.DELAYED:
         standing = standing_at(dispatch.not_before, now)
     relax_at = None if dispatch.relaxed_class is None else now + rules.affinity_wait_s
     free = msgspec.structs.replace(dispatch, is_held=False, standing=standing, relax_at=relax_at)
@@ -105,7 +105,7 @@ def review(dispatch: Dispatch, now: float, rules: Rules) -> Review:
 def returned(dispatch: Dispatch, phase: Phase, not_before: float | None, now: float, rules: Rules) -> Change:
     """Back in line after a lease, or paused if that was asked for, with all that time has brought meanwhile: while it
     ran nobody looked."""
-    standing = standing_at(not_before, now) if dispatch.pause_requested_at is None else Standing.PAUSED
+    standing = standing_at(not_before, now) if dispatch.pause_requested_at is None else Readiness.PAUSED
     waiting = msgspec.structs.replace(
         dispatch, phase=phase, lease=None, standing=standing, not_before=not_before
     )
@@ -142,8 +142,8 @@ def _placed(dispatch: Dispatch, now: float, rules: Rules) -> Change:
         assert dispatch.relaxed_class is not None, "what relaxes says into which class"
         class_key = dispatch.relaxed_class
     standing = dispatch.standing
-    if standing is Standing.DELAYED and not dispatch.is_held and (dispatch.not_before or 0.0) <= now:
-        standing = Standing.IN_LANE
+    if standing is Readiness.DELAYED and not dispatch.is_held and (dispatch.not_before or 0.0) <= now:
+        standing = Readiness.IN_LANE
     placed = msgspec.structs.replace(
         dispatch,
         priority=_priority(dispatch, now, rules),
@@ -174,7 +174,7 @@ def unrunnable_after(tenant: Tenant | None, rules: Rules) -> float:
 
 def fails_at(dispatch: Dispatch, since: float, after_s: float) -> float | None:
     """`since`: when it was first seen that nobody can run its class. None: it does not wait for a worker."""
-    if dispatch.phase is not Phase.QUEUED or dispatch.is_held or dispatch.standing is Standing.PAUSED:
+    if dispatch.phase is not Phase.QUEUED or dispatch.is_held or dispatch.standing is Readiness.PAUSED:
         return None
     if dispatch.relaxed_class is not None:
         # It soon asks for less.

@@ -17,7 +17,7 @@ _GONE = 410
 _GROWTH = 3
 
 
-class Attempted(msgspec.Struct, frozen=True):
+class DeliveryAttempt(msgspec.Struct, frozen=True):
     """What came of one attempt: the status of an answer, or why there was none."""
 
     status: int | None = None
@@ -38,7 +38,7 @@ def check_pending(pending: int, most: int) -> None:
 
 
 def after_attempt(
-    delivery: Delivery, attempted: Attempted, *, now: float, fraction: float, rules: Rules
+    delivery: Delivery, attempted: DeliveryAttempt, *, now: float, fraction: float, rules: Rules
 ) -> Delivery:
     status, tries = attempted.status, delivery.tries + 1
     is_done = status is not None and 200 <= status < 300

@@ -13,7 +13,7 @@ import msgspec
 from comfyfleet.model.ids import TenantId, WorkflowHash
 from comfyfleet.model.requirement import Requirements
 from comfyfleet.model.worker import Capabilities, LiveState
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 
 # The weight of the newest run once there are many: old runs fade, one odd run does not decide.
 _FADE = 0.2
@@ -21,30 +21,30 @@ _MAX_WORKER_CLASSES = 64
 _MAX_TENANTS = 16
 
 
-def of_run(workflow_hash: WorkflowHash, worker_class: str, seconds: float) -> LessonDelta:
-    return LessonDelta(workflow_hash, worker_class, seconds, _FADE, _MAX_WORKER_CLASSES)
+def of_run(workflow_hash: WorkflowHash, worker_class: str, seconds: float) -> WorkflowStatsDelta:
+    return WorkflowStatsDelta(workflow_hash, worker_class, seconds, _FADE, _MAX_WORKER_CLASSES)
 
 
-def of_out_of_memory(workflow_hash: WorkflowHash, tenant: TenantId, vram_gb: float) -> LessonDelta:
-    return LessonDelta(workflow_hash, tenant=tenant, memory_gb=vram_gb, most_tenants=_MAX_TENANTS)
+def of_out_of_memory(workflow_hash: WorkflowHash, tenant: TenantId, vram_gb: float) -> WorkflowStatsDelta:
+    return WorkflowStatsDelta(workflow_hash, tenant=tenant, memory_gb=vram_gb, most_tenants=_MAX_TENANTS)
 
 
-def after_run(lesson: Lesson, worker_class: str, seconds: float) -> Lesson:
+def after_run(lesson: WorkflowStats, worker_class: str, seconds: float) -> WorkflowStats:
     return of_run(lesson.workflow_hash, worker_class, seconds).apply(lesson)
 
 
-def after_out_of_memory(lesson: Lesson, tenant: TenantId, vram_gb: float) -> Lesson:
+def after_out_of_memory(lesson: WorkflowStats, tenant: TenantId, vram_gb: float) -> WorkflowStats:
     return of_out_of_memory(lesson.workflow_hash, tenant, vram_gb).apply(lesson)
 
 
-def memory_above_gb(lesson: Lesson, tenant: TenantId) -> float:
+def memory_above_gb(lesson: WorkflowStats, tenant: TenantId) -> float:
     """The largest card known to be too small for this tenant: its own, or one that was for two others."""
     limits = lesson.memory_by_tenant
     met_by_two = sorted(limits.values())[-2] if len(limits) > 1 else 0.0
     return max(lesson.memory_above_gb, limits.get(tenant, 0.0), met_by_two)
 
 
-def expected_s(lesson: Lesson | None, worker_class: str) -> float | None:
+def expected_s(lesson: WorkflowStats | None, worker_class: str) -> float | None:
     """Seconds on this class of worker, else the mean over those that are known, else nothing."""
     if lesson is None or not lesson.durations:
         return None
@@ -54,7 +54,7 @@ def expected_s(lesson: Lesson | None, worker_class: str) -> float | None:
     return sum(duration.mean_s for duration in lesson.durations.values()) / len(lesson.durations)
 
 
-def without_slow(needs: Requirements, lesson: Lesson | None) -> Requirements:
+def without_slow(needs: Requirements, lesson: WorkflowStats | None) -> Requirements:
     """Keep a job with a limit on its processing time from the classes of workers known to take longer."""
     limit = needs.max_processing_s
     if limit is None or lesson is None:
@@ -64,7 +64,7 @@ def without_slow(needs: Requirements, lesson: Lesson | None) -> Requirements:
 
 
 def with_memory(
-    needs: Requirements, lesson: Lesson | None, tenant: TenantId, fleet: Iterable[Capabilities]
+    needs: Requirements, lesson: WorkflowStats | None, tenant: TenantId, fleet: Iterable[Capabilities]
 ) -> Requirements:
     """Ask for more memory than was seen to be too little, if any worker has more; else a hopeless need helps nobody."""
     above_gb = 0.0 if lesson is None else memory_above_gb(lesson, tenant)
@@ -76,8 +76,8 @@ def with_memory(
     return msgspec.structs.replace(needs, hardware=hardware)
 
 
-def no_lesson(workflow_hash: WorkflowHash) -> Lesson:
-    return Lesson(workflow_hash)
+def no_lesson(workflow_hash: WorkflowHash) -> WorkflowStats:
+    return WorkflowStats(workflow_hash)
 
 
 def warmed(live: LiveState, models: Iterable[str], workflow_hash: WorkflowHash) -> LiveState:

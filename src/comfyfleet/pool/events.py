@@ -39,7 +39,7 @@ import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.local_bus import LocalSubscription
-from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, News, NewsKind
+from comfyfleet.model.fact import Event, Fact, FactKind, FleetEvent, ProgressEvent, ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import JobResult, OutputFile
@@ -165,7 +165,7 @@ class Listeners:
                     await self.tell(told, at)
 
 
-class Label(msgspec.Struct, frozen=True, gc=False):
+class JobLabel(msgspec.Struct, frozen=True, gc=False):
     """What every event of a job carries."""
 
     public_id: str
@@ -174,15 +174,15 @@ class Label(msgspec.Struct, frozen=True, gc=False):
 
 
 _NEWS = {
-    NewsKind.ACCEPTED: "job:accepted",
-    NewsKind.STARTED: "job:started",
-    NewsKind.PROGRESS: "job:progress",
-    NewsKind.PREVIEW: "job:preview",
-    NewsKind.OUTPUT: "job:output",
+    ProgressKind.ACCEPTED: "job:accepted",
+    ProgressKind.STARTED: "job:started",
+    ProgressKind.PROGRESS: "job:progress",
+    ProgressKind.PREVIEW: "job:preview",
+    ProgressKind.OUTPUT: "job:output",
 }
 
 
-def of_news(news: News, label: Label) -> PoolEvent:
+def of_news(news: ProgressEvent, label: JobLabel) -> PoolEvent:
     data = news.data
     return PoolEvent(
         _NEWS[news.kind],
@@ -206,7 +206,7 @@ def of_news(news: News, label: Label) -> PoolEvent:
 
 
 def of_fact(
-    fact: Fact, label: Label, result: JobResult | None = None, failure: Failure | None = None
+    fact: Fact, label: JobLabel, result: JobResult | None = None, failure: Failure | None = None
 ) -> Iterator[PoolEvent]:
     """`result` and `failure` are what the store keeps of the end; without a failure the fact's own words are told."""
     data = fact.data or {}
@@ -276,13 +276,13 @@ def of_fleet(fleet: FleetEvent) -> PoolEvent | None:
     )
 
 
-class Teller:
+class EventDispatcher:
     def __init__(self, engine: Engine, clock: Clock) -> None:
         self._engine = engine
         self._clock = clock
         self._listeners = Listeners()
         self._heard = LocalSubscription(lambda _: None)
-        self._labels: dict[JobId, Label] = {}
+        self._labels: dict[JobId, JobLabel] = {}
         """Of the jobs that handlers heard of and that have not ended."""
         self._task: asyncio.Task[None] | None = None
 
@@ -335,7 +335,7 @@ class Teller:
             self._labels[event.job_id] = label
         return await self._of_job(event, label)
 
-    async def _of_job(self, event: Event, label: Label) -> Iterable[PoolEvent]:
+    async def _of_job(self, event: Event, label: JobLabel) -> Iterable[PoolEvent]:
         assert not isinstance(event, FleetEvent)
         if not isinstance(event, Fact):
             return (of_news(event, label),)
@@ -355,8 +355,8 @@ class Teller:
                 return attempt.failure
         return None
 
-    async def _read_label(self, job_id: JobId) -> Label:
+    async def _read_label(self, job_id: JobId) -> JobLabel:
         job = await self._engine.store.records.get(job_id)
         if job is None:
-            return Label(job_id, "", {})
-        return Label(job.reference or job_id, job.workflow_hash, job.payload.metadata or {})
+            return JobLabel(job_id, "", {})
+        return JobLabel(job.reference or job_id, job.workflow_hash, job.payload.metadata or {})

@@ -17,7 +17,7 @@ import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.model.calls import Submitted
-from comfyfleet.model.dispatch import Phase, Standing
+from comfyfleet.model.dispatch import Phase, Readiness
 from comfyfleet.model.fact import FleetEvent
 from comfyfleet.model.ids import JobId, WorkerId, WorkflowHash
 from comfyfleet.model.requirement import Requirements
@@ -114,7 +114,7 @@ class Notices:
                 del self._watched[kind]
             return
         cause = ""
-        if dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.IN_LANE:
+        if dispatch.phase is Phase.QUEUED and dispatch.standing is Readiness.IN_LANE:
             found = await self._engine.explain(watched.job_id)
             if not found.able and not found.able_others:
                 cause = found.summary

@@ -41,7 +41,7 @@ def _cut(name: str) -> str:
     return stem.decode(errors="ignore") + suffix
 
 
-class OutputPlace(msgspec.Struct, frozen=True):
+class OutputNames(msgspec.Struct, frozen=True):
     """Where outputs go: a folder, and the names that they get in it; unless said, those that their server gave them."""
 
     folder: Path
@@ -49,7 +49,7 @@ class OutputPlace(msgspec.Struct, frozen=True):
     """A name for each folder below, the file's last."""
 
     @classmethod
-    def read(cls, text: str) -> OutputPlace:
+    def read(cls, text: str) -> OutputNames:
         """`out` is a folder, `out/{job}_{node}_{index}{ext}` a pattern from the first part with a field on. Raises
         `ValueError` in words."""
         parts = Path(text).parts
@@ -106,10 +106,10 @@ def _check(part: str) -> None:
 
 
 async def write_new(
-    place: Path | OutputPlace, file: OutputFile, content: bytes, *, job: str = "", index: int = 1
+    place: Path | OutputNames, file: OutputFile, content: bytes, *, job: str = "", index: int = 1
 ) -> Path:
     """Writes it under its own name or the first free one like it; makes the folder where there is none."""
-    place = OutputPlace(place) if isinstance(place, Path) else place
+    place = OutputNames(place) if isinstance(place, Path) else place
     return await asyncio.to_thread(_write_new, place.path(file, job, index), content)
 
 

@@ -27,7 +27,7 @@ from comfyfleet.model.requirement import Preferences, Requirements
 from comfyfleet.model.workflow import hash_workflow
 from comfyfleet.policy.failover import FailoverStrategy
 from comfyfleet.policy.rules import Rules, problem_of
-from comfyfleet.pool.events import EventName, Handler, PoolEvent, Teller
+from comfyfleet.pool.events import EventDispatcher, EventName, Handler, PoolEvent
 from comfyfleet.pool.notices import Notices
 from comfyfleet.pool.options import (
     JOB,
@@ -52,13 +52,13 @@ from comfyfleet.pool.records import (
     JobCancelled,
     JobFailed,
     JobRecord,
+    JobWaiters,
     PoolStats,
-    Waiting,
     block_of,
     record_of,
     within,
 )
-from comfyfleet.pool.servers import Servers
+from comfyfleet.pool.servers import PoolServers
 from comfyfleet.ports import Store
 from comfyfleet.stores.factory import open_store, refuse_if_sealed
 from comfyfleet.stores.failure_texts import without_a_hub
@@ -122,7 +122,7 @@ class WorkflowPool:
             health_interval_s=seconds(health_check_interval) or 0.0,
             reconnect_grace_s=seconds(reconnection_grace) or 0.0,
         )
-        self._servers = Servers(
+        self._servers = PoolServers(
             self._engine,
             agent_settings,
             comfyui or ComfyUISettings(),
@@ -131,9 +131,9 @@ class WorkflowPool:
             self._on_state,
         )
         self._affinities = {checked(each).workflow_hash: each for each in workflow_affinities}
-        self._teller = Teller(self._engine, self._engine.clock)
+        self._teller = EventDispatcher(self._engine, self._engine.clock)
         self._notices = Notices(self._engine, self._teller.hear)
-        self._waiting = Waiting()
+        self._waiting = JobWaiters()
         self._forgets = isinstance(store, str) and store.startswith("memory:")
         self._first_servers = tuple(servers)
         self._state: Literal["new", "open", "closed"] = "new"

@@ -14,7 +14,7 @@ import msgspec
 
 from comfyfleet.model.block import Block
 from comfyfleet.model.calls import JobView
-from comfyfleet.model.dispatch import Attempt, Phase, Standing, Stop
+from comfyfleet.model.dispatch import Attempt, Phase, Readiness, Stop
 from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.failure import Failure
@@ -149,7 +149,7 @@ def record_of(view: JobView) -> JobRecord:
         seeds=job.seeds or {},
         cancel_requested=dispatch.cancel_requested_at is not None,
         history=view.attempts,
-        is_paused=dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.PAUSED,
+        is_paused=dispatch.phase is Phase.QUEUED and dispatch.standing is Readiness.PAUSED,
         pause_requested=dispatch.phase is Phase.LEASED and dispatch.stop is Stop.PAUSE,
         retry_requested=dispatch.phase is Phase.LEASED and dispatch.stop is Stop.RETRY,
         cancel_reason=dispatch.cancel_reason,
@@ -161,7 +161,7 @@ def offline_words(client_id: str, reason: str) -> str:
     return f"{client_id} is offline and is tried again" + (f": {reason}" if reason else "")
 
 
-class Waiting:
+class JobWaiters:
     def __init__(self) -> None:
         self._waiting: dict[JobId, set[asyncio.Event]] = {}
 

@@ -43,7 +43,7 @@ from comfyfleet.worker.journal import Journal
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus
 
 
-class Member:
+class PoolMember:
     """A server with what was made for it."""
 
     __slots__ = ("agent", "connector", "server")
@@ -55,7 +55,7 @@ class Member:
         self.agent = agent
 
 
-class Agents:
+class PoolAgents:
     """Added one by one, while others run; ended together. `journals` is the folder for what must outlive a crash."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Agents:
         self._on_state = on_state
         self._agent_settings = agent or AgentSettings()
         self._comfyui_settings = comfyui or ComfyUISettings()
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, PoolMember] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
@@ -77,13 +77,13 @@ class Agents:
     def __len__(self) -> int:
         return len(self._members)
 
-    def __getitem__(self, name: str) -> Member:
+    def __getitem__(self, name: str) -> PoolMember:
         return self._members[name]
 
     def names(self) -> tuple[str, ...]:
         return tuple(self._members)
 
-    def members(self) -> Iterable[Member]:
+    def members(self) -> Iterable[PoolMember]:
         return self._members.values()
 
     def journal_of(self, server: Server) -> Journal | None:
@@ -112,7 +112,7 @@ class Agents:
             on_state=lambda state: self._on_state(name, state),
             journal=journal or self.journal_of(server),
         )
-        self._members[name] = Member(server, connector, agent)
+        self._members[name] = PoolMember(server, connector, agent)
         await agent.start()
 
     def _comfyui(self, server: Server) -> Connector:
@@ -151,13 +151,13 @@ class Agents:
 
 
 @runtime_checkable
-class Fetches(Protocol):
+class FetchesOutputs(Protocol):
     """A connector whose outputs can be fetched."""
 
     async def fetch(self, file: OutputFile) -> bytes: ...
 
 
-class Servers:
+class PoolServers:
     def __init__(
         self,
         engine: Engine,
@@ -172,7 +172,7 @@ class Servers:
         self._comfyui_settings = comfyui_settings
         self._slots = slots
         self._clock = clock
-        self._agents = Agents(on_state, agent_settings, comfyui_settings, journals)
+        self._agents = PoolAgents(on_state, agent_settings, comfyui_settings, journals)
         self._added_at: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -245,7 +245,7 @@ class Servers:
                 and file.url is not None
                 and file.url.startswith(member.connector.address.base)
             )
-            if is_its and isinstance(member.connector, Fetches):
+            if is_its and isinstance(member.connector, FetchesOutputs):
                 return await member.connector.fetch(file)
         if is_elsewhere:
             return await self._fetch_elsewhere(file)
@@ -296,7 +296,7 @@ class Servers:
             )
         return tuple(found)
 
-    def _member(self, name: str) -> Member:
+    def _member(self, name: str) -> PoolMember:
         try:
             return self._agents[name]
         except KeyError:
@@ -306,7 +306,7 @@ class Servers:
             ) from None
 
 
-class DirectWorkers:
+class StoreWorkers:
     """An async context manager: it returns once every server was asked what it has, and closing stops at once."""
 
     def __init__(
@@ -335,7 +335,7 @@ class DirectWorkers:
                 "share a redis://… or postgresql://… store, or give the servers to that one process",
             )
         self._engine = Engine(opened, rules=rules, clock=clock)
-        self._servers = Servers(
+        self._servers = PoolServers(
             self._engine,
             agent or AgentSettings(),
             comfyui or ComfyUISettings(),
@@ -346,7 +346,7 @@ class DirectWorkers:
         )
         self._first_servers = tuple(servers)
 
-    async def __aenter__(self) -> DirectWorkers:
+    async def __aenter__(self) -> StoreWorkers:
         await self._engine.__aenter__()
         try:
             if not self._has_keys:

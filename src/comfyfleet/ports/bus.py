@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
-from comfyfleet.model.fact import Event, Fact, News, RunNote
+from comfyfleet.model.fact import Event, Fact, ProgressEvent, RunSnapshot
 from comfyfleet.model.ids import JobId
 
 
-class Relay(Protocol):
+class PeerChannel(Protocol):
     """What the processes on one store say to each other. It may lose a message, and nobody hears himself."""
 
-    def listen(self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | News], None]) -> None: ...
+    def listen(
+        self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | ProgressEvent], None]
+    ) -> None: ...
     async def watch(self) -> None: ...  # for a while `hear_run` hears of workers without an engine
     async def say(self, message: bytes) -> None: ...
     async def announce(self, message: bytes) -> None: ...  # for readers of the store's own
-    async def keep_progress(self, job_id: JobId, note: RunNote) -> None: ...  # for an hour
+    async def keep_progress(self, job_id: JobId, note: RunSnapshot) -> None: ...  # for an hour
     async def kept_progress(self, job_ids: Sequence[JobId]) -> list[bytes | None]: ...  # theirs too
 
 

@@ -8,11 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from comfyfleet.model.calls import (
-    LeasedJob,
-    Report,
-    RunningAttempt,
-)
+from comfyfleet.model.calls import LeasedJob, ProgressReport, RunningAttempt
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import Capabilities, LiveState
@@ -38,7 +34,7 @@ class Connector(Protocol):
     async def close(self) -> None: ...
     async def inventory(self) -> Inventory: ...
     async def check_health(self) -> bool: ...
-    async def process_job(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def process_job(self, job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         """Runs the attempt to its end. Raises `ServiceFailed` with a classified failure.
 
         Called again for an attempt that the service has, it goes on with that one: an agent may have been killed.

@@ -15,7 +15,7 @@ class Document(msgspec.Struct, frozen=True, gc=False):
     version: int
 
 
-class Cabinet(Protocol):
+class DocumentStore(Protocol):
     """Small documents beside the queue, in the same store: keys, enrolments, deliveries, the audit log. A body has at
     most 64 KB. What is refused has changed nothing.
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Literal, Protocol, Unpack
 
-from comfyfleet.model.file import FilePage, FileRecord, FileSaid, Grant, PartPlan
+from comfyfleet.model.file import FileAnnouncement, FileGrant, FilePage, FileRecord, PartPlan
 from comfyfleet.model.ids import TenantId
 
 
-class Assets(Protocol):
+class FileStore(Protocol):
     """Where files lie, and short-lived grants to them. What a file is for, and who may have it, is the hub's."""
 
     in_use: Callable[[str], Awaitable[bool]]
     """Set by the hub: a file in use is kept, however old."""
 
-    async def reserve(self, tenant: TenantId, **said: Unpack[FileSaid]) -> FileRecord: ...
+    async def reserve(self, tenant: TenantId, **said: Unpack[FileAnnouncement]) -> FileRecord: ...
     async def get(self, file_id: str, tenant: TenantId | None = None) -> FileRecord | None:
         """`tenant`: whose it should be, where that is known. Whether it is, is the hub's to ask."""
 
@@ -33,11 +33,11 @@ class Assets(Protocol):
     async def complete(self, file_id: str) -> FileRecord:
         """It is there and is what was said of it, which is looked at here. Asked again, the same answer."""
 
-    async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> Grant: ...
+    async def grant(self, record: FileRecord, method: Literal["GET", "PUT"]) -> FileGrant: ...
     def parts(self, record: FileRecord) -> PartPlan | None:
         """How it may go up in parts. None: it goes up in one piece."""
 
-    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[Grant]:
+    async def part_grants(self, record: FileRecord, digests: Mapping[int, str]) -> list[FileGrant]:
         """A link for each of these parts, by its number, bound to the SHA-256 of the part."""
 
     async def receive(self, record: FileRecord, pieces: AsyncIterator[bytes]) -> FileRecord: ...

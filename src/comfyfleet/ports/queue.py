@@ -9,12 +9,12 @@ import msgspec
 
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.calls import (
-    Applicant,
     Command,
-    FinishedRun,
-    Foreign,
-    ForeignReport,
-    WholeJob,
+    DirectWorkerBacklog,
+    DirectWorkerCompletion,
+    DirectWorkerFailure,
+    JobSnapshot,
+    PendingRegistration,
 )
 from comfyfleet.model.dispatch import (
     Attempt,
@@ -24,21 +24,21 @@ from comfyfleet.model.dispatch import (
     LeaseRef,
     Phase,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.model.tenant import Share, TenantTerms
+from comfyfleet.model.tenant import TenantShare, TenantTerms
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
-from comfyfleet.ports.bus import Relay
-from comfyfleet.ports.documents import Cabinet
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
+from comfyfleet.ports.bus import PeerChannel
+from comfyfleet.ports.documents import DocumentStore
 from comfyfleet.ports.records import Records
 
 
-class Table(msgspec.Struct, frozen=True):
+class EligibilityMatrix(msgspec.Struct, frozen=True):
     """Which profile may take which class. The version grows with each class and each profile that is added."""
 
     version: int
@@ -84,9 +84,9 @@ class Store(Protocol):
     @property
     def records(self) -> Records: ...
     @property
-    def cabinet(self) -> Cabinet: ...
+    def cabinet(self) -> DocumentStore: ...
     @property
-    def shares(self) -> Shares: ...
+    def shares(self) -> FairShare: ...
     @property
     def epoch(self) -> int: ...
     @property
@@ -94,11 +94,11 @@ class Store(Protocol):
         """Whether other processes write here too; then what an engine knows of the fleet is read again and again."""
 
     @property
-    def foreign(self) -> ForeignWorkers | None:
+    def foreign(self) -> DirectWorkerInbox | None:
         """The door of workers that have no engine, where the store has one."""
 
     @property
-    def relay(self) -> Relay | None:
+    def relay(self) -> PeerChannel | None:
         """Between the processes on this store, where it has one. Without, they find each other's facts by looking."""
 
     async def open(self) -> None:
@@ -118,7 +118,7 @@ class Store(Protocol):
 
     async def now(self) -> float: ...
     # the table profile × class: an add that saw an old version is refused (False) and repeated
-    async def table(self) -> Table: ...
+    async def table(self) -> EligibilityMatrix: ...
     async def put_class(
         self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int
     ) -> bool: ...
@@ -136,24 +136,24 @@ class Store(Protocol):
     async def remove_worker(self, worker_id: WorkerId) -> None: ...
 
     # dispatches
-    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         """None: the class is not in the table (any more); put it there and repeat. If there is a job of this id, or the
         tenant has one of the same reference, that one is the answer, without facts; it may have ended."""
 
     async def load(self, job_id: JobId) -> Dispatch | None: ...
     async def load_many(self, job_ids: Sequence[JobId]) -> list[Dispatch | None]: ...
     async def peek(self, query: Peek) -> list[Candidate]: ...
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         """None: the job was taken, moved or blocked in between, or the worker has another profile by now."""
 
-    async def lease_next(self, offer: LeaseOffer) -> Written | None: ...
+    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None: ...
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None: ...
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         """None: the guard did not hold, or an open job's class is not in the table; nothing was changed."""
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
-    ) -> tuple[Written | None, Written | None]: ...
+    ) -> tuple[WriteResult | None, WriteResult | None]: ...
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]: ...
     async def leases_of(self, *worker_ids: WorkerId) -> list[Dispatch]: ...
     async def due(self, limit: int, after: Dispatch | None = None) -> list[Dispatch]:
@@ -186,46 +186,46 @@ class Store(Protocol):
         """Removes and answers those whose time is over."""
 
     async def next_block_end(self) -> float | None: ...
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None: ...
-    async def put_lesson(self, lesson: Lesson) -> None: ...
-    async def learn(self, delta: LessonDelta) -> Lesson: ...
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None: ...
+    async def put_lesson(self, lesson: WorkflowStats) -> None: ...
+    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats: ...
     async def close(self) -> None: ...
 
 
-class Shares(Protocol):
+class FairShare(Protocol):
     """What each tenant has had of the fleet, and on which terms. Who has none has weight 1, no cap, and is not held."""
 
     async def put_terms(self, terms: TenantTerms) -> None: ...
     async def remove_terms(self, tenant: TenantId) -> None: ...
     async def terms(self) -> list[TenantTerms]: ...
     async def charge(self, tenant: TenantId, seconds: float) -> None: ...
-    async def of(self, tenant: TenantId) -> Share: ...
+    async def of(self, tenant: TenantId) -> TenantShare: ...
     async def next_hold_end(self) -> float | None:
         """The next time at which a tenant that is held comes free by itself."""
 
 
-class ForeignWorkers(Protocol):
+class DirectWorkerInbox(Protocol):
     """Workers in other languages that call the store's own functions. Each step here may be taken by two engines."""
 
     def listen(self, wake: Callable[[], None]) -> None:
         """`wake` is called when there may be something to do: a hint that may be lost."""
 
-    async def look(self, limit: int) -> Foreign: ...
-    async def admitted(self, applicant: Applicant) -> None:
+    async def look(self, limit: int) -> DirectWorkerBacklog: ...
+    async def admitted(self, applicant: PendingRegistration) -> None:
         """Its record is written, or its leaving is. What it declared since then waits on."""
 
-    async def refuse(self, applicant: Applicant, reason: str) -> None: ...
-    async def settled(self, report: ForeignReport) -> None:
+    async def refuse(self, applicant: PendingRegistration, reason: str) -> None: ...
+    async def settled(self, report: DirectWorkerFailure) -> None:
         """Its verdict is written, or the lease was over."""
 
-    async def take_finished(self, limit: int) -> list[FinishedRun]:
+    async def take_finished(self, limit: int) -> list[DirectWorkerCompletion]:
         """Each is answered once, to whoever asks first."""
 
 
-class Moving(Protocol):
+class JobTransfer(Protocol):
     """What a store gives to, and takes from, another store. No job in it is leased."""
 
-    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
+    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         """Takes jobs in, in one step and in their order, behind everything that is here. Facts, attempts, revision and
         lease number stay as they are; the place in line and, of a job that has ended, the time to keep it from are new.
 
@@ -236,12 +236,12 @@ class Moving(Protocol):
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
         """Forgets each job that is as it was read; one that was written since then, or is leased, is answered False."""
 
-    async def lessons(self) -> list[Lesson]:
+    async def lessons(self) -> list[WorkflowStats]:
         """All of them, the longest unused first."""
 
 
-class Movable(Store, Protocol):
+class TransferableStore(Store, Protocol):
     """A store whose jobs can move to another one."""
 
     @property
-    def moving(self) -> Moving: ...
+    def moving(self) -> JobTransfer: ...

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from comfyfleet.model.calls import (
-    Beat,
     Command,
     Completion,
     FailureReport,
+    HeartbeatReply,
     LeasedJob,
     Poll,
+    ProgressReport,
     RegisterWorker,
     Release,
-    Report,
-    Settled,
+    ReportReply,
 )
 from comfyfleet.model.dispatch import (
     LeaseRef,
@@ -34,11 +34,11 @@ class WorkerApi(Protocol):
 
     async def register(self, call: RegisterWorker) -> WorkerRecord: ...
     async def poll(self, call: Poll) -> LeasedJob | None: ...
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat: ...
-    async def progress(self, reports: Sequence[Report]) -> Beat: ...
-    async def complete(self, call: Completion) -> Settled: ...
-    async def fail(self, call: FailureReport) -> Settled: ...
-    async def release(self, call: Release) -> Settled: ...
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply: ...
+    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply: ...
+    async def complete(self, call: Completion) -> ReportReply: ...
+    async def fail(self, call: FailureReport) -> ReportReply: ...
+    async def release(self, call: Release) -> ReportReply: ...
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
         """Parks until there is something to tell; heartbeats tell the same, only later."""
 
@@ -46,7 +46,7 @@ class WorkerApi(Protocol):
 
 
 @runtime_checkable
-class OutputKeeper(Protocol):
+class OutputReceiver(Protocol):
     """A workers' door that takes in what a run left, so that its caller need not reach the server."""
 
     async def keep(self, ref: LeaseRef, file: OutputFile, source: OutputSource) -> str | None:
@@ -54,7 +54,7 @@ class OutputKeeper(Protocol):
 
 
 @runtime_checkable
-class NodeKeeper(Protocol):
+class NodeCatalogReceiver(Protocol):
     """A workers' door that wants to know a server's node classes: to convert workflows of the editor, and to know which
     graphs the server accepts. One that has been told of equal nodes by another worker need not be told again."""
 

@@ -16,7 +16,7 @@ from comfyfleet.model.errors import Refusal, RefusalCode, to_install
 from comfyfleet.stores.factory import check_address, sqlite_path
 
 
-class Examination(msgspec.Struct, frozen=True):
+class StoreCheck(msgspec.Struct, frozen=True):
     store: str
     """Where it is, without any secret."""
     problems: list[str]
@@ -25,7 +25,7 @@ class Examination(msgspec.Struct, frozen=True):
     settings: dict[str, Any] = {}
 
 
-async def examine(url: str) -> Examination:
+async def examine(url: str) -> StoreCheck:
     match kind_of(url):
         case "sqlite":
             from comfyfleet.stores.sqlite import maintenance
@@ -33,15 +33,15 @@ async def examine(url: str) -> Examination:
             path = sqlite_path(url)
             problems = await asyncio.to_thread(maintenance.check, path)
             holds, settings = await asyncio.to_thread(maintenance.describe, path)
-            return Examination(str(path), problems, holds, settings)
+            return StoreCheck(str(path), problems, holds, settings)
         case "redis":
             from comfyfleet.stores.redis.check import examine_redis
 
-            return Examination(**await examine_redis(url))
+            return StoreCheck(**await examine_redis(url))
         case "postgresql":
             from comfyfleet.stores.postgres.check import examine_postgres
 
-            return Examination(**await examine_postgres(url))
+            return StoreCheck(**await examine_postgres(url))
 
 
 async def is_there(url: str) -> bool:

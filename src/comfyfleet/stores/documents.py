@@ -42,7 +42,7 @@ def check_start(after: str) -> None:
         raise Refusal(RefusalCode.INVALID_REQUEST, "no list goes on after such a name: begin it anew")
 
 
-class MemoryCabinet:
+class MemoryDocumentStore:
     def __init__(self) -> None:
         self._drawers: dict[str, dict[str, Document]] = {}
         self._names: dict[str, list[str]] = {}

@@ -14,11 +14,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
 from comfyfleet.model.errors import Refusal, RefusalCode, to_install
-from comfyfleet.ports import Cabinet, Clock, ForeignWorkers, Records, Relay, Shares, Store
+from comfyfleet.ports import Clock, DirectWorkerInbox, DocumentStore, FairShare, PeerChannel, Records, Store
 from comfyfleet.stores.memory import MemoryStore
 
-_PARTS: dict[str, type] = {"records": Records, "cabinet": Cabinet, "shares": Shares}
-_OPTIONAL: dict[str, type] = {"foreign": ForeignWorkers, "relay": Relay}
+_PARTS: dict[str, type] = {"records": Records, "cabinet": DocumentStore, "shares": FairShare}
+_OPTIONAL: dict[str, type] = {"foreign": DirectWorkerInbox, "relay": PeerChannel}
 _VALUES: dict[str, type] = {"epoch": int, "is_shared": bool}
 _NEXT = (
     "Give a URL, such as sqlite:///fleet.db, or an object that passes the contract of stores (docs/stores.md)"
@@ -92,7 +92,7 @@ MASTER_KEYS = "master_keys"
 
 
 @runtime_checkable
-class MayLose(Protocol):
+class VolatileStore(Protocol):
     """A store whose server decides how much of it outlives a crash."""
 
     durability: Literal["durable", "everysec", "none"]
@@ -127,7 +127,7 @@ def check_address(url: str) -> None:
 
 def risk_of(store: Store) -> str:
     """What an operator must know of a store that is open and may lose jobs, and what to set. Empty: it keeps them."""
-    if not isinstance(store, MayLose) or store.durability != "none":
+    if not isinstance(store, VolatileStore) or store.durability != "none":
         return ""
     return (
         f"this Redis can lose jobs that were acknowledged: {store.can_lose}, if it dies or is restarted. Set "
@@ -136,7 +136,7 @@ def risk_of(store: Store) -> str:
     )
 
 
-async def refuse_if_sealed(cabinet: Cabinet) -> None:
+async def refuse_if_sealed(cabinet: DocumentStore) -> None:
     """For whoever opens a store without keys: what is in it must not only open by them."""
     if await cabinet.listing(DATA_KEYS, limit=1):
         masters = ", ".join(repr(each.name) for each in await cabinet.listing(MASTER_KEYS))

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
-from comfyfleet.model.dispatch import AtRevision, Attempt, Dispatch, LeaseOffer, Write, Written
+from comfyfleet.model.dispatch import AtRevision, Attempt, Dispatch, LeaseOffer, Write, WriteResult
 from comfyfleet.model.fact import Fact, FactDraft, FactKind
 from comfyfleet.model.failure import Failure, FailureKind, FailureText
 from comfyfleet.model.ids import TenantId
@@ -62,13 +62,13 @@ def without_text(write: Write, attempt_id: str, *, is_left: bool = False) -> Wri
     return msgspec.structs.replace(write, job=job, attempt_end=end, facts=facts)
 
 
-def told(written: Written, write: Write) -> Written:
+def told(written: WriteResult, write: Write) -> WriteResult:
     """As it was asked for: whoever hears of it now need not look for the words."""
     facts = tuple(
         msgspec.structs.replace(fact, data=draft.data)
         for fact, draft in zip(written.facts, write.facts, strict=True)
     )
-    return Written(written.dispatch, facts)
+    return WriteResult(written.dispatch, facts)
 
 
 def _withheld(failure: Failure, place: str) -> Failure:
@@ -123,7 +123,7 @@ def fact_with(fact: Fact, texts: Texts) -> Fact:
 # workers that have no way to tenants' databases
 
 
-class LeftText(msgspec.Struct, frozen=True):
+class PendingFailureText(msgspec.Struct, frozen=True):
     """A document of the drawer."""
 
     tenant: TenantId
@@ -132,12 +132,12 @@ class LeftText(msgspec.Struct, frozen=True):
     at: float
 
 
-_left = msgspec.msgpack.Decoder(LeftText)
+_left = msgspec.msgpack.Decoder(PendingFailureText)
 _MAX_BODY = 60_000
 _MAX_TEXT = 2_000
 
 
-def body_of(left: LeftText) -> bytes:
+def body_of(left: PendingFailureText) -> bytes:
     """As much of it as a document holds: mostly all of it."""
     failure, data = left.text.failure, left.text.data
     brief = msgspec.structs.replace(failure, node_errors=None)
@@ -150,7 +150,7 @@ def body_of(left: LeftText) -> bytes:
     return body
 
 
-def left_in(body: bytes) -> LeftText | None:
+def left_in(body: bytes) -> PendingFailureText | None:
     """None: it cannot be read. A newer version wrote it, or somebody else did."""
     try:
         return _left.decode(zlib.decompress(body))
@@ -170,7 +170,7 @@ class _WithoutHub:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         text = text_of(write)
         dispatch = None if text is None else await self._store.load(write.job_id)
         if text is None or dispatch is None or not dispatch.is_apart or dispatch.lease is None:
@@ -184,7 +184,7 @@ class _WithoutHub:
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
-    ) -> tuple[Written | None, Written | None]:
+    ) -> tuple[WriteResult | None, WriteResult | None]:
         if text_of(write) is None:
             return await self._store.finish_and_lease_next(write, offer)
         return await self.write(write), await self._store.lease_next(offer)
@@ -193,6 +193,6 @@ class _WithoutHub:
         """Before the failure is written. A text whose write came to nothing goes the same way: nobody asks for it."""
         attempt_id = dispatch.lease_ref().attempt_id
         hold_id = HoldId(dispatch.job_id, dispatch.round)
-        left = LeftText(dispatch.tenant, hold_id, text, await self._store.now())
+        left = PendingFailureText(dispatch.tenant, hold_id, text, await self._store.now())
         await self._store.cabinet.put(DRAWER, attempt_id, body_of(left), version=None)
         return attempt_id

@@ -22,41 +22,41 @@ from comfyfleet.model.dispatch import (
     LeaseRef,
     Phase,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
-from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
-from comfyfleet.stores.documents import MemoryCabinet
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
+from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
+from comfyfleet.stores.documents import MemoryDocumentStore
 from comfyfleet.stores.guards import may_go
-from comfyfleet.stores.inprocess.fair_share import MemoryShares
-from comfyfleet.stores.inprocess.job_import import MemoryMoving
+from comfyfleet.stores.inprocess.fair_share import MemoryFairShare
+from comfyfleet.stores.inprocess.job_import import MemoryJobTransfer
 from comfyfleet.stores.inprocess.memory_records import MemoryEntry, MemoryRecords
-from comfyfleet.stores.inprocess.queue_state import Ending, Kept
+from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueState
 
 
 class MemoryStore:
     def __init__(self, clock: Clock, epoch: int = 1) -> None:
         self.epoch = epoch
         self._clock = clock
-        self._kept: Kept[MemoryEntry] = Kept(clock, epoch)
+        self._kept: QueueState[MemoryEntry] = QueueState(clock, epoch)
         self.records = MemoryRecords(self._kept.entries, self._kept.references)
-        self.cabinet = MemoryCabinet()
-        self.shares = MemoryShares(
+        self.cabinet = MemoryDocumentStore()
+        self.shares = MemoryFairShare(
             self._kept.shares,
             clock.now,
             lambda: [entry.dispatch for entry in self._kept.entries.values()],
         )
-        self._ended: dict[Phase, deque[tuple[Ending, JobId]]] = {
+        self._ended: dict[Phase, deque[tuple[EndedLease, JobId]]] = {
             phase: deque() for phase in Phase if phase.is_final
         }
         self._unsettled: list[JobId] = []
         """In order."""
-        self.moving = MemoryMoving(self._kept, clock.now, self._note_end, self._forget)
+        self.moving = MemoryJobTransfer(self._kept, clock.now, self._note_end, self._forget)
 
     @property
     def is_shared(self) -> bool:
@@ -93,7 +93,7 @@ class MemoryStore:
 
     # the table profile × class
 
-    async def table(self) -> Table:
+    async def table(self) -> EligibilityMatrix:
         return self._kept.table()
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
@@ -139,13 +139,13 @@ class MemoryStore:
 
     # dispatches
 
-    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         found = self._kept.entries.get(dispatch.job_id)
         if found is None and job.reference is not None and self._kept.has_classes(dispatch):
             known = self._kept.references.get((job.tenant, job.reference))
             found = None if known is None else self._kept.entries[known]
         if found is not None:
-            return Written(found.dispatch, ())
+            return WriteResult(found.dispatch, ())
         entry = MemoryEntry(dispatch=dispatch, job=job)
         written = self._tell(self._kept.enqueue(entry, facts))
         if written is not None:
@@ -162,16 +162,16 @@ class MemoryStore:
     async def peek(self, query: Peek) -> list[Candidate]:
         return self._kept.peek(query)
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return self._granted(self._kept.lease(job_id, offer))
 
-    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         return self._granted(self._kept.lease_next(offer))
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         return self._kept.leased_by_poll(poll_id)
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         job = None
         if write.job is not None and (entry := self._kept.entries.get(write.job_id)) is not None:
             job = msgspec.structs.replace(entry.job, **write.job)
@@ -207,7 +207,7 @@ class MemoryStore:
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
-    ) -> tuple[Written | None, Written | None]:
+    ) -> tuple[WriteResult | None, WriteResult | None]:
         finished = await self.write(write)
         return finished, None if finished is None else await self.lease_next(offer)
 
@@ -299,26 +299,26 @@ class MemoryStore:
     async def next_block_end(self) -> float | None:
         return self._kept.blocks.next_end()
 
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         return self._kept.lessons.get(workflow_hash)
 
-    async def put_lesson(self, lesson: Lesson) -> None:
+    async def put_lesson(self, lesson: WorkflowStats) -> None:
         self._kept.lessons.put(lesson)
 
-    async def learn(self, delta: LessonDelta) -> Lesson:
+    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         lesson = delta.apply(self._kept.lessons.get(delta.workflow_hash))
         self._kept.lessons.put(lesson)
         return lesson
 
     # what a job tells
 
-    def _granted(self, written: Written | None) -> Written | None:
+    def _granted(self, written: WriteResult | None) -> WriteResult | None:
         if written is not None:
             entry = self._kept.entries[written.dispatch.job_id]
             entry.job = msgspec.structs.replace(entry.job, phase=Phase.LEASED)
         return self._tell(written)
 
-    def _tell(self, written: Written | None) -> Written | None:
+    def _tell(self, written: WriteResult | None) -> WriteResult | None:
         if written is not None:
             self._kept.entries[written.dispatch.job_id].facts += written.facts
         return written

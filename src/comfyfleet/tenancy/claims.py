@@ -10,7 +10,7 @@ import msgspec
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.ports import Clock, DocumentStore
 
 DRAWER = "tenant_claims"
 CLAIM_S = 30.0
@@ -23,7 +23,9 @@ class _Claim(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Claim:
-    def __init__(self, cabinet: Cabinet, clock: Clock, tenant: TenantId, fence: int, version: int) -> None:
+    def __init__(
+        self, cabinet: DocumentStore, clock: Clock, tenant: TenantId, fence: int, version: int
+    ) -> None:
         self._cabinet = cabinet
         self._clock = clock
         self._tenant = tenant
@@ -59,7 +61,7 @@ class Claim:
         self._version += 1
 
 
-async def claim(cabinet: Cabinet, clock: Clock, tenant: TenantId) -> Claim | None:
+async def claim(cabinet: DocumentStore, clock: Clock, tenant: TenantId) -> Claim | None:
     """None: another has it."""
     document, now = await cabinet.get(DRAWER, tenant), clock.now()
     known = None if document is None else msgspec.json.decode(document.body, type=_Claim)
@@ -74,7 +76,7 @@ async def claim(cabinet: Cabinet, clock: Clock, tenant: TenantId) -> Claim | Non
     return Claim(cabinet, clock, tenant, fence, version + 1)
 
 
-async def waits_for(cabinet: Cabinet, tenant: TenantId) -> str | None:
+async def waits_for(cabinet: DocumentStore, tenant: TenantId) -> str | None:
     """What whoever sees to it has said last."""
     document = await cabinet.get(DRAWER, tenant)
     known = None if document is None else msgspec.json.decode(document.body, type=_Claim)

@@ -25,8 +25,8 @@ from comfyfleet.tenancy.claims import Claim
 from comfyfleet.tenancy.database.port import TenantDatabase
 from comfyfleet.tenancy.keys import Keys
 from comfyfleet.tenancy.relocation import erase_all
-from comfyfleet.tenancy.tenants import REMEMBER_S, Homes
-from comfyfleet.tenancy.webhook_outbox import Deliveries
+from comfyfleet.tenancy.tenants import REMEMBER_S, TenantDirectory
+from comfyfleet.tenancy.webhook_outbox import WebhookOutbox
 from comfyfleet.tenancy.webhooks import Webhooks
 
 _DELETION_PAGE = 200
@@ -36,7 +36,7 @@ _LOOKS = 120
 _OVER = (RefusalCode.NOT_FOUND, RefusalCode.WRONG_PHASE)
 
 
-class Belongings:
+class TenantResources:
     """What has to be asked of others: to end a key's connections, to cancel a job, to erase files, to make payloads
     unreadable for good."""
 
@@ -54,15 +54,15 @@ class Belongings:
         self.shred = shred
 
 
-class Leaver:
+class TenantDeletion:
     def __init__(
         self,
         central: Store,
-        homes: Homes,
+        homes: TenantDirectory,
         keys: Keys,
         webhooks: Webhooks,
-        deliveries: Deliveries,
-        belongings: Belongings,
+        deliveries: WebhookOutbox,
+        belongings: TenantResources,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
         self._central = central
@@ -174,8 +174,8 @@ _PAGES = 20
 """In one look at a database, of each kind."""
 
 
-class Forgetting:
-    def __init__(self, central: Store, homes: Homes, retention: Retention) -> None:
+class TenantRetention:
+    def __init__(self, central: Store, homes: TenantDirectory, retention: Retention) -> None:
         self._central = central
         self._homes = homes
         self._retention = retention

@@ -9,15 +9,15 @@ from collections.abc import Collection
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.failure import FailureText
 from comfyfleet.ports import Store
-from comfyfleet.stores.failure_texts import DRAWER, LeftText, left_in
-from comfyfleet.tenancy.tenants import Homes
+from comfyfleet.stores.failure_texts import DRAWER, PendingFailureText, left_in
+from comfyfleet.tenancy.tenants import TenantDirectory
 
 _LOG = logging.getLogger(__name__)
 _TEXTS_PAGE = 100
 
 
-class LeftTexts:
-    def __init__(self, central: Store, homes: Homes) -> None:
+class PendingFailureTexts:
+    def __init__(self, central: Store, homes: TenantDirectory) -> None:
         self._central = central
         self._homes = homes
 
@@ -57,7 +57,7 @@ class LeftTexts:
             if len(page) < _TEXTS_PAGE:
                 return
 
-    async def _take(self, attempt_id: str, left: LeftText) -> None:
+    async def _take(self, attempt_id: str, left: PendingFailureText) -> None:
         home = await self._homes.of(left.tenant) or await self._homes.newest(left.tenant)
         if home is not None and not await home.database.keep_failure(
             left.hold_id, attempt_id, left.text, left.at

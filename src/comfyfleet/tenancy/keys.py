@@ -16,7 +16,7 @@ import msgspec
 from comfyfleet.model.access import ApiKey, Enrolment, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId, WorkerId
-from comfyfleet.ports import Cabinet, Clock, Document
+from comfyfleet.ports import Clock, Document, DocumentStore
 
 KEY_PREFIX = "cfk_"
 ENROLMENT_PREFIX = "cfe_"
@@ -28,7 +28,7 @@ _PAGE = 1_000
 
 
 class Keys:
-    def __init__(self, cabinet: Cabinet, clock: Clock) -> None:
+    def __init__(self, cabinet: DocumentStore, clock: Clock) -> None:
         self._cabinet = cabinet
         self._clock = clock
         self.on_rotated: Callable[[str, str], None] | None = None

@@ -26,10 +26,10 @@ from comfyfleet.model.dispatch import (
     HeldBy,
     LeaseOffer,
     Phase,
-    Standing,
+    Readiness,
     Stop,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import Fact, FactDraft, FactKind
@@ -46,10 +46,10 @@ from comfyfleet.policy.tenants import terms_of
 from comfyfleet.policy.terms import check_state
 from comfyfleet.ports import Store
 from comfyfleet.stores import failure_texts as texts
-from comfyfleet.tenancy.database.port import BookClosed, Entered, Opening
-from comfyfleet.tenancy.records import ApartRecords, stub_of
+from comfyfleet.tenancy.database.port import AccountFrozen, PostingResult, RoundStart
+from comfyfleet.tenancy.records import TenantRecords, stub_of
 from comfyfleet.tenancy.settlement import Settler
-from comfyfleet.tenancy.tenants import Home, Homes
+from comfyfleet.tenancy.tenants import TenantDirectory, TenantLocation
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,17 +63,17 @@ _MAX_JOINED = 10_000
 _TRIES = 10
 
 
-class ApartStore:
+class TenantLedgerStore:
     reaches_tenants = True
 
     def __init__(
-        self, central: Store, homes: Homes, *, left_behind: Callable[[], None] = lambda: None
+        self, central: Store, homes: TenantDirectory, *, left_behind: Callable[[], None] = lambda: None
     ) -> None:
         """`left_behind` is called when something is left for the relay."""
         self.central = central
         self.homes = homes
         self.settler = Settler(central, homes)
-        self.records = ApartRecords(central, homes, self.settler)
+        self.records = TenantRecords(central, homes, self.settler)
         self.left_behind = left_behind
         self._joined: dict[JobId, None] = {}
         """Jobs that were seen to have nothing of theirs apart."""
@@ -86,7 +86,7 @@ class ApartStore:
 
     # S1, S2, S3
 
-    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         home = await self._home(job.tenant)
         if home is None:
             return await self.central.enqueue(dispatch, job, facts)
@@ -96,16 +96,16 @@ class ApartStore:
         if opened.job_id != job.job_id:
             # The tenant has a job of the same reference: that one is the answer.
             known = await self.central.load(opened.job_id)
-            return Written(known or msgspec.structs.replace(dispatch, job_id=opened.job_id), ())
+            return WriteResult(known or msgspec.structs.replace(dispatch, job_id=opened.job_id), ())
         try:
             return await self.send(home, dispatch, job, facts)
         except Fault as fault:
             # The job is taken, and paid for: it will come into the queue when the store is back.
             _LOG.warning("job %s waits in its tenant's database for the store: %s", job.job_id, fault)
             self.left_behind()
-            return Written(dispatch, ())
+            return WriteResult(dispatch, ())
 
-    async def _open(self, home: Home, job: Job, dispatch: Dispatch) -> Job:
+    async def _open(self, home: TenantLocation, job: Job, dispatch: Dispatch) -> Job:
         """S1. The job as it is known then."""
         price = home.tenant.price
         amount = 0 if price is None else accounting.ceiling(price, job.payload.requirements.service)
@@ -113,15 +113,15 @@ class ApartStore:
         hold = accounting.reserve(HoldId(job.job_id, job.round), job.tenant, amount, now)
         try:
             opened = await home.database.open_round(
-                Opening(job, hold, accounting.posting_of(hold), dispatch, price)
+                RoundStart(job, hold, accounting.posting_of(hold), dispatch, price)
             )
-        except BookClosed:
+        except AccountFrozen:
             raise
         except Fault as fault:
             raise unanswered(job.tenant, fault) from fault
-        if opened.outcome is Entered.SHORT:
+        if opened.outcome is PostingResult.SHORT:
             raise accounting.credits_short(job.tenant, amount, opened.account)
-        if opened.outcome is Entered.REFUSED or opened.job is None:
+        if opened.outcome is PostingResult.REFUSED or opened.job is None:
             raise Refusal(
                 RefusalCode.WRONG_PHASE,
                 f"round {job.round} of job {job.job_id} cannot begin: the one before it goes on, or has completed",
@@ -129,8 +129,8 @@ class ApartStore:
         return opened.job
 
     async def send(
-        self, home: Home, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]
-    ) -> Written | None:
+        self, home: TenantLocation, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]
+    ) -> WriteResult | None:
         """S2 and S3, for a job that is in its tenant's database. Never brings back a round that has ended there."""
         hold_id = hold_of(dispatch)
         stub = stub_of(job, keeps_payload=home.tenant.allows_direct)
@@ -141,7 +141,7 @@ class ApartStore:
             await self._mark_sent(home, hold_id)
         return written
 
-    async def _mark_sent(self, home: Home, hold_id: HoldId) -> None:
+    async def _mark_sent(self, home: TenantLocation, hold_id: HoldId) -> None:
         """S3. The job is in the queue, whatever happens here: whoever wrote it goes on to publish it."""
         try:
             await home.database.mark_sent(hold_id)
@@ -153,7 +153,7 @@ class ApartStore:
 
     async def _next_round(
         self, there: Dispatch, dispatch: Dispatch, facts: Sequence[FactDraft]
-    ) -> Written | None:
+    ) -> WriteResult | None:
         """The dispatch of an earlier round is still there, and goes on as the next."""
         changed = {
             name: getattr(dispatch, name)
@@ -173,10 +173,10 @@ class ApartStore:
 
     # L1, L2
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return await self._looked_at(await self.central.lease(job_id, offer))
 
-    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         for _ in range(_TRIES):
             written = await self.central.lease_next(offer)
             looked_at = await self._looked_at(written)
@@ -189,10 +189,10 @@ class ApartStore:
         if dispatch is None or dispatch.lease is None or dispatch.lease.is_acknowledged:
             return dispatch
         # Its hub may have died before it looked.
-        looked_at = await self._looked_at(Written(dispatch, ()))
+        looked_at = await self._looked_at(WriteResult(dispatch, ()))
         return None if looked_at is None else dispatch
 
-    async def _looked_at(self, written: Written | None) -> Written | None:
+    async def _looked_at(self, written: WriteResult | None) -> WriteResult | None:
         if written is None or not written.dispatch.is_apart:
             return written
         dispatch = written.dispatch
@@ -213,14 +213,14 @@ class ApartStore:
         await self._give_back(dispatch)
         return None
 
-    async def _reached(self, tenant_id: TenantId) -> Home | None:
+    async def _reached(self, tenant_id: TenantId) -> TenantLocation | None:
         tenant = await self.homes.tenants.get(tenant_id)
         if tenant is not None and self.homes.pools.is_away(tenant.pool):
             # Whether it is back is found out by the relay: others' leases do not wait for that.
             raise Fault(f"the pool {tenant.pool!r} was away a moment ago")
         return await self.homes.of(tenant_id)
 
-    async def _leasable(self, home: Home, dispatch: Dispatch) -> Job | None:
+    async def _leasable(self, home: TenantLocation, dispatch: Dispatch) -> Job | None:
         try:
             async with asyncio.timeout(_LOOK_S):
                 return await home.database.leasable(hold_of(dispatch))
@@ -251,7 +251,7 @@ class ApartStore:
                     self.left_behind()
                 return
 
-    async def _drop(self, home: Home | None, dispatch: Dispatch) -> None:
+    async def _drop(self, home: TenantLocation | None, dispatch: Dispatch) -> None:
         """What is over in the tenant's database, or was never there, does not run."""
         if home is not None:
             await self._check_lives_in(home)
@@ -262,7 +262,7 @@ class ApartStore:
 
     async def close_as(
         self, dispatch: Dispatch, guard: HeldBy | AtRevision, phase: Phase | None
-    ) -> Written | None:
+    ) -> WriteResult | None:
         """A dispatch that its tenant's database says has ended so; None: it does not know it."""
         now = await self.central.now()
         job: dict[str, Any] = {"phase": phase or Phase.FAILED, "completed_at": now}
@@ -294,7 +294,7 @@ class ApartStore:
                 del self._joined[next(iter(self._joined))]
         return dispatch
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         if write.job_id in self._joined:
             return await self.central.write(write)
         dispatch = await self.load(write.job_id)
@@ -314,7 +314,7 @@ class ApartStore:
                     return await self.central.write(write)
         return await self._write_public(dispatch, write)
 
-    async def _write_public(self, dispatch: Dispatch, write: Write) -> Written | None:
+    async def _write_public(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
         """What is private goes to the tenant's database first, and the rest to the central store."""
         public, text = _without_private(write), texts.text_of(write)
         home = None if text is None else await self.homes.of(dispatch.tenant)
@@ -351,13 +351,13 @@ class ApartStore:
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
-    ) -> tuple[Written | None, Written | None]:
+    ) -> tuple[WriteResult | None, WriteResult | None]:
         if write.job_id in self._joined:
             written, leased = await self.central.finish_and_lease_next(write, offer)
             return written, await self._looked_at(leased)
         return await self.write(write), await self.lease_next(offer)
 
-    async def _end(self, dispatch: Dispatch, write: Write) -> Written | None:
+    async def _end(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
         result = None if write.job is None else write.job.get("result")
         if result is not None and isinstance(write.guard, HeldBy):
             home = await self.homes.of(dispatch.tenant)
@@ -370,7 +370,7 @@ class ApartStore:
             await self._settle(written.dispatch)
         return written
 
-    async def _check_lives_in(self, home: Home) -> None:
+    async def _check_lives_in(self, home: TenantLocation) -> None:
         """Of a round that is over, or never was, nothing counts. One that moved with its tenant goes on elsewhere."""
         tenant_id = home.tenant.tenant_id
         newest = await self.homes.tenants.newest(tenant_id)
@@ -386,7 +386,7 @@ class ApartStore:
             _LOG.warning("job %s is settled when its tenant's database takes it: %s", dispatch.job_id, error)
             self.left_behind()
 
-    async def _reopen(self, dispatch: Dispatch, write: Write) -> Written | None:
+    async def _reopen(self, dispatch: Dispatch, write: Write) -> WriteResult | None:
         """A retry by hand: the next round begins in the tenant's database."""
         if write.guard != AtRevision(dispatch.revision):
             # Somebody was quicker. What was decided is out of date, and nothing is held for it.
@@ -409,11 +409,11 @@ class ApartStore:
         if written is None:
             # The relay was quicker, or the next try will be.
             there = await self.central.load(dispatch.job_id)
-            return Written(there, ()) if there is not None and there.round >= opening.round else None
+            return WriteResult(there, ()) if there is not None and there.round >= opening.round else None
         await self._mark_sent(home, hold_of(opening))
         return written
 
-    async def _home(self, tenant: TenantId) -> Home | None:
+    async def _home(self, tenant: TenantId) -> TenantLocation | None:
         try:
             return await self.homes.of(tenant)
         except Fault as fault:
@@ -436,7 +436,7 @@ _PRIVATE = frozenset({"payload", "result"})
 def _given_back(dispatch: Dispatch, now: float) -> Write:
     change = Change(
         phase=Phase.QUEUED,
-        standing=Standing.PAUSED if dispatch.stop is Stop.PAUSE else Standing.IN_LANE,
+        standing=Readiness.PAUSED if dispatch.stop is Stop.PAUSE else Readiness.IN_LANE,
         lease=None,
         pause_requested_at=None,
         retry_requested_at=None,

@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 
-from comfyfleet.model.dispatch import Dispatch, Written
+from comfyfleet.model.dispatch import Dispatch, WriteResult
 from comfyfleet.model.errors import Fault, Refusal
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, TenantId
@@ -21,8 +21,8 @@ from comfyfleet.model.job import Job
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.policy.accounting import hold_of
 from comfyfleet.tenancy.database.port import OutboxEntry, TenantDatabase
-from comfyfleet.tenancy.ledger_store import ApartStore
-from comfyfleet.tenancy.tenants import Home
+from comfyfleet.tenancy.ledger_store import TenantLedgerStore
+from comfyfleet.tenancy.tenants import TenantLocation
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -35,13 +35,13 @@ PAGES = 5
 """Of ends that wait to be settled, in one look: while a database is away there may be any number. The next look goes on
 where this one ended."""
 
-Admit = Callable[[Job, Dispatch, Callable[[Dispatch], Awaitable[Written | None]]], Awaitable[None]]
+Admit = Callable[[Job, Dispatch, Callable[[Dispatch], Awaitable[WriteResult | None]]], Awaitable[None]]
 
 
 class OutboxRelay:
     """`admit` is the engine's: it knows which class a job stands in."""
 
-    def __init__(self, store: ApartStore, admit: Admit) -> None:
+    def __init__(self, store: TenantLedgerStore, admit: Admit) -> None:
         self._store = store
         self._admit = admit
         self._seen: set[HoldId] = set()
@@ -136,7 +136,7 @@ class OutboxRelay:
         # Elsewhere by now, or gone: what is left here is for whoever moves or deletes it.
         if tenant is None or tenant.pool != pool or job is None:
             return
-        home = Home(tenant, database)
+        home = TenantLocation(tenant, database)
         facts = (FactDraft(FactKind.QUEUED, None if job.round == 1 else {"round": job.round}),)
         try:
             await self._admit(

@@ -22,7 +22,7 @@ from comfyfleet.policy.reconciliation import Finding, FindingKind, judge_dispatc
 from comfyfleet.ports import Clock
 from comfyfleet.tenancy.claims import CLAIM_S, Claim, claim
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.tenancy.ledger_store import ApartStore
+from comfyfleet.tenancy.ledger_store import TenantLedgerStore
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ _STAYING = (TenantState.ACTIVE, TenantState.SUSPENDED)
 class Reconciler:
     """Every hub has one; each minute one of them looks."""
 
-    def __init__(self, store: ApartStore, clock: Clock) -> None:
+    def __init__(self, store: TenantLedgerStore, clock: Clock) -> None:
         self._store = store
         self._clock = clock
         self._running: asyncio.Task[None] | None = None

@@ -14,7 +14,7 @@ from comfyfleet.model.job import Job, Submission
 from comfyfleet.ports import Store
 from comfyfleet.stores import failure_texts as texts
 from comfyfleet.tenancy.settlement import Settler
-from comfyfleet.tenancy.tenants import Homes
+from comfyfleet.tenancy.tenants import TenantDirectory
 
 _MAX_REMEMBERED = 1_000
 
@@ -28,8 +28,8 @@ def stub_of(job: Job, *, keeps_payload: bool) -> Job:
     )
 
 
-class ApartRecords:
-    def __init__(self, central: Store, homes: Homes, settler: Settler) -> None:
+class TenantRecords:
+    def __init__(self, central: Store, homes: TenantDirectory, settler: Settler) -> None:
         self._central = central
         self._homes = homes
         self._settler = settler

@@ -16,7 +16,7 @@ from comfyfleet.policy import tenants as policy
 from comfyfleet.policy.accounting import problems
 from comfyfleet.tenancy.claims import Claim, lost
 from comfyfleet.tenancy.database.port import PARTS, Row, TenantDatabase
-from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.tenancy.database.registry import TenantDatabases
 from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
 
 _PAGE = 50
@@ -24,8 +24,10 @@ _PAGE = 50
 _ERASE = 500
 
 
-class Mover:
-    def __init__(self, tenants: Tenants, pools: Pools, sleep: Callable[[float], Awaitable[None]]) -> None:
+class TenantRelocation:
+    def __init__(
+        self, tenants: Tenants, pools: TenantDatabases, sleep: Callable[[float], Awaitable[None]]
+    ) -> None:
         self._tenants = tenants
         self._pools = pools
         self._sleep = sleep

@@ -10,20 +10,20 @@ from contextlib import asynccontextmanager
 
 from comfyfleet.model.ids import TenantId
 from comfyfleet.policy.rules import Retention
-from comfyfleet.ports import Cabinet, Clock, Store
+from comfyfleet.ports import Clock, DocumentStore, Store
 from comfyfleet.tenancy.database import open_tenant_database
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.tenancy.database.registry import Pools
-from comfyfleet.tenancy.deletion import Forgetting
-from comfyfleet.tenancy.ledger_store import ApartStore
+from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.deletion import TenantRetention
+from comfyfleet.tenancy.ledger_store import TenantLedgerStore
 from comfyfleet.tenancy.outbox_relay import Admit, OutboxRelay
 from comfyfleet.tenancy.reconciler import Reconciler
-from comfyfleet.tenancy.tenants import Homes, Tenants
+from comfyfleet.tenancy.tenants import TenantDirectory, Tenants
 
 _NEWEST = 100
 
 
-class Estate:
+class TenantServices:
     """`pools` are addresses by name; `around` is put round each of their databases, as a seal is."""
 
     def __init__(
@@ -38,14 +38,14 @@ class Estate:
     ) -> None:
         self._central = central
         self.tenants = Tenants(central.cabinet, clock, is_shared=central.is_shared)
-        self.pools = Pools(pools, clock, open_database, around)
-        self.homes = Homes(self.tenants, self.pools)
-        self.apart = ApartStore(central, self.homes)
+        self.pools = TenantDatabases(pools, clock, open_database, around)
+        self.homes = TenantDirectory(self.tenants, self.pools)
+        self.apart = TenantLedgerStore(central, self.homes)
         self.reconciler = Reconciler(self.apart, clock)
-        self.forgetting = Forgetting(central, self.homes, retention or Retention())
+        self.forgetting = TenantRetention(central, self.homes, retention or Retention())
 
     @property
-    def cabinet(self) -> Cabinet:
+    def cabinet(self) -> DocumentStore:
         """The central store's."""
         return self._central.cabinet
 
@@ -54,7 +54,7 @@ class Estate:
         """The engine's."""
         return self.apart.as_store()
 
-    async def cabinet_of(self, tenant: TenantId) -> Cabinet:
+    async def cabinet_of(self, tenant: TenantId) -> DocumentStore:
         """Where its documents lie."""
         home = await self.homes.of(tenant)
         return self._central.cabinet if home is None else home.database.cabinet(tenant)

@@ -9,18 +9,18 @@ from comfyfleet.model.ids import WorkerId
 from comfyfleet.policy.accounting import deciding_attempt, hold_of, settled
 from comfyfleet.ports import Store
 from comfyfleet.stores import failure_texts as texts
-from comfyfleet.tenancy.database.port import Ending, Entered
-from comfyfleet.tenancy.failure_texts import LeftTexts
-from comfyfleet.tenancy.tenants import Home, Homes
+from comfyfleet.tenancy.database.port import PostingResult, RoundEnd
+from comfyfleet.tenancy.failure_texts import PendingFailureTexts
+from comfyfleet.tenancy.tenants import TenantDirectory, TenantLocation
 
 
 class Settler:
     """`central` is the store itself, not the one around it."""
 
-    def __init__(self, central: Store, homes: Homes) -> None:
+    def __init__(self, central: Store, homes: TenantDirectory) -> None:
         self._central = central
         self._homes = homes
-        self.left_texts = LeftTexts(central, homes)
+        self.left_texts = PendingFailureTexts(central, homes)
 
     async def settle(self, dispatch: Dispatch) -> None:
         """Raises `Fault` while the tenant's database is away, or has never heard of the round."""
@@ -31,7 +31,7 @@ class Settler:
             await self._end(home, dispatch)
         await self._mark(dispatch)
 
-    async def _end(self, home: Home, dispatch: Dispatch) -> None:
+    async def _end(self, home: TenantLocation, dispatch: Dispatch) -> None:
         """T1"""
         central, hold_id = self._central, hold_of(dispatch)
         stub, attempts = await central.records.get(dispatch.job_id), await central.attempts(dispatch.job_id)
@@ -67,7 +67,7 @@ class Settler:
             await central.now(),
         )
         ended = await home.database.end_round(
-            Ending(
+            RoundEnd(
                 f"settle {hold_id}",
                 verdict.settlement,
                 verdict.posting,
@@ -76,7 +76,7 @@ class Settler:
                 verdict.run,
             )
         )
-        if ended.outcome is Entered.REFUSED:
+        if ended.outcome is PostingResult.REFUSED:
             # Marked as settled it would be nobody's: its rows went elsewhere since they were read here.
             raise Fault(
                 f"the pool {home.tenant.pool!r} has no hold for {hold_id} any more: settled where its tenant is now"

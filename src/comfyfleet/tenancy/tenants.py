@@ -17,10 +17,10 @@ import msgspec
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId
 from comfyfleet.model.tenant import Tenant
-from comfyfleet.ports import Cabinet, Clock, Document
+from comfyfleet.ports import Clock, Document, DocumentStore
 from comfyfleet.stores.documents import is_name
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.tenancy.database.registry import TenantDatabases
 
 DRAWER = "tenants"
 REMEMBER_S = 2.0
@@ -32,7 +32,7 @@ _tenants = msgspec.json.Decoder(Tenant)
 class Tenants:
     """`is_shared`: other processes may add tenants, so that one is not there must be asked each time."""
 
-    def __init__(self, cabinet: Cabinet, clock: Clock, *, is_shared: bool) -> None:
+    def __init__(self, cabinet: DocumentStore, clock: Clock, *, is_shared: bool) -> None:
         self._cabinet = cabinet
         self._clock = clock
         self._is_shared = is_shared
@@ -119,22 +119,22 @@ def not_found(tenant_id: TenantId) -> Refusal:
     )
 
 
-class Home(NamedTuple):
+class TenantLocation(NamedTuple):
     tenant: Tenant
     database: TenantDatabase
 
 
-class Homes:
-    def __init__(self, tenants: Tenants, pools: Pools) -> None:
+class TenantDirectory:
+    def __init__(self, tenants: Tenants, pools: TenantDatabases) -> None:
         self.tenants = tenants
         self.pools = pools
 
-    async def of(self, tenant_id: TenantId) -> Home | None:
+    async def of(self, tenant_id: TenantId) -> TenantLocation | None:
         """None: it was not set up, and lives in the central store. Raises `Fault` while its database is away."""
         tenant = await self.tenants.get(tenant_id)
-        return None if tenant is None else Home(tenant, await self.pools.of(tenant))
+        return None if tenant is None else TenantLocation(tenant, await self.pools.of(tenant))
 
-    async def newest(self, tenant_id: TenantId) -> Home | None:
+    async def newest(self, tenant_id: TenantId) -> TenantLocation | None:
         """As the store says now. What `of` remembers is where it lived a moment ago: whatever is missed there may have
         moved with it."""
         await self.tenants.newest(tenant_id)

@@ -15,7 +15,7 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.tenant import Tenant, TenantTerms
 from comfyfleet.policy import tenants as policy
 from comfyfleet.policy.tenants import terms_of
-from comfyfleet.ports import Shares, Store
+from comfyfleet.ports import FairShare, Store
 from comfyfleet.tenancy.claims import Claim
 from comfyfleet.tenancy.tenants import REMEMBER_S, Tenants
 
@@ -24,7 +24,7 @@ _PAGE = 200
 JudgeAgain = Callable[[JobId, Tenant], Awaitable[None]]
 
 
-class TermsJudge:
+class TermsReview:
     """`judge_again` is the engine's."""
 
     def __init__(
@@ -59,8 +59,8 @@ class TermsJudge:
         )
 
 
-class ShareKeeper:
-    def __init__(self, shares: Shares) -> None:
+class FairShareSync:
+    def __init__(self, shares: FairShare) -> None:
         self._shares = shares
 
     async def keep(self, tenant: Tenant) -> None:

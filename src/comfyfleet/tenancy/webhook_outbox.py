@@ -19,7 +19,7 @@ import msgspec
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.webhook import Delivery, DeliveryStatus
-from comfyfleet.ports import Cabinet, Document
+from comfyfleet.ports import Document, DocumentStore
 
 NOTES = "webhook_notes"
 DELIVERIES = "deliveries"
@@ -32,7 +32,7 @@ _AT_A_TIME = 50
 MAX_OF_A_JOB = 1_000
 
 
-class Note(msgspec.Struct, frozen=True, omit_defaults=True):
+class WebhookOutboxEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """Somebody is to hear of this round of a job."""
 
     at: float
@@ -40,16 +40,16 @@ class Note(msgspec.Struct, frozen=True, omit_defaults=True):
     """The number of the last fact that is in the book."""
 
 
-class Noted(msgspec.Struct, frozen=True):
+class StoredOutboxEntry(msgspec.Struct, frozen=True):
     """A note as it was read."""
 
     job_id: JobId
     round: int
-    note: Note
+    note: WebhookOutboxEntry
     version: int
 
 
-class DueEntry(msgspec.Struct, frozen=True):
+class DueDelivery(msgspec.Struct, frozen=True):
     """What has to be known to line it up: where it goes, and whose it is."""
 
     name: str
@@ -61,39 +61,43 @@ class DueEntry(msgspec.Struct, frozen=True):
 _lining_up = msgspec.json.Decoder(tuple[str, str])
 
 
-class Deliveries:
-    def __init__(self, cabinet: Cabinet) -> None:
+class WebhookOutbox:
+    def __init__(self, cabinet: DocumentStore) -> None:
         self._cabinet = cabinet
 
     # notes
 
     async def note(self, job_id: JobId, round_: int, now: float) -> None:
-        await self._cabinet.put(NOTES, _note_name(job_id, round_), msgspec.json.encode(Note(now)), version=0)
+        await self._cabinet.put(
+            NOTES, _note_name(job_id, round_), msgspec.json.encode(WebhookOutboxEntry(now)), version=0
+        )
 
-    async def noted(self, job_id: JobId, round_: int) -> Noted | None:
+    async def noted(self, job_id: JobId, round_: int) -> StoredOutboxEntry | None:
         document = await self._cabinet.get(NOTES, _note_name(job_id, round_))
-        return None if document is None else Noted(job_id, round_, _note(document), document.version)
+        return (
+            None if document is None else StoredOutboxEntry(job_id, round_, _note(document), document.version)
+        )
 
-    async def told(self, noted: Noted, number: int) -> None:
+    async def told(self, noted: StoredOutboxEntry, number: int) -> None:
         """Everything up to that fact is in the book. Whoever was quicker has said the same."""
         body = msgspec.json.encode(msgspec.structs.replace(noted.note, told=number))
         await self._cabinet.put(NOTES, _note_name(noted.job_id, noted.round), body, version=noted.version)
 
-    async def forget_note(self, noted: Noted) -> None:
+    async def forget_note(self, noted: StoredOutboxEntry) -> None:
         await self._cabinet.remove(NOTES, _note_name(noted.job_id, noted.round))
 
-    async def notes(self, after: str, limit: int) -> tuple[list[Noted], str]:
+    async def notes(self, after: str, limit: int) -> tuple[list[StoredOutboxEntry], str]:
         """Some of them in the order of submission, and where to go on: nowhere (empty) behind the last."""
         page = await self._cabinet.listing(NOTES, after, limit)
         found = []
         for document in page:
             job_id, _, round_ = document.name.rpartition("/")
-            found.append(Noted(JobId(job_id), int(round_), _note(document), document.version))
+            found.append(StoredOutboxEntry(JobId(job_id), int(round_), _note(document), document.version))
         return found, page[-1].name if len(page) == limit else ""
 
     # deliveries
 
-    async def add(self, delivery: Delivery) -> DueEntry | None:
+    async def add(self, delivery: Delivery) -> DueDelivery | None:
         """Enters it once. What is answered is still to be sent."""
         name = name_of(delivery)
         if delivery.owner is not None:
@@ -198,10 +202,10 @@ class Deliveries:
 
     # what is due
 
-    async def due(self, after: str, limit: int) -> list[DueEntry]:
+    async def due(self, after: str, limit: int) -> list[DueDelivery]:
         """In the order of time."""
         return [
-            DueEntry(document.name, int(document.name[:13]) / 1000, *_lining_up.decode(document.body))
+            DueDelivery(document.name, int(document.name[:13]) / 1000, *_lining_up.decode(document.body))
             for document in await self._cabinet.listing(DUE, after, limit)
         ]
 
@@ -222,9 +226,9 @@ class Deliveries:
         known = await self.get(delivery_in(entry))
         return known[0] if known is not None and known[0].status is DeliveryStatus.PENDING else None
 
-    async def _put_due(self, delivery: Delivery) -> DueEntry:
+    async def _put_due(self, delivery: Delivery) -> DueDelivery:
         owner = "" if delivery.owner is None else str(delivery.owner)
-        entry = DueEntry(due_name(delivery), delivery.next_at, host_of(delivery.url), owner)
+        entry = DueDelivery(due_name(delivery), delivery.next_at, host_of(delivery.url), owner)
         body = msgspec.json.encode((entry.host, entry.owner))
         await self._cabinet.put(DUE, entry.name, body, version=None)
         return entry
@@ -271,8 +275,8 @@ def _note_name(job_id: JobId, round_: int) -> str:
     return f"{job_id}/{round_:06d}"
 
 
-def _note(document: Document) -> Note:
-    return msgspec.json.decode(document.body, type=Note)
+def _note(document: Document) -> WebhookOutboxEntry:
+    return msgspec.json.decode(document.body, type=WebhookOutboxEntry)
 
 
 def _delivery(document: Document) -> Delivery:

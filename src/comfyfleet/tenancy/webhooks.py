@@ -16,8 +16,8 @@ import msgspec
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.fact import FactKind
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.webhook import ENDINGS, SigningSecret, StandingWebhook
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.model.webhook import ENDINGS, SigningSecret, WebhookSubscription
+from comfyfleet.ports import Clock, DocumentStore
 
 _WEBHOOKS = "webhooks"
 _SECRETS = "webhook_secrets"
@@ -29,11 +29,11 @@ MAX_STANDING = 20
 _REMEMBER_S = 2.0
 _MAX_REMEMBERED = 10_000
 
-_Asked = asyncio.Future[tuple[StandingWebhook, ...]]
+_Asked = asyncio.Future[tuple[WebhookSubscription, ...]]
 
 
 class Webhooks:
-    def __init__(self, cabinet: Cabinet, clock: Clock) -> None:
+    def __init__(self, cabinet: DocumentStore, clock: Clock) -> None:
         self._cabinet = cabinet
         self._clock = clock
         self._known: dict[TenantId | None, tuple[_Asked, float]] = {}
@@ -46,7 +46,7 @@ class Webhooks:
         *,
         events: tuple[FactKind, ...] = ENDINGS,
         name: str = "",
-    ) -> StandingWebhook:
+    ) -> WebhookSubscription:
         if len(await self.of(owner)) >= MAX_STANDING:
             raise Refusal(
                 RefusalCode.INVALID_REQUEST,
@@ -54,25 +54,25 @@ class Webhooks:
             )
         now = self._clock.now()
         webhook_id = f"{_beginning(owner)}{int(now * 1000):012x}{secrets.token_hex(6)}"
-        made = StandingWebhook(webhook_id, url, now, owner, events, name)
+        made = WebhookSubscription(webhook_id, url, now, owner, events, name)
         if not await self._cabinet.put(_WEBHOOKS, webhook_id, msgspec.json.encode(made), version=0):
             raise Fault("a new webhook's id is taken already; try again")
         self._known.pop(owner, None)
         return made
 
-    async def get(self, webhook_id: str) -> StandingWebhook | None:
+    async def get(self, webhook_id: str) -> WebhookSubscription | None:
         if not webhook_id.isascii() or not webhook_id.isprintable() or not 0 < len(webhook_id) < 100:
             return None
         document = await self._cabinet.get(_WEBHOOKS, webhook_id)
-        return None if document is None else msgspec.json.decode(document.body, type=StandingWebhook)
+        return None if document is None else msgspec.json.decode(document.body, type=WebhookSubscription)
 
-    async def change(self, webhook_id: str, fields: Mapping[str, object]) -> StandingWebhook | None:
+    async def change(self, webhook_id: str, fields: Mapping[str, object]) -> WebhookSubscription | None:
         """None: there is no such webhook (any more)."""
         for _ in range(_TRIES):
             document = await self._cabinet.get(_WEBHOOKS, webhook_id)
             if document is None:
                 return None
-            kept = msgspec.json.decode(document.body, type=StandingWebhook)
+            kept = msgspec.json.decode(document.body, type=WebhookSubscription)
             changed = msgspec.structs.replace(kept, **fields)
             body = msgspec.json.encode(changed)
             if await self._cabinet.put(_WEBHOOKS, webhook_id, body, version=document.version):
@@ -80,32 +80,32 @@ class Webhooks:
                 return changed
         raise Fault("the webhook is being changed by others all the time; try again")
 
-    async def remove(self, webhook: StandingWebhook) -> None:
+    async def remove(self, webhook: WebhookSubscription) -> None:
         await self._cabinet.remove(_WEBHOOKS, webhook.webhook_id)
         self._known.pop(webhook.owner, None)
 
-    async def of(self, owner: TenantId | None) -> tuple[StandingWebhook, ...]:
+    async def of(self, owner: TenantId | None) -> tuple[WebhookSubscription, ...]:
         """In the order they were made."""
         beginning = _beginning(owner)
         # One more than are kept: two hubs may have made the last one at once.
         page = await self._cabinet.listing(_WEBHOOKS, beginning, MAX_STANDING + 10)
         found = (
-            msgspec.json.decode(document.body, type=StandingWebhook)
+            msgspec.json.decode(document.body, type=WebhookSubscription)
             for document in page
             if document.name.startswith(beginning)
         )
         return tuple(each for each in found if each.owner == owner)
 
-    async def listing(self, after: str = "", limit: int = 100) -> list[StandingWebhook]:
+    async def listing(self, after: str = "", limit: int = 100) -> list[WebhookSubscription]:
         """Everybody's."""
         page = await self._cabinet.listing(_WEBHOOKS, after, limit)
-        return [msgspec.json.decode(document.body, type=StandingWebhook) for document in page]
+        return [msgspec.json.decode(document.body, type=WebhookSubscription) for document in page]
 
-    async def hearing(self, tenant: TenantId) -> tuple[StandingWebhook, ...]:
+    async def hearing(self, tenant: TenantId) -> tuple[WebhookSubscription, ...]:
         """Those that hear of a tenant's jobs: its own and the hub's. What another hub changed is known in seconds."""
         return (*await self._remembered(tenant), *await self._remembered(None))
 
-    async def _remembered(self, owner: TenantId | None) -> tuple[StandingWebhook, ...]:
+    async def _remembered(self, owner: TenantId | None) -> tuple[WebhookSubscription, ...]:
         now = self._clock.now()
         asked, until = self._known.get(owner, (None, 0.0))
         if asked is not None and now < until and asked.done() and not _has_failed(asked):

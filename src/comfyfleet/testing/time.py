@@ -66,7 +66,7 @@ class ManualClock:
             await asyncio.sleep(0)
 
 
-class SeededChance:
+class SeededRandom:
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
         self._seed = seed

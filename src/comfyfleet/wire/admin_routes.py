@@ -158,7 +158,7 @@ KEYS = of_noun(
         "Make a key; it is shown once",
         ADMIN,
         body=keys.KeyBody,
-        answers={201: keys.KeyMade},
+        answers={201: keys.CreatedKey},
     ),
     Route(
         "revoke_key", "DELETE", "/api/keys/{key_id}", "End a key at once", ADMIN, answers={200: keys.KeyView}
@@ -168,7 +168,7 @@ KEYS = of_noun(
         "/api/keys/{key_id}/rotate",
         "Give a key a new secret, shown once",
         ADMIN,
-        keys.KeyMade,
+        keys.CreatedKey,
         refuses=_PHASE,
         body=keys.RotateBody,
         is_body_optional=True,
@@ -189,7 +189,7 @@ KEYS = of_noun(
         OPERATORS,
         body=keys.EnrolmentBody,
         is_body_optional=True,
-        answers={201: keys.EnrolmentMade},
+        answers={201: keys.CreatedEnrolment},
     ),
     Route(
         "revoke_enrolment",
@@ -204,7 +204,7 @@ KEYS = of_noun(
         "/api/worker/rotate",
         "Give the key this is called with a new secret, shown once",
         WORKERS,
-        keys.KeyMade,
+        keys.CreatedKey,
         refuses=(*_PHASE, RefusalCode.NOT_FOUND),
         body=keys.RotateBody,
         is_body_optional=True,
@@ -425,7 +425,7 @@ WEBHOOKS = of_noun(
         "/api/webhooks",
         "Have facts of every job that is submitted from now on delivered to a URL",
         CALLERS,
-        body=webhooks.StandingBody,
+        body=webhooks.SubscriptionBody,
         answers={201: webhooks.WebhookView},
     ),
     Route(
@@ -457,7 +457,7 @@ WEBHOOKS = of_noun(
         "/api/webhook-secret",
         "Make a new secret that signs deliveries, shown once",
         CALLERS,
-        webhooks.SecretMade,
+        webhooks.CreatedSecret,
         body=webhooks.SecretBody,
         is_body_optional=True,
     ),

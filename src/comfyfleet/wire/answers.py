@@ -13,7 +13,7 @@ import msgspec
 
 from comfyfleet.model.block import UNTIL_LIFTED, Block
 from comfyfleet.model.calls import JobView, Submitted
-from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Standing, Stop
+from comfyfleet.model.dispatch import Attempt, Dispatch, Phase, Readiness, Stop
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, trace_id_of, traceparent_of
 from comfyfleet.model.job import Job, JobInput, JobResult
@@ -253,7 +253,7 @@ def details(view: JobView) -> JobDetails:
             "started_at": view.started_at,
             "prompt_id": view.prompt_id,
             "attempts": dispatch.attempts,
-            "is_paused": dispatch.phase is Phase.QUEUED and dispatch.standing is Standing.PAUSED,
+            "is_paused": dispatch.phase is Phase.QUEUED and dispatch.standing is Readiness.PAUSED,
             "cancel_requested": dispatch.cancel_requested_at is not None,
             "cancel_reason": dispatch.cancel_reason,
             "pause_requested": dispatch.phase is Phase.LEASED and dispatch.stop is Stop.PAUSE,

@@ -173,7 +173,7 @@ class SubmitBody(_Sent, frozen=True):
     """In place of `payload`, as ComfyUI itself is sent it."""
 
 
-class SpelledSubmit(SubmitBody, frozen=True):
+class LegacySubmitBody(SubmitBody, frozen=True):
     """A submission with the old names beside the new: read at the door, never written."""
 
     service_type: Name | None = None
@@ -184,7 +184,7 @@ class SpelledSubmit(SubmitBody, frozen=True):
     id: Name | None = None
 
 
-class SentSubmit(SpelledSubmit, frozen=True, kw_only=True):
+class RawSubmitBody(LegacySubmitBody, frozen=True, kw_only=True):
     """As the door reads it: the nodes of the workflow stay text, since most of them were read before."""
 
     payload: dict[str, msgspec.Raw] | None = None
@@ -192,7 +192,7 @@ class SentSubmit(SpelledSubmit, frozen=True, kw_only=True):
     prompt: dict[str, msgspec.Raw] | None = None
 
 
-_SAID = frozenset(SentSubmit.__struct_fields__)
+_SAID = frozenset(RawSubmitBody.__struct_fields__)
 _IN_EDITOR_FILES = frozenset({"id"})
 """Fields of a submission that a file of the editor has too."""
 
@@ -201,16 +201,16 @@ class SubmitDecoder:
     """Of a submission, or of a workflow alone, which is a submission that says nothing else."""
 
     def __init__(self) -> None:
-        self._submissions = msgspec.json.Decoder(SentSubmit)
+        self._submissions = msgspec.json.Decoder(RawSubmitBody)
 
-    def decode(self, body: bytes | bytearray | msgspec.Raw, /) -> SentSubmit:
+    def decode(self, body: bytes | bytearray | msgspec.Raw, /) -> RawSubmitBody:
         try:
             return self._submissions.decode(body)
         except msgspec.ValidationError:
             parts = _PARTS.decode(body)
             if not _is_workflow(parts):
                 raise
-            return SentSubmit(payload=parts)
+            return RawSubmitBody(payload=parts)
 
 
 class BatchBody(_Sent, frozen=True):
@@ -306,7 +306,7 @@ def submission(
 
 def named_tenant(body: SubmitBody) -> tuple[str, str] | None:
     """What the field is called, and the tenant in it. None: the key says which."""
-    names = ("tenant", *OLD_TENANT_NAMES) if isinstance(body, SpelledSubmit) else ("tenant",)
+    names = ("tenant", *OLD_TENANT_NAMES) if isinstance(body, LegacySubmitBody) else ("tenant",)
     found = {name: given for name in names if (given := getattr(body, name)) is not None}
     if len(set(found.values())) > 1:
         raise Refusal(
@@ -401,7 +401,7 @@ def _parts(text: msgspec.Raw) -> dict[str, msgspec.Raw] | None:
 
 def _reference(body: SubmitBody, key: str | None) -> str | None:
     own = body.reference
-    if isinstance(body, SpelledSubmit):
+    if isinstance(body, LegacySubmitBody):
         own = own or body.id
     if own is not None and own.startswith(IDEMPOTENCY_PREFIX):
         raise Refusal(RefusalCode.INVALID_REQUEST, f"a reference must not begin with {IDEMPOTENCY_PREFIX!r}")
@@ -422,7 +422,7 @@ def _reference(body: SubmitBody, key: str | None) -> str | None:
 
 def _requirements(body: SubmitBody) -> Requirements:
     service = body.service
-    if isinstance(body, SpelledSubmit):
+    if isinstance(body, LegacySubmitBody):
         for name in OLD_SERVICE_NAMES:
             service = service or getattr(body, name)
     service = service or "comfyui"

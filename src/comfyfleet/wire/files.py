@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import FileKind, FileRecord, Grant, PartPlan
+from comfyfleet.model.file import FileGrant, FileKind, FileRecord, PartPlan
 from comfyfleet.wire.bodies import Name
 from comfyfleet.wire.problems import refusal_in
 from comfyfleet.wire.worker import LeaseBody
@@ -79,7 +79,7 @@ class WorkerPartsBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PartGrants(msgspec.Struct, frozen=True):
-    links: tuple[Grant, ...]
+    links: tuple[FileGrant, ...]
     """One for each part, in the order they were asked for."""
 
 
@@ -119,7 +119,7 @@ class FileView(msgspec.Struct, frozen=True, omit_defaults=True):
     derived_from: tuple[str, ...] = ()
     """The files it was made from: those its job brought, or what its sender said of it (`source`)."""
     is_complete: bool = False
-    link: Grant | None = None
+    link: FileGrant | None = None
     """Where to GET it, for a short while; or to PUT it, as long as it has not been received. One that is too large to
     go up in one piece has none."""
     parts: PartPlan | None = None
@@ -148,7 +148,7 @@ def output_body(filename: str, size: int, sha256: str) -> OutputBody:
     return OutputBody(size, sha256, name, kind)
 
 
-def view(record: FileRecord, link: Grant | None = None, parts: PartPlan | None = None) -> FileView:
+def view(record: FileRecord, link: FileGrant | None = None, parts: PartPlan | None = None) -> FileView:
     return FileView(
         record.file_id,
         record.name,
@@ -174,28 +174,28 @@ def details(seen: FileView, derived: Sequence[FileRecord]) -> FileDetails:
 _PIECE = 1 << 20
 
 
-class Part(NamedTuple):
+class FilePart(NamedTuple):
     number: int
     start: int
     length: int
 
 
-def parts_of(size: int, plan: PartPlan) -> list[Part]:
+def parts_of(size: int, plan: PartPlan) -> list[FilePart]:
     """Of a file of so many bytes, counted from 1."""
     return [
-        Part(number, plan.size * (number - 1), plan.length(number, size))
+        FilePart(number, plan.size * (number - 1), plan.length(number, size))
         for number in range(1, plan.count + 1)
     ]
 
 
-def sha256_of(content: BinaryIO, part: Part) -> str:
+def sha256_of(content: BinaryIO, part: FilePart) -> str:
     digest = hashlib.sha256()
     for piece in pieces_of(content, part):
         digest.update(piece)
     return digest.hexdigest()
 
 
-def pieces_of(content: BinaryIO, part: Part) -> Iterator[bytes]:
+def pieces_of(content: BinaryIO, part: FilePart) -> Iterator[bytes]:
     """None larger than a mebibyte."""
     content.seek(part.start)
     left = part.length

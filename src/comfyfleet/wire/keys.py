@@ -50,7 +50,7 @@ class KeyView(msgspec.Struct, frozen=True, omit_defaults=True):
     revoked_at: float | None = None
 
 
-class KeyMade(KeyView, frozen=True):
+class CreatedKey(KeyView, frozen=True):
     key: str = ""
     """The whole key. It is not kept, and cannot be shown again."""
 
@@ -60,7 +60,7 @@ class KeyList(msgspec.Struct, frozen=True):
     cursor: str | None = None
 
 
-class EnrolmentMade(msgspec.Struct, frozen=True):
+class CreatedEnrolment(msgspec.Struct, frozen=True):
     token: str
     expires_at: float
     uses: int
@@ -138,8 +138,8 @@ def view(key: ApiKey) -> KeyView:
     return KeyView(**_fields(key))
 
 
-def made(key: ApiKey, secret: str) -> KeyMade:
-    return KeyMade(**_fields(key), key=secret)
+def made(key: ApiKey, secret: str) -> CreatedKey:
+    return CreatedKey(**_fields(key), key=secret)
 
 
 def _fields(key: ApiKey) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def note(number: int, hash_: str) -> str:
     return f"{number}:{hash_}"
 
 
-class Verifier:
+class AuditVerifier:
     """Given every entry of a list in order, says what is wrong with it."""
 
     def __init__(self, noted: str | None = None) -> None:

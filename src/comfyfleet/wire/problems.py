@@ -15,27 +15,27 @@ from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 CONTENT_TYPE = "application/problem+json"
 
 
-class Kind(NamedTuple):
+class ProblemKind(NamedTuple):
     status: int
     title: str
     retry_after_s: int | None = None
 
 
-KINDS: dict[RefusalCode, Kind] = {
-    RefusalCode.INVALID_REQUEST: Kind(400, "The request cannot be understood"),
-    RefusalCode.UNAUTHENTICATED: Kind(401, "A valid key is needed"),
-    RefusalCode.CREDITS_SHORT: Kind(402, "Not enough credits"),
-    RefusalCode.NOT_ALLOWED: Kind(403, "This key may not do that"),
-    RefusalCode.NOT_FOUND: Kind(404, "There is no such thing"),
-    RefusalCode.DUPLICATE_DIFFERS: Kind(409, "The same name was used for something else"),
-    RefusalCode.WRONG_PHASE: Kind(409, "Not in this phase"),
-    RefusalCode.LEASE_LOST: Kind(409, "The lease is over"),
-    RefusalCode.TOO_LARGE: Kind(413, "More than is taken"),
-    RefusalCode.INVALID_WORKFLOW: Kind(422, "The workflow can run nowhere"),
-    RefusalCode.UNWORKABLE: Kind(422, "No worker can run this"),
-    RefusalCode.RATE_LIMITED: Kind(429, "Too many requests", retry_after_s=1),
-    RefusalCode.QUEUE_FULL: Kind(503, "The queue is full", retry_after_s=5),
-    RefusalCode.UNAVAILABLE: Kind(503, "Not now", retry_after_s=1),
+KINDS: dict[RefusalCode, ProblemKind] = {
+    RefusalCode.INVALID_REQUEST: ProblemKind(400, "The request cannot be understood"),
+    RefusalCode.UNAUTHENTICATED: ProblemKind(401, "A valid key is needed"),
+    RefusalCode.CREDITS_SHORT: ProblemKind(402, "Not enough credits"),
+    RefusalCode.NOT_ALLOWED: ProblemKind(403, "This key may not do that"),
+    RefusalCode.NOT_FOUND: ProblemKind(404, "There is no such thing"),
+    RefusalCode.DUPLICATE_DIFFERS: ProblemKind(409, "The same name was used for something else"),
+    RefusalCode.WRONG_PHASE: ProblemKind(409, "Not in this phase"),
+    RefusalCode.LEASE_LOST: ProblemKind(409, "The lease is over"),
+    RefusalCode.TOO_LARGE: ProblemKind(413, "More than is taken"),
+    RefusalCode.INVALID_WORKFLOW: ProblemKind(422, "The workflow can run nowhere"),
+    RefusalCode.UNWORKABLE: ProblemKind(422, "No worker can run this"),
+    RefusalCode.RATE_LIMITED: ProblemKind(429, "Too many requests", retry_after_s=1),
+    RefusalCode.QUEUE_FULL: ProblemKind(503, "The queue is full", retry_after_s=5),
+    RefusalCode.UNAVAILABLE: ProblemKind(503, "Not now", retry_after_s=1),
 }
 """The closed list, each code with its one status."""
 
@@ -55,7 +55,7 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
     retry_after_s: float | None = None
 
 
-class Answered(NamedTuple):
+class ProblemAnswer(NamedTuple):
     """A problem on its way out: flat, as RFC 9457 wants its extension members."""
 
     status: int
@@ -72,7 +72,7 @@ class Answered(NamedTuple):
         return found
 
 
-def answer_to(error: BaseException, request_id: str = "", incident: str = "") -> Answered:
+def answer_to(error: BaseException, request_id: str = "", incident: str = "") -> ProblemAnswer:
     """`incident` names the line in the log for an error that nobody expected."""
     if isinstance(error, Refusal):
         return refused(error, request_id)
@@ -86,10 +86,10 @@ def answer_to(error: BaseException, request_id: str = "", incident: str = "") ->
         f"This was not expected; the log has it under {incident}",
         request_id,
     )
-    return Answered(500, {**_members(problem), "incident": incident}, None)
+    return ProblemAnswer(500, {**_members(problem), "incident": incident}, None)
 
 
-def refused(refusal: Refusal, request_id: str = "") -> Answered:
+def refused(refusal: Refusal, request_id: str = "") -> ProblemAnswer:
     kind = KINDS[refusal.code]
     retry_after_s = refusal.details.get("retry_after_s", kind.retry_after_s)
     problem = Problem(
@@ -101,7 +101,7 @@ def refused(refusal: Refusal, request_id: str = "") -> Answered:
         request_id,
         retry_after_s,
     )
-    return Answered(kind.status, {**refusal.details, **_members(problem)}, retry_after_s)
+    return ProblemAnswer(kind.status, {**refusal.details, **_members(problem)}, retry_after_s)
 
 
 def refusal_in(status: int, body: bytes) -> Refusal | Fault:

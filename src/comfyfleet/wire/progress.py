@@ -1,7 +1,7 @@
 """Progress as one record everywhere, and the events of both streams: a job's own and the fleet's.
 
-What happened is the model's (`Fact`, `News`, `FleetEvent`); here is how it looks to somebody who watches. How frames
-reach watchers is the hub's.
+What happened is the model's (`Fact`, `ProgressEvent`, `FleetEvent`); here is how it looks to somebody who
+watches. How frames reach watchers is the hub's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from comfyfleet.model.dispatch import Phase
-from comfyfleet.model.fact import Fact, FactKind, FleetEvent, News
+from comfyfleet.model.fact import Fact, FactKind, FleetEvent, ProgressEvent
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.job import JobResult
 from comfyfleet.wire.bodies import Name
@@ -92,7 +92,7 @@ class FactBody(msgspec.Struct, frozen=True, omit_defaults=True):
     error: Failure | None = None
 
 
-class NewsBody(msgspec.Struct, frozen=True, omit_defaults=True):
+class ProgressEventBody(msgspec.Struct, frozen=True, omit_defaults=True):
     """Other news of a running job: it was accepted, it started, a node's output, a preview."""
 
     id: str
@@ -127,18 +127,20 @@ def fact_body(fact: Fact, result: JobResult | None = None, error: Failure | None
     )
 
 
-def news_body(news: News) -> NewsBody:
-    return NewsBody(
+def news_body(news: ProgressEvent) -> ProgressEventBody:
+    return ProgressEventBody(
         news.job_id, news.kind.value, news.at, news.worker_id, news.lease_number, news.data, news.image
     )
 
 
 def fleet_body(
-    event: Fact | News | FleetEvent, tenant: str | None = None, metadata: dict[str, Any] | None = None
+    event: Fact | ProgressEvent | FleetEvent,
+    tenant: str | None = None,
+    metadata: dict[str, Any] | None = None,
 ) -> FleetBody:
     if isinstance(event, FleetEvent):
         return FleetBody(event.kind, event.at, worker_id=event.worker_id, data=event.data or None)
-    if isinstance(event, News):
+    if isinstance(event, ProgressEvent):
         return FleetBody(
             event.kind.value,
             event.at,

@@ -12,7 +12,7 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import Refusal, RefusalCode
 
 
-class Face(StrEnum):
+class StatusDialect(StrEnum):
     REST = "rest"
     POOL = "pool"
     SOCKET = "socket"
@@ -23,11 +23,11 @@ class Face(StrEnum):
 
 _SAME = {phase: phase.value for phase in Phase}
 
-STATUSES: dict[Face, dict[Phase, str]] = {
-    Face.REST: _SAME,
-    Face.POOL: {**_SAME, Phase.LEASED: "running"},
-    Face.SOCKET: {**_SAME, Phase.QUEUED: "pending", Phase.LEASED: "assigned"},
-    Face.BROKER: {**_SAME, Phase.QUEUED: "pending", Phase.LEASED: "active"},
+STATUSES: dict[StatusDialect, dict[Phase, str]] = {
+    StatusDialect.REST: _SAME,
+    StatusDialect.POOL: {**_SAME, Phase.LEASED: "running"},
+    StatusDialect.SOCKET: {**_SAME, Phase.QUEUED: "pending", Phase.LEASED: "assigned"},
+    StatusDialect.BROKER: {**_SAME, Phase.QUEUED: "pending", Phase.LEASED: "active"},
 }
 
 _PHASES: dict[str, Phase] = {
@@ -37,7 +37,7 @@ _PHASES: dict[str, Phase] = {
 KNOWN_STATUSES = tuple(sorted(_PHASES))
 
 
-def spell(phase: Phase, face: Face = Face.REST) -> str:
+def spell(phase: Phase, face: StatusDialect = StatusDialect.REST) -> str:
     return STATUSES[face][phase]
 
 

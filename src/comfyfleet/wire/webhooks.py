@@ -25,7 +25,7 @@ from comfyfleet.model.fact import Fact, FactKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId
 from comfyfleet.model.job import Job, JobResult
-from comfyfleet.model.webhook import Delivery, DeliveryStatus, StandingWebhook
+from comfyfleet.model.webhook import Delivery, DeliveryStatus, WebhookSubscription
 from comfyfleet.wire.bodies import Events, Name, Seconds, Url
 from comfyfleet.wire.progress import fact_body
 
@@ -33,7 +33,7 @@ MAX_EVENT_BYTES = 256 * 1024
 """A result that makes it larger is left out: it can be asked for."""
 
 
-class StandingBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class SubscriptionBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     url: Url
     events: Events | None = None
     name: Annotated[str, Meta(max_length=256)] = ""
@@ -93,7 +93,7 @@ class WebhookTested(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-class SecretMade(msgspec.Struct, frozen=True):
+class CreatedSecret(msgspec.Struct, frozen=True):
     secret: str
     """It is not shown again."""
     created_at: float
@@ -195,7 +195,7 @@ def event(fact: Fact, job: Job) -> bytes:
     return content
 
 
-def view(webhook: StandingWebhook) -> WebhookView:
+def view(webhook: WebhookSubscription) -> WebhookView:
     return WebhookView(
         webhook.webhook_id,
         shown(webhook.url),

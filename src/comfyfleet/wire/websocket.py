@@ -16,10 +16,10 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult
 from comfyfleet.wire.answers import asked_for
-from comfyfleet.wire.bodies import Name, Reason, Seconds, SpelledSubmit
-from comfyfleet.wire.progress import FactBody, FleetBody, NewsBody, ProgressBody
+from comfyfleet.wire.bodies import LegacySubmitBody, Name, Reason, Seconds
+from comfyfleet.wire.progress import FactBody, FleetBody, ProgressBody, ProgressEventBody
 from comfyfleet.wire.route import CALLERS, OPERATORS, READERS, WORKERS
-from comfyfleet.wire.status_names import Face, spell, understood
+from comfyfleet.wire.status_names import StatusDialect, spell, understood
 from comfyfleet.wire.worker import LeaseBody, Load, Slots, Wait, lease_body
 
 _BESIDE = frozenset({"type", "request_id", "message_id", "timestamp", "client_id", "traceparent"})
@@ -30,11 +30,11 @@ class _Said(msgspec.Struct, frozen=True):
     """A field that is not known is passed over: these messages have been sent for long, with much beside."""
 
 
-class OfJob(_Said, frozen=True):
+class JobMessage(_Said, frozen=True):
     job_id: Name
 
 
-class CancelJob(OfJob, frozen=True):
+class CancelJob(JobMessage, frozen=True):
     reason: Reason = ""
 
 
@@ -46,16 +46,16 @@ class Monitor(_Said, frozen=True):
     metadata: dict[str, str] = {}
 
 
-class OfWorker(_Said, frozen=True):
+class WorkerMessage(_Said, frozen=True):
     worker_id: Name
     """`*`: every worker."""
 
 
-class Nothing(_Said, frozen=True):
+class EmptyMessage(_Said, frozen=True):
     pass
 
 
-class RegisterWorker(_Said, frozen=True):
+class RegisterWorkerMessage(_Said, frozen=True):
     worker_id: Name
     capabilities: dict[str, Any]
     max_concurrency: Slots | None = None
@@ -73,7 +73,7 @@ class RequestJob(_Said, frozen=True):
     current_load: Load | None = None
 
 
-class OfLease(_Said, frozen=True):
+class LeaseMessage(_Said, frozen=True):
     """Without its lease a job is the one this connection was given."""
 
     job_id: Name
@@ -81,59 +81,59 @@ class OfLease(_Said, frozen=True):
     lease: LeaseBody | None = None
 
 
-class UpdateProgress(OfLease, frozen=True, kw_only=True):
+class UpdateProgress(LeaseMessage, frozen=True, kw_only=True):
     progress: dict[str, Any] | float
 
 
-class Heartbeat(_Said, frozen=True):
+class HeartbeatMessage(_Said, frozen=True):
     worker_id: Name
     leases: Annotated[tuple[LeaseBody, ...], Meta(max_length=1_000)] = ()
 
 
-class CompleteJob(OfLease, frozen=True):
+class CompleteJob(LeaseMessage, frozen=True):
     result: Any = None
     seconds: Seconds = 0.0
 
 
-class FailJob(OfLease, frozen=True):
+class FailJob(LeaseMessage, frozen=True):
     error: Any = None
     seconds: Seconds = 0.0
 
 
-class ReleaseJob(OfLease, frozen=True):
+class ReleaseJob(LeaseMessage, frozen=True):
     reason: Literal["drain", "cancelled", "declined", "retry"] = "drain"
 
 
-class Kind(NamedTuple):
+class MessageKind(NamedTuple):
     roles: frozenset[Role]
     body: type[msgspec.Struct]
     is_old: bool = False
     """Callers and monitors have moved to HTTP and Server-Sent Events."""
 
 
-KINDS: dict[str, Kind] = {
-    "submit_job": Kind(CALLERS, SpelledSubmit, is_old=True),
-    "subscribe_progress": Kind(READERS, OfJob, is_old=True),
-    "unsubscribe_progress": Kind(READERS, OfJob, is_old=True),
-    "cancel_job": Kind(CALLERS, CancelJob, is_old=True),
-    "retry_job": Kind(CALLERS, OfJob, is_old=True),
-    "pause_job": Kind(CALLERS, OfJob, is_old=True),
-    "resume_job": Kind(CALLERS, OfJob, is_old=True),
-    "subscribe_monitor": Kind(READERS, Monitor, is_old=True),
-    "unsubscribe_monitor": Kind(READERS, Nothing, is_old=True),
-    "drain_worker": Kind(OPERATORS, OfWorker, is_old=True),
-    "pause_worker": Kind(OPERATORS, OfWorker, is_old=True),
-    "resume_worker": Kind(OPERATORS, OfWorker, is_old=True),
-    "pause_queue": Kind(OPERATORS, Nothing, is_old=True),
-    "resume_queue": Kind(OPERATORS, Nothing, is_old=True),
-    "register_worker": Kind(WORKERS, RegisterWorker),
-    "request_job": Kind(WORKERS, RequestJob),
-    "update_progress": Kind(WORKERS, UpdateProgress),
-    "heartbeat": Kind(WORKERS, Heartbeat),
-    "complete_job": Kind(WORKERS, CompleteJob),
-    "fail_job": Kind(WORKERS, FailJob),
-    "release_job": Kind(WORKERS, ReleaseJob),
-    "ping": Kind(READERS | WORKERS, Nothing),
+KINDS: dict[str, MessageKind] = {
+    "submit_job": MessageKind(CALLERS, LegacySubmitBody, is_old=True),
+    "subscribe_progress": MessageKind(READERS, JobMessage, is_old=True),
+    "unsubscribe_progress": MessageKind(READERS, JobMessage, is_old=True),
+    "cancel_job": MessageKind(CALLERS, CancelJob, is_old=True),
+    "retry_job": MessageKind(CALLERS, JobMessage, is_old=True),
+    "pause_job": MessageKind(CALLERS, JobMessage, is_old=True),
+    "resume_job": MessageKind(CALLERS, JobMessage, is_old=True),
+    "subscribe_monitor": MessageKind(READERS, Monitor, is_old=True),
+    "unsubscribe_monitor": MessageKind(READERS, EmptyMessage, is_old=True),
+    "drain_worker": MessageKind(OPERATORS, WorkerMessage, is_old=True),
+    "pause_worker": MessageKind(OPERATORS, WorkerMessage, is_old=True),
+    "resume_worker": MessageKind(OPERATORS, WorkerMessage, is_old=True),
+    "pause_queue": MessageKind(OPERATORS, EmptyMessage, is_old=True),
+    "resume_queue": MessageKind(OPERATORS, EmptyMessage, is_old=True),
+    "register_worker": MessageKind(WORKERS, RegisterWorkerMessage),
+    "request_job": MessageKind(WORKERS, RequestJob),
+    "update_progress": MessageKind(WORKERS, UpdateProgress),
+    "heartbeat": MessageKind(WORKERS, HeartbeatMessage),
+    "complete_job": MessageKind(WORKERS, CompleteJob),
+    "fail_job": MessageKind(WORKERS, FailJob),
+    "release_job": MessageKind(WORKERS, ReleaseJob),
+    "ping": MessageKind(READERS | WORKERS, EmptyMessage),
 }
 
 AGENT_PROTOCOL = "comfyfleet.worker.v1"
@@ -202,11 +202,11 @@ def message_of(event: Any) -> dict[str, Any] | None:
     """An event as old callers and monitors hear it. None: they do not."""
     match event:
         case ProgressBody():
-            status = spell(understood(event.status), Face.SOCKET)
+            status = spell(understood(event.status), StatusDialect.SOCKET)
             record = {**msgspec.structs.asdict(event), "status": status}
             job_id = record.pop("id")
             return {"type": "job_progress", "job_id": job_id, "progress": event.percentage or 0.0, **record}
-        case NewsBody(kind="preview"):
+        case ProgressEventBody(kind="preview"):
             return {
                 "type": "job_preview",
                 "job_id": event.id,

@@ -13,10 +13,18 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from comfyfleet.model.calls import ACTIONS, Beat, Command, LeasedJob, RegisterWorker, Report, Settled
+from comfyfleet.model.calls import (
+    ACTIONS,
+    Command,
+    HeartbeatReply,
+    LeasedJob,
+    ProgressReport,
+    RegisterWorker,
+    ReportReply,
+)
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure
 from comfyfleet.model.file import InputFile
 from comfyfleet.model.ids import DEFAULT_TENANT, TenantId, WorkerId, WorkflowHash
@@ -97,7 +105,7 @@ class PollBody(_Call, frozen=True):
 
 class ReportBody(_Call, frozen=True):
     lease: LeaseBody
-    kind: NewsKind
+    kind: ProgressKind
     data: dict[str, Any] = {}
     image: bytes | None = None
     """A preview, in base64."""
@@ -229,7 +237,7 @@ class CommandBody(msgspec.Struct, frozen=True, omit_defaults=True):
     """When the hub told it."""
 
 
-class BeatAnswer(msgspec.Struct, frozen=True):
+class HeartbeatAnswer(msgspec.Struct, frozen=True):
     duration_s: float
     alive: tuple[LeaseBody, ...] = ()
     lost: tuple[LeaseBody, ...] = ()
@@ -240,7 +248,7 @@ class BeatAnswer(msgspec.Struct, frozen=True):
     """Node classes and models that jobs wait for and this worker does not have. One that finds them registers anew."""
 
 
-class SettledAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+class ReportAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     status: str
     will_retry: bool = False
     next: LeaseAnswer | None = None
@@ -302,8 +310,8 @@ def lease_body(ref: LeaseRef) -> LeaseBody:
     return LeaseBody(ref.job_id, ref.round, ref.number, ref.epoch, ref.token)
 
 
-def report(body: ReportBody) -> Report:
-    return Report(lease_ref(body.lease), body.kind, body.data, body.image)
+def report(body: ReportBody) -> ProgressReport:
+    return ProgressReport(lease_ref(body.lease), body.kind, body.data, body.image)
 
 
 def lease_answer(job: LeasedJob) -> LeaseAnswer:
@@ -354,8 +362,8 @@ def leased_job(answer: LeaseAnswer) -> LeasedJob:
     )
 
 
-def beat_answer(beat: Beat, at: float, inputs: tuple[LeaseInputs, ...] = ()) -> BeatAnswer:
-    return BeatAnswer(
+def beat_answer(beat: HeartbeatReply, at: float, inputs: tuple[LeaseInputs, ...] = ()) -> HeartbeatAnswer:
+    return HeartbeatAnswer(
         beat.ttl_s,
         tuple(map(lease_body, beat.alive)),
         tuple(map(lease_body, beat.lost)),
@@ -378,8 +386,8 @@ def commands_in(bodies: Iterable[CommandBody]) -> tuple[Command, ...]:
     )
 
 
-def beat(answer: BeatAnswer) -> Beat:
-    return Beat(
+def beat(answer: HeartbeatAnswer) -> HeartbeatReply:
+    return HeartbeatReply(
         answer.duration_s,
         tuple(map(lease_ref, answer.alive)),
         tuple(map(lease_ref, answer.lost)),
@@ -388,7 +396,7 @@ def beat(answer: BeatAnswer) -> Beat:
     )
 
 
-def settled_answer(settled: Settled, following: LeasedJob | None = None) -> SettledAnswer:
-    return SettledAnswer(
+def settled_answer(settled: ReportReply, following: LeasedJob | None = None) -> ReportAnswer:
+    return ReportAnswer(
         spell(settled.phase), settled.will_retry, None if following is None else lease_answer(following)
     )

@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self, assert_never
 
-from comfyfleet.model.calls import Beat, Command, LeasedJob, Release
+from comfyfleet.model.calls import Command, HeartbeatReply, LeasedJob, Release
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.failure import Failure, FailureKind
@@ -24,11 +24,11 @@ from comfyfleet.model.worker import Capabilities
 from comfyfleet.ports import Connector, WorkerApi
 from comfyfleet.tracing import about
 from comfyfleet.worker.attempt import AttemptRun, StopReason
-from comfyfleet.worker.heartbeat import CommandListener, Heart
-from comfyfleet.worker.journal import Begun, Journal, stop_orphan
-from comfyfleet.worker.progress_sender import NewsSender
+from comfyfleet.worker.heartbeat import CommandListener, HeartbeatLoop
+from comfyfleet.worker.journal import Journal, StartedAttempt, stop_orphan
+from comfyfleet.worker.progress_sender import ProgressSender
 from comfyfleet.worker.registration import Registration
-from comfyfleet.worker.servers import HasClientId, Server, TellsConnection, check_all
+from comfyfleet.worker.servers import HasClientId, MonitoredServer, ReportsConnection, check_all
 from comfyfleet.worker.settings import AgentSettings, AgentState, AgentStatus, Backoff
 from comfyfleet.worker.slots import Outage, Slots
 
@@ -68,16 +68,18 @@ class Agent:
         self._api = api
         self._settings = settings or AgentSettings()
         self._on_state = on_state
-        self._servers = [Server(connector, self._settings, self._lost) for connector in connectors]
+        self._servers = [MonitoredServer(connector, self._settings, self._lost) for connector in connectors]
         self._by_service = {server.name: server for server in self._servers}
         if not connectors or len(self._by_service) != len(connectors):
             raise ValueError(
                 "An agent needs one connector for each service, each with a name of its own; got: "
                 + (", ".join(server.name for server in self._servers) or "none")
             )
-        self._news = NewsSender(api, self._settings, self._obey)
+        self._news = ProgressSender(api, self._settings, self._obey)
         self._outage = Outage(worker_id)
-        self._heart = Heart(api, worker_id, self._settings, self._beat, self._heartbeat_refused, self._outage)
+        self._heart = HeartbeatLoop(
+            api, worker_id, self._settings, self._beat, self._heartbeat_refused, self._outage
+        )
         self._commands = CommandListener(api, worker_id, self._settings, self._do, self._heart.beat_soon)
         self._registration = Registration(
             api, worker_id, self._servers, self._settings, declared, self._update, self._renewed, self._outage
@@ -93,7 +95,7 @@ class Agent:
             self._clear_away,
             self._outage,
         )
-        self._begun: list[Begun] = []
+        self._begun: list[StartedAttempt] = []
         """What the journal knew at the start, until a slot asks for it."""
         self._runs: dict[LeaseRef, AttemptRun] = {}
         self._unreported: set[AttemptRun] = set()
@@ -127,7 +129,7 @@ class Agent:
         """Returns at once; a server that is down is waited for in the background."""
         assert not self._tasks and self._ending is None, "an agent is started once"
         for server in self._servers:
-            if isinstance(server.connector, TellsConnection):
+            if isinstance(server.connector, ReportsConnection):
                 server.connector.on_connection = partial(self._connection_hint, server)
         if self._journal is not None:
             self._begun.extend(self._journal.open())
@@ -205,7 +207,7 @@ class Agent:
             await asyncio.wait(self._tasks, timeout=self._settings.stop_grace_s)
         await self._registration.end("stopped")
         for server in self._servers:
-            if isinstance(server.connector, TellsConnection):
+            if isinstance(server.connector, ReportsConnection):
                 server.connector.on_connection = None
             await server.close()
         if self._journal is not None:
@@ -307,7 +309,7 @@ class Agent:
             self._journal.end(job.ref)
         return failure
 
-    def _next_begun(self) -> Begun | None:
+    def _next_begun(self) -> StartedAttempt | None:
         """Once its server is there: until then it can be neither gone on with nor stopped."""
         for place, begun in enumerate(self._begun):
             server = self._by_service.get(begun.service)
@@ -315,13 +317,13 @@ class Agent:
                 return self._begun.pop(place)
         return None
 
-    async def _clear_away(self, begun: Begun) -> None:
+    async def _clear_away(self, begun: StartedAttempt) -> None:
         if (server := self._by_service.get(begun.service)) is not None:
             await stop_orphan(begun, self.worker_id, server.connector, self._settings.cancel_timeout_s)
         if self._journal is not None:
             self._journal.end(begun.ref)
 
-    async def _make_sure(self, server: Server) -> None:
+    async def _make_sure(self, server: MonitoredServer) -> None:
         """Ends with a verdict, before the next poll: a dead server must not fail one job after the other."""
         backoff = Backoff(self._settings)
         await server.check()
@@ -343,13 +345,13 @@ class Agent:
 
     # what the other side tells
 
-    def _beat(self, beat: Beat) -> None:
+    def _beat(self, beat: HeartbeatReply) -> None:
         self._obey(beat)
         for server in self._servers:
             if server.look_for(beat.missing):
                 self._tend_now.set()
 
-    def _obey(self, beat: Beat) -> None:
+    def _obey(self, beat: HeartbeatReply) -> None:
         for ref in beat.lost:
             if (run := self._runs.get(ref)) is not None:
                 run.stop(StopReason.LOST)
@@ -385,7 +387,7 @@ class Agent:
 
     # servers
 
-    def _connection_hint(self, server: Server, is_connected: bool) -> None:
+    def _connection_hint(self, server: MonitoredServer, is_connected: bool) -> None:
         # Away for a moment, it may have been started anew and have other models.
         server.wants_look = server.wants_look or is_connected
         self._tend_now.set()

@@ -19,22 +19,15 @@ from typing import Literal
 
 import msgspec
 
-from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, Release, Report, Settled
+from comfyfleet.model.calls import Completion, FailureReport, LeasedJob, ProgressReport, Release, ReportReply
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.failure import (
-    Failure,
-    FailureKind,
-    FileTooLarge,
-    ServiceFailed,
-    ServiceOccupied,
-    bounded,
-)
+from comfyfleet.model.fact import ProgressKind
+from comfyfleet.model.failure import Failure, FailureKind, FileTooLarge, ServiceBusy, ServiceFailed, bounded
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.payload_digest import leased_sha256
-from comfyfleet.ports import Connector, InputSource, OutputKeeper, OutputSource, WorkerApi
-from comfyfleet.worker.job_files import Patience, no_source, side_by_side, tidy_up, with_inputs
-from comfyfleet.worker.progress_sender import NewsSender, Outbox
+from comfyfleet.ports import Connector, InputSource, OutputReceiver, OutputSource, WorkerApi
+from comfyfleet.worker.job_files import TransferRetry, no_source, side_by_side, tidy_up, with_inputs
+from comfyfleet.worker.progress_sender import ProgressBuffer, ProgressSender
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
 
 _log = logging.getLogger(__name__)
@@ -114,7 +107,7 @@ class AttemptRun:
         job: LeasedJob,
         connector: Connector,
         api: WorkerApi,
-        news: NewsSender,
+        news: ProgressSender,
         settings: AgentSettings,
     ) -> None:
         self.job = job
@@ -127,7 +120,7 @@ class AttemptRun:
         self._settings = settings
         self._started_at: float | None = None
         """When the service began to execute: what it kept in its own queue before says nothing of the job."""
-        self._outbox: Outbox | None = None
+        self._outbox: ProgressBuffer | None = None
         self._runner: asyncio.Task[object] | None = None
         """The task to tear off; set only while the service runs the job."""
         self._stop_reason: StopReason | None = None
@@ -218,7 +211,7 @@ class AttemptRun:
                 return await self._process_with_inputs()
             return await self._connector.process_job(self.job, self._tell)
         except ServiceFailed as failed:
-            self._is_occupied = isinstance(failed, ServiceOccupied)
+            self._is_occupied = isinstance(failed, ServiceBusy)
             return failed.failure
         except asyncio.CancelledError as error:
             if runner.cancelling() > self._is_torn_off:
@@ -245,10 +238,10 @@ class AttemptRun:
                 return None
             return await self._connector.process_job(job, self._tell)
 
-    def _tell(self, report: Report) -> None:
+    def _tell(self, report: ProgressReport) -> None:
         if self._runner is None:
             return
-        if report.kind is NewsKind.STARTED and self._started_at is None:
+        if report.kind is ProgressKind.STARTED and self._started_at is None:
             self._started_at = asyncio.get_running_loop().time()
         if self._outbox is None:
             self._outbox = self._news.outbox()
@@ -308,7 +301,7 @@ class AttemptRun:
 
     async def _kept(self, result: JobResult) -> JobResult | Failure:
         """With its files where the caller can have them, if the hub keeps any; the lease is renewed meanwhile."""
-        if not isinstance(self._api, OutputKeeper) or not isinstance(self._connector, OutputSource):
+        if not isinstance(self._api, OutputReceiver) or not isinstance(self._connector, OutputSource):
             return result
         if not result.files:
             return result
@@ -320,8 +313,8 @@ class AttemptRun:
 
     async def _keep(self, file: OutputFile) -> OutputFile:
         """With the hub's name for it. Raises `ServiceFailed`."""
-        assert isinstance(self._api, OutputKeeper) and isinstance(self._connector, OutputSource)
-        patience = Patience(self._settings, lambda: self.confirmed_at)
+        assert isinstance(self._api, OutputReceiver) and isinstance(self._connector, OutputSource)
+        patience = TransferRetry(self._settings, lambda: self.confirmed_at)
         while True:
             try:
                 file_id = await self._api.keep(self.ref, file, self._connector)
@@ -356,7 +349,7 @@ class AttemptRun:
         await self._flush()
         call = Completion(self.ref, result, seconds)
         answer = await self._report(lambda: self._api.complete(call))
-        if isinstance(answer, Settled):
+        if isinstance(answer, ReportReply):
             await tidy_up(self._connector, self.job, result)
         if not isinstance(answer, Refusal) or answer.code in _LEASE_IS_OVER:
             return None
@@ -381,7 +374,7 @@ class AttemptRun:
         if self._outbox is not None:
             await self._news.flush(self._outbox)
 
-    async def _report(self, call: Callable[[], Awaitable[Settled]]) -> Settled | Refusal | None:
+    async def _report(self, call: Callable[[], Awaitable[ReportReply]]) -> ReportReply | Refusal | None:
         """Repeats a report through faults until it is answered or the lease is over (None). Reports are idempotent."""
         backoff: Backoff | None = None
         last: Exception | None = None

@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from comfyfleet.model.calls import Beat, Command
+from comfyfleet.model.calls import Command, HeartbeatReply
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import WorkerId
@@ -23,7 +23,7 @@ from comfyfleet.worker.settings import AgentSettings, Backoff
 from comfyfleet.worker.slots import Outage
 
 
-class Held(Protocol):
+class HeldLease(Protocol):
     """A lease under way, as its heartbeat sees it. Times are the event loop's, which never goes back."""
 
     ref: LeaseRef
@@ -33,13 +33,13 @@ class Held(Protocol):
     def abandon(self) -> None: ...
 
 
-class Heart:
+class HeartbeatLoop:
     def __init__(
         self,
         api: WorkerApi,
         worker_id: WorkerId,
         settings: AgentSettings,
-        on_beat: Callable[[Beat], None],
+        on_beat: Callable[[HeartbeatReply], None],
         on_refusal: Callable[[Refusal], None],
         outage: Outage,
     ) -> None:
@@ -49,7 +49,7 @@ class Heart:
         self._on_beat = on_beat
         self._on_refusal = on_refusal
         self._outage = outage
-        self._held: dict[LeaseRef, Held] = {}
+        self._held: dict[LeaseRef, HeldLease] = {}
         self._unacknowledged: dict[LeaseRef, None] = {}
         self._wake = asyncio.Event()
         self._beat_timer: asyncio.TimerHandle | None = None
@@ -57,7 +57,7 @@ class Heart:
         self.is_registered = False
         """Whether somebody expects heartbeats while nothing is held."""
 
-    def add(self, held: Held) -> None:
+    def add(self, held: HeldLease) -> None:
         """From now on the lease is confirmed; at once for the first time, which acknowledges its receipt."""
         self._held[held.ref] = held
         self._unacknowledged[held.ref] = None
@@ -72,7 +72,7 @@ class Heart:
             self._beat_timer.cancel()
             self._ring()
 
-    def remove(self, held: Held) -> None:
+    def remove(self, held: HeldLease) -> None:
         self._held.pop(held.ref, None)
         self._unacknowledged.pop(held.ref, None)
 

@@ -36,7 +36,7 @@ _AT_A_TIME = 4
 _ENDING = re.compile(r"\.[A-Za-z0-9]{1,8}$")
 
 
-class Patience:
+class TransferRetry:
     """How long a file is tried to be moved: a few times with a hub that answers, and through its absence for as long as
     the lease lives. Whoever holds the lease ends the tries with it."""
 
@@ -74,7 +74,7 @@ async def with_inputs(
     paths = {file_id: folder / f"{index}" for index, file_id in enumerate(files)}
     await side_by_side(
         [
-            _fetch(api, job, file, paths[file_id], Patience(settings, confirmed_at))
+            _fetch(api, job, file, paths[file_id], TransferRetry(settings, confirmed_at))
             for file_id, file in files.items()
         ]
     )
@@ -115,7 +115,9 @@ async def side_by_side(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
             work.close()
 
 
-async def _fetch(api: InputSource, job: LeasedJob, file: InputFile, path: Path, patience: Patience) -> None:
+async def _fetch(
+    api: InputSource, job: LeasedJob, file: InputFile, path: Path, patience: TransferRetry
+) -> None:
     is_altered = False
     while True:
         try:
@@ -181,14 +183,14 @@ _WITHIN_S = 10.0
 
 
 @runtime_checkable
-class TidiesUp(Protocol):
+class CleansUp(Protocol):
     async def tidy_up(self, job: LeasedJob, *, are_outputs_kept: bool) -> None:
         """Removes what this attempt left, and nothing of others; its outputs only if they are kept elsewhere."""
 
 
 async def tidy_up(connector: Connector, job: LeasedJob, result: JobResult) -> None:
     """After a completion was taken."""
-    if not isinstance(connector, TidiesUp):
+    if not isinstance(connector, CleansUp):
         return
     are_kept = all(file.file_id is not None for file in result.files)
     try:

@@ -33,7 +33,7 @@ _MAX_LINES = 1_000
 _MAX_OPEN = 10_000
 
 
-class Begun(msgspec.Struct, frozen=True, omit_defaults=True):
+class StartedAttempt(msgspec.Struct, frozen=True, omit_defaults=True):
     """An attempt that was begun and, as far as the file knows, has not ended."""
 
     job_id: str
@@ -53,7 +53,9 @@ class Begun(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.ref.attempt_id
 
 
-async def stop_orphan(begun: Begun, worker_id: WorkerId, connector: Connector, within_s: float) -> None:
+async def stop_orphan(
+    begun: StartedAttempt, worker_id: WorkerId, connector: Connector, within_s: float
+) -> None:
     """What an agent before us began and nobody waits for any more must not keep the service busy."""
     _log.info("worker %s: the lease of %s is over; it is stopped", worker_id, begun.attempt_id)
     nobodys = LeasedJob(begun.ref, worker_id, 0.0, 0.0, {}, WorkflowHash(""), begun.service)
@@ -65,7 +67,7 @@ async def stop_orphan(begun: Begun, worker_id: WorkerId, connector: Connector, w
 
 
 class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    begun: Begun | None = None
+    begun: StartedAttempt | None = None
     ended: str | None = None
 
 
@@ -86,10 +88,10 @@ class Journal:
         self._worker_id = worker_id
         self._lock: io.FileIO | None = None
         self._file: io.BufferedWriter | None = None
-        self._open: dict[str, Begun] = {}
+        self._open: dict[str, StartedAttempt] = {}
         self._lines = 0
 
-    def open(self) -> tuple[Begun, ...]:
+    def open(self) -> tuple[StartedAttempt, ...]:
         """What was begun and not ended before. Without a journal, nothing."""
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,7 +113,7 @@ class Journal:
     def begin(self, ref: LeaseRef, service: str, poll_id: PollId) -> None:
         if self._file is None or len(self._open) >= _MAX_OPEN:
             return
-        begun = Begun(ref.job_id, ref.round, ref.number, ref.epoch, poll_id, service)
+        begun = StartedAttempt(ref.job_id, ref.round, ref.number, ref.epoch, poll_id, service)
         self._open[ref.attempt_id] = begun
         self._append(_Line(begun=begun))
 
@@ -152,8 +154,8 @@ class Journal:
         self.instance = self.client_id
         return True
 
-    def _read(self) -> dict[str, Begun]:
-        found: dict[str, Begun] = {}
+    def _read(self) -> dict[str, StartedAttempt]:
+        found: dict[str, StartedAttempt] = {}
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:

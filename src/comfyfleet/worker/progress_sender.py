@@ -9,27 +9,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from comfyfleet.model.calls import Beat, Report
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.calls import HeartbeatReply, ProgressReport
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.ports import WorkerApi
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
 
 
-class Outbox:
+class ProgressBuffer:
     """The unsent reports of one lease."""
 
     __slots__ = ("_bound", "_count", "in_flight", "is_closed", "pending")
 
     def __init__(self, bound: int) -> None:
-        self.pending: dict[NewsKind | int, Report] = {}
+        self.pending: dict[ProgressKind | int, ProgressReport] = {}
         self.in_flight: asyncio.Future[None] | None = None
         self.is_closed = False
         self._bound = bound
         self._count = 0
 
-    def add(self, report: Report) -> None:
-        key: NewsKind | int
-        if report.kind is NewsKind.PROGRESS or report.kind is NewsKind.PREVIEW:
+    def add(self, report: ProgressReport) -> None:
+        key: ProgressKind | int
+        if report.kind is ProgressKind.PROGRESS or report.kind is ProgressKind.PREVIEW:
             key = report.kind
             # Taken out first, so that the newer one stands where it belongs in the order.
             self.pending.pop(key, None)
@@ -40,7 +40,7 @@ class Outbox:
                 del self.pending[next(iter(self.pending))]
         self.pending[key] = report
 
-    def put_back(self, unsent: dict[NewsKind | int, Report]) -> None:
+    def put_back(self, unsent: dict[ProgressKind | int, ProgressReport]) -> None:
         newer, self.pending = self.pending, unsent
         for key, report in newer.items():
             self.pending.pop(key, None)
@@ -51,19 +51,21 @@ class Outbox:
         self.pending = {}
 
 
-class NewsSender:
-    def __init__(self, api: WorkerApi, settings: AgentSettings, on_beat: Callable[[Beat], None]) -> None:
+class ProgressSender:
+    def __init__(
+        self, api: WorkerApi, settings: AgentSettings, on_beat: Callable[[HeartbeatReply], None]
+    ) -> None:
         self._api = api
         self._settings = settings
         self._on_beat = on_beat
-        self._waiting: dict[Outbox, None] = {}
+        self._waiting: dict[ProgressBuffer, None] = {}
         self._wake = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
-    def outbox(self) -> Outbox:
-        return Outbox(self._settings.max_pending_reports)
+    def outbox(self) -> ProgressBuffer:
+        return ProgressBuffer(self._settings.max_pending_reports)
 
-    def put(self, outbox: Outbox, report: Report) -> None:
+    def put(self, outbox: ProgressBuffer, report: ProgressReport) -> None:
         outbox.add(report)
         self._waiting[outbox] = None
         if self._timer is None:
@@ -89,7 +91,7 @@ class NewsSender:
                 self._timer.cancel()
                 self._timer = None
 
-    async def flush(self, outbox: Outbox) -> None:
+    async def flush(self, outbox: ProgressBuffer) -> None:
         """Sends what is left of one lease before its end is reported; gives up after a while."""
         if outbox.in_flight is None and not outbox.pending:
             return
@@ -110,7 +112,7 @@ class NewsSender:
         self._timer = None
         self._wake.set()
 
-    async def _send_marked(self, outboxes: Sequence[Outbox]) -> None:
+    async def _send_marked(self, outboxes: Sequence[ProgressBuffer]) -> None:
         done = asyncio.get_running_loop().create_future()
         for outbox in outboxes:
             outbox.in_flight = done
@@ -121,7 +123,7 @@ class NewsSender:
                 outbox.in_flight = None
             done.set_result(None)
 
-    async def _send(self, outboxes: Sequence[Outbox]) -> None:
+    async def _send(self, outboxes: Sequence[ProgressBuffer]) -> None:
         taken = [(outbox, outbox.pending) for outbox in outboxes]
         for outbox in outboxes:
             outbox.pending = {}

@@ -22,8 +22,8 @@ from comfyfleet.model.errors import Refusal
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.node_classes import NodeCatalog
 from comfyfleet.model.worker import Capabilities, Hardware, LiveState, Service
-from comfyfleet.ports import InputSource, Inventory, NodeKeeper, WorkerApi
-from comfyfleet.worker.servers import Server
+from comfyfleet.ports import InputSource, Inventory, NodeCatalogReceiver, WorkerApi
+from comfyfleet.worker.servers import MonitoredServer
 from comfyfleet.worker.settings import AgentSettings
 from comfyfleet.worker.slots import Outage
 
@@ -33,20 +33,20 @@ S = TypeVar("S", bound=msgspec.Struct)
 _NOTHING = Capabilities(services=())
 
 
-class Offer(msgspec.Struct, frozen=True):
+class WorkerOffer(msgspec.Struct, frozen=True):
     capabilities: Capabilities
     live: LiveState
     boots: dict[str, str]
     """By the name of the service: which start of its server this was seen at."""
 
-    def differs_from(self, other: Offer | None) -> bool:
+    def differs_from(self, other: WorkerOffer | None) -> bool:
         """Live values may differ: they rank, they are not worth a registration."""
         return other is None or self.capabilities != other.capabilities or self.boots != other.boots
 
 
 def join(
     declared: Capabilities | None, found: Mapping[str, Inventory], *, moves_files: bool = False
-) -> Offer:
+) -> WorkerOffer:
     """`found` is by the name of the service. Whether files are moved follows from the door, whatever is declared."""
     sources = [declared or _NOTHING, *(inventory.capabilities for inventory in found.values())]
     own = {service.name: service for service in sources[0].services}
@@ -55,7 +55,7 @@ def join(
         for capabilities in sources[1:]
         for service in capabilities.services
     )
-    return Offer(
+    return WorkerOffer(
         Capabilities(
             services=services,
             hardware=_hardware(sources[0].hardware, [source.hardware for source in sources[1:]]),
@@ -136,7 +136,7 @@ class Registration:
         self,
         api: WorkerApi,
         worker_id: WorkerId,
-        servers: Sequence[Server],
+        servers: Sequence[MonitoredServer],
         settings: AgentSettings,
         declared: Capabilities | None,
         on_change: Callable[[], None],
@@ -144,7 +144,7 @@ class Registration:
         outage: Outage,
     ) -> None:
         """`on_change`: what is offered may have changed. `on_renewal`: another offer stands in its place."""
-        self.offer: Offer | None = None
+        self.offer: WorkerOffer | None = None
         """What is registered. None: nothing is."""
         self.number = 0
         """Counts registrations: who was refused under an older one need not register again."""
@@ -167,7 +167,7 @@ class Registration:
         self._turn = asyncio.Lock()
 
     @property
-    def offered(self) -> list[Server]:
+    def offered(self) -> list[MonitoredServer]:
         return [server for server in self._servers if self.offer and server.name in self.offer.boots]
 
     async def look(self, *, is_asked: bool = False) -> None:
@@ -261,13 +261,13 @@ class Registration:
             if was_registered:
                 await self._say_goodbye(reason)
 
-    def _joined(self, servers: Iterable[Server]) -> Offer | None:
+    def _joined(self, servers: Iterable[MonitoredServer]) -> WorkerOffer | None:
         found = {server.name: server.inventory for server in servers if server.inventory}
         if not found:
             return None
         return join(self._declared, found, moves_files=isinstance(self._api, InputSource))
 
-    async def _register(self, offer: Offer) -> None:
+    async def _register(self, offer: WorkerOffer) -> None:
         await self._api.register(
             RegisterWorker(
                 self._worker_id, offer.capabilities, self._settings.slots, offer.live, self.instance
@@ -283,7 +283,7 @@ class Registration:
             self._on_renewal()
         self._on_change()
 
-    async def _describe(self, offer: Offer) -> None:
+    async def _describe(self, offer: WorkerOffer) -> None:
         """Tells of the servers' node classes where that is wanted and new. Nothing that runs depends on it."""
         catalogs = [
             server.inventory.nodes
@@ -294,7 +294,7 @@ class Registration:
         ]
         # Each server is of another service, and one of them at most has node classes.
         nodes = next((each for each in catalogs if each.definitions), None)
-        if not isinstance(self._api, NodeKeeper) or nodes is None or nodes == self._described:
+        if not isinstance(self._api, NodeCatalogReceiver) or nodes is None or nodes == self._described:
             return
         try:
             await self._api.describe(self._worker_id, nodes)
@@ -311,11 +311,11 @@ class Registration:
             _log.info("worker %s could not unregister: %r", self._worker_id, error)
 
 
-def _defects(servers: Iterable[Server]) -> str:
+def _defects(servers: Iterable[MonitoredServer]) -> str:
     """What is known to be wrong with them: our own words, in which no address of theirs stands."""
     return "; ".join(server.defect for server in servers if server.defect and not server.is_up)
 
 
-def _usable(servers: Iterable[Server]) -> list[Server]:
+def _usable(servers: Iterable[MonitoredServer]) -> list[MonitoredServer]:
     now = asyncio.get_running_loop().time()
     return [server for server in servers if server.is_usable(now)]

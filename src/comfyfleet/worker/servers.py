@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 @runtime_checkable
-class TellsConnection(Protocol):
+class ReportsConnection(Protocol):
     """A connector that notices by itself when its server is lost or back may say so; a check follows at once."""
 
     on_connection: Callable[[bool], None] | None
@@ -40,7 +40,7 @@ class HasUrl(Protocol):
 
 
 @runtime_checkable
-class TellsDefect(Protocol):
+class ReportsDefect(Protocol):
     """A connector that may know why its server is of no use. Hubs are told of it, so no address stands in it."""
 
     @property
@@ -48,14 +48,14 @@ class TellsDefect(Protocol):
 
 
 @runtime_checkable
-class Finds(Protocol):
+class FindsByName(Protocol):
     """A connector whose server can be asked for node classes and models by name, at less cost than for all it has."""
 
     async def find(self, names: frozenset[str]) -> frozenset[str]:
         """Those of the names that it has."""
 
 
-class Server:
+class MonitoredServer:
     """One connector and what is known of the server behind it."""
 
     def __init__(
@@ -100,7 +100,7 @@ class Server:
         if self.wants_look:
             return float("-inf")
         pause_s = self._settings.inventory_interval_s
-        is_wanted = bool(self._wanted) and not isinstance(self.connector, Finds)
+        is_wanted = bool(self._wanted) and not isinstance(self.connector, FindsByName)
         return self._looked_at + (
             min(pause_s, self._missing_pause_s) if self._missing or is_wanted else pause_s
         )
@@ -118,7 +118,7 @@ class Server:
         self._wanted, self._found = wanted, self._found & wanted
         if not new:
             return False
-        if isinstance(self.connector, Finds):
+        if isinstance(self.connector, FindsByName):
             self._sought_at = float("-inf")
         else:
             # It may be another service that lacks them: at once, and then less and less often.
@@ -128,13 +128,13 @@ class Server:
 
     @property
     def seek_due_at(self) -> float:
-        if self._wanted == self._found or not isinstance(self.connector, Finds):
+        if self._wanted == self._found or not isinstance(self.connector, FindsByName):
             return float("inf")
         return self._sought_at + self._settings.seek_interval_s
 
     async def seek(self) -> None:
         """Asks for what is wanted. Where something is found a look is due, once."""
-        assert isinstance(self.connector, Finds), "no other one is asked by name"
+        assert isinstance(self.connector, FindsByName), "no other one is asked by name"
         self._sought_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.timeout(self._settings.inventory_timeout_s):
@@ -223,13 +223,13 @@ class Server:
         if is_healthy:
             self.defect = None
         else:
-            told = self.connector.defect if isinstance(self.connector, TellsDefect) else None
+            told = self.connector.defect if isinstance(self.connector, ReportsDefect) else None
             self.defect = told or self.defect
             self.reason = f"{self._where}: {self.defect or 'it does not answer its health check'}"
         return is_healthy
 
 
-async def check_all(servers: Sequence[Server]) -> None:
+async def check_all(servers: Sequence[MonitoredServer]) -> None:
     if len(servers) == 1:
         await servers[0].check()
         return

@@ -21,7 +21,7 @@ from comfyfleet.model.calls import LeasedJob, Poll
 from comfyfleet.model.errors import ComfyFleetError, Refusal, RefusalCode
 from comfyfleet.model.ids import PollId, WorkerId
 from comfyfleet.ports import WorkerApi
-from comfyfleet.worker.journal import Begun
+from comfyfleet.worker.journal import StartedAttempt
 from comfyfleet.worker.settings import AgentSettings, Backoff, is_worth_a_retry
 
 _log = logging.getLogger(__name__)
@@ -99,8 +99,8 @@ class Slots:
         take: Callable[[LeasedJob, PollId], Awaitable[None]],
         registration: Callable[[], int],
         register_again: Callable[[int], Awaitable[None]],
-        next_begun: Callable[[], Begun | None],
-        clear_away: Callable[[Begun], Awaitable[None]],
+        next_begun: Callable[[], StartedAttempt | None],
+        clear_away: Callable[[StartedAttempt], Awaitable[None]],
         outage: Outage,
     ) -> None:
         self.quiet = asyncio.Event()
@@ -144,7 +144,7 @@ class Slots:
         loop = asyncio.get_running_loop()
         backoff = Backoff(self._settings)
         poll: Poll | None = None
-        begun: Begun | None = None
+        begun: StartedAttempt | None = None
         turn_ends_at = loop.time() + _LONGEST_TURN_S
         while True:
             if not self._gate.is_set():

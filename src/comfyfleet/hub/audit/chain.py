@@ -16,7 +16,7 @@ import msgspec
 
 from comfyfleet.model.access import AuditEntry
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.ports import Cabinet, Clock, Document
+from comfyfleet.ports import Clock, Document, DocumentStore
 from comfyfleet.wire.keys import BEGINNING, hash_of
 
 CHAINS = "audit_chains"
@@ -33,7 +33,7 @@ _TRIES = 200
 _DIGITS = 14
 
 
-class Group(msgspec.Struct, frozen=True):
+class LogGroup(msgspec.Struct, frozen=True):
     """A document of the log."""
 
     previous: str
@@ -45,7 +45,7 @@ class Group(msgspec.Struct, frozen=True):
     entries: tuple[AuditEntry, ...]
 
 
-class Linked(msgspec.Struct, frozen=True):
+class ChainedEntry(msgspec.Struct, frozen=True):
     """An entry in its place."""
 
     id: str
@@ -61,11 +61,11 @@ class _Head(msgspec.Struct, frozen=True):
     at: float = 0.0
 
 
-_groups = msgspec.json.Decoder(Group)
+_groups = msgspec.json.Decoder(LogGroup)
 
 
-class Chain:
-    def __init__(self, cabinet: Cabinet, clock: Clock, drawer: str) -> None:
+class HashChain:
+    def __init__(self, cabinet: DocumentStore, clock: Clock, drawer: str) -> None:
         self._cabinet = cabinet
         self._clock = clock
         self.drawer = drawer
@@ -147,10 +147,10 @@ class Chain:
 
     # reading
 
-    async def page(self, after: str, limit: int) -> tuple[list[Linked], str | None]:
+    async def page(self, after: str, limit: int) -> tuple[list[ChainedEntry], str | None]:
         """Entries in their order, and where the next page begins. Chains that came with another store are before or
         behind, as they began."""
-        found: list[Linked] = []
+        found: list[ChainedEntry] = []
         name, _, place = after.partition(".")
         if place:
             if not place.isascii() or not place.isdigit():
@@ -241,23 +241,23 @@ class Chain:
         return f"{self._name}/{number:0{_DIGITS}d}"
 
 
-def linked(document: Document) -> list[Linked]:
+def linked(document: Document) -> list[ChainedEntry]:
     """Every entry of a group with its place. The hash of the last is the one that was written with it."""
     group = _groups.decode(document.body)
     hash_, number, found = group.previous, _number(document.name), []
     for place, entry in enumerate(group.entries):
         previous, hash_ = hash_, hash_of(hash_, _plain(entry))
-        found.append(Linked(f"{document.name}.{place}", number + place, previous, hash_, entry))
+        found.append(ChainedEntry(f"{document.name}.{place}", number + place, previous, hash_, entry))
     if found and found[-1].hash != group.hash:
         found[-1] = msgspec.structs.replace(found[-1], hash=group.hash)
     return found
 
 
-def _group(head: _Head, entries: tuple[AuditEntry, ...]) -> Group:
+def _group(head: _Head, entries: tuple[AuditEntry, ...]) -> LogGroup:
     hash_ = head.hash
     for entry in entries:
         hash_ = hash_of(hash_, _plain(entry))
-    return Group(head.hash, max([head.at, *(entry.at for entry in entries)]), hash_, entries)
+    return LogGroup(head.hash, max([head.at, *(entry.at for entry in entries)]), hash_, entries)
 
 
 def _plain(entry: AuditEntry) -> dict[str, Any]:

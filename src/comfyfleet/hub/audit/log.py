@@ -24,13 +24,13 @@ from typing import Literal, TypeVar
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.audit.chain import Chain, Linked, linked
+from comfyfleet.hub.audit.chain import ChainedEntry, HashChain, linked
 from comfyfleet.model.access import AuditEntry, Role
 from comfyfleet.model.errors import ComfyFleetError, Refusal
 from comfyfleet.model.fact import Event, FleetEvent
 from comfyfleet.model.ids import WorkerId
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.ports import Cabinet, Chance, Clock, Document, Timer
+from comfyfleet.ports import Clock, Document, DocumentStore, RandomSource, Timer
 from comfyfleet.tracing import in_background, log_failure
 from comfyfleet.wire.keys import FORGET, note
 
@@ -66,15 +66,19 @@ _begun = msgspec.json.Decoder(_Begun)
 A = TypeVar("A")
 
 
-class Audit:
+class AuditLog:
     def __init__(
-        self, cabinet: Cabinet, clock: Clock, chance: Chance, keep_s: Mapping[Kind, float] = KEEP_S
+        self,
+        cabinet: DocumentStore,
+        clock: Clock,
+        chance: RandomSource,
+        keep_s: Mapping[Kind, float] = KEEP_S,
     ) -> None:
         self._cabinet = cabinet
         self._clock = clock
         self._chance = chance
         self._keep_s = keep_s
-        self._chains = {kind: Chain(cabinet, clock, drawer) for kind, drawer in DRAWERS.items()}
+        self._chains = {kind: HashChain(cabinet, clock, drawer) for kind, drawer in DRAWERS.items()}
         self._looked_at = clock.monotonic()
         self._tidying = asyncio.Lock()
         self._later: set[asyncio.Task[None]] = set()
@@ -145,7 +149,7 @@ class Audit:
 
     async def page(
         self, kind: Kind, after: str, limit: int, since: float | None = None
-    ) -> tuple[list[Linked], str | None]:
+    ) -> tuple[list[ChainedEntry], str | None]:
         """Entries in their order, and where the next page begins."""
         chain = self._chains[kind]
         if since is not None and not after:
@@ -269,7 +273,7 @@ _decoder = msgspec.json.Decoder(_Noted)
 class WorkerLog:
     """`start` and `close` are its life; both may be called twice. What its own engine tells it enters without them."""
 
-    def __init__(self, engine: Engine, cabinet: Cabinet, audit: Audit) -> None:
+    def __init__(self, engine: Engine, cabinet: DocumentStore, audit: AuditLog) -> None:
         self._engine = engine
         self._cabinet = cabinet
         self._audit = audit

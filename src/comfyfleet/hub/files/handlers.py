@@ -11,20 +11,20 @@ from typing import Any
 from starlette.responses import FileResponse, Response
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.files.local import LocalAssets, elsewhere
+from comfyfleet.files.local import LocalFileStore, elsewhere
 from comfyfleet.files.thumbnails import Thumbnails
 from comfyfleet.hub.files import uploads
-from comfyfleet.hub.files.job_files import OutputDesk
+from comfyfleet.hub.files.job_files import JobOutputFiles
 from comfyfleet.hub.files.uploads import Form, boundary_in, is_form
 from comfyfleet.hub.http.credentials import owner_for
-from comfyfleet.hub.http.limits import Budget, HungUp
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.limits import ByteBudget, ClientDisconnected
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.model.access import Caller
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Assets
+from comfyfleet.ports import FileStore
 from comfyfleet.wire import bodies
 from comfyfleet.wire import files as wire
 from comfyfleet.wire.route import CALLERS
@@ -44,10 +44,10 @@ _GUARDS = {
 class FileHandlers:
     """`assets` None: this hub keeps no files."""
 
-    def __init__(self, engine: Engine, assets: Assets | None) -> None:
+    def __init__(self, engine: Engine, assets: FileStore | None) -> None:
         self._engine = engine
         self._kept = assets
-        self._disk = Budget(uploads.MAX_ALL_SPOOLED_BYTES, "forms", "tenant")
+        self._disk = ByteBudget(uploads.MAX_ALL_SPOOLED_BYTES, "forms", "tenant")
         self._thumbnails = None if assets is None else Thumbnails(assets)
 
     def bound(self) -> dict[str, Handler]:
@@ -67,19 +67,19 @@ class FileHandlers:
         }
 
     @property
-    def _assets(self) -> Assets:
+    def _assets(self) -> FileStore:
         if self._kept is None:
             raise Refusal(RefusalCode.NOT_FOUND, "this hub keeps no files: give it a folder for them")
         return self._kept
 
     @property
-    def _here(self) -> LocalAssets:
+    def _here(self) -> LocalFileStore:
         """For links that lead to this hub; it makes none where the files lie elsewhere."""
-        if not isinstance(self._assets, LocalAssets):
+        if not isinstance(self._assets, LocalFileStore):
             raise Refusal(RefusalCode.UNAUTHENTICATED, "the link is not good (any more): ask for a new one")
         return self._assets
 
-    async def create(self, call: Call[wire.FileBody]) -> Reply:
+    async def create(self, call: HubRequest[wire.FileBody]) -> Reply:
         if is_form(call.headers):
             return await self._create_whole(call)
         body, owner = call.given, owner_for(call.caller, call.given.tenant)
@@ -94,7 +94,7 @@ class FileHandlers:
         )
         return Reply(201, await self._to_put(record), made=record.file_id)
 
-    async def _create_whole(self, call: Call[wire.FileBody]) -> Reply:
+    async def _create_whole(self, call: HubRequest[wire.FileBody]) -> Reply:
         upload = uploads.FormUpload(Form(_pieces(call), boundary_in(call.headers)), self._assets, self._disk)
         body = await upload.head()
         owner = owner_for(call.caller, body.tenant)
@@ -113,7 +113,7 @@ class FileHandlers:
                     field="source",
                 )
 
-    async def listing(self, call: Call[wire.FilesQuery]) -> Reply:
+    async def listing(self, call: HubRequest[wire.FilesQuery]) -> Reply:
         """Looks at so many and no more: a page with a cursor may be short, or empty."""
         asked, tenant = call.given, call.caller.scope
         if asked.tenant is not None:
@@ -139,7 +139,7 @@ class FileHandlers:
         is_there = record.received_at is not None
         return wire.view(record, await self._assets.grant(record, "GET") if is_there else None)
 
-    async def delete(self, call: Call[None]) -> Reply:
+    async def delete(self, call: HubRequest[None]) -> Reply:
         record = await self._mine(call)
         if await self._engine.uses_file(record.file_id) or await self._is_of_open_job(record):
             raise Refusal(
@@ -157,7 +157,7 @@ class FileHandlers:
         dispatch = await self._engine.store.load(record.job_id)
         return dispatch is not None and not dispatch.phase.is_final
 
-    async def get(self, call: Call[None]) -> Reply:
+    async def get(self, call: HubRequest[None]) -> Reply:
         record = await self._mine(call)
         derived, _ = await self._assets.derived(record, limit=_SHOWN)
         if record.received_at is not None:
@@ -168,7 +168,7 @@ class FileHandlers:
             seen = await self._to_put(record) if is_callers else wire.view(record)
         return Reply(200, wire.details(seen, derived))
 
-    async def derived(self, call: Call[bodies.PageQuery]) -> Reply:
+    async def derived(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         record, asked = await self._mine(call), call.given
         found, cursor = await self._assets.derived(record, asked.cursor or "", asked.limit)
         views = [wire.view(each, await self._assets.grant(each, "GET")) for each in found]
@@ -179,13 +179,13 @@ class FileHandlers:
         is_whole = plan is None or not plan.is_required
         return wire.view(record, await self._assets.grant(record, "PUT") if is_whole else None, plan)
 
-    async def thumbnail(self, call: Call[wire.ThumbnailQuery]) -> Reply:
+    async def thumbnail(self, call: HubRequest[wire.ThumbnailQuery]) -> Reply:
         record = await self._mine(call)
         assert self._thumbnails is not None, "a file was found, so files are kept"
         made = await self._thumbnails.get(record, call.given.size)
         return Reply(200, wire.view(made, await self._assets.grant(made, "GET")))
 
-    async def part_links(self, call: Call[wire.PartsBody]) -> Reply:
+    async def part_links(self, call: HubRequest[wire.PartsBody]) -> Reply:
         record = await self._mine(call)
         return Reply(200, await self._part_links(record, call.given.parts))
 
@@ -194,11 +194,11 @@ class FileHandlers:
         found = dict(zip(digests, await self._assets.part_grants(record, digests), strict=True))
         return wire.PartGrants(tuple(found[part.number] for part in parts))
 
-    async def complete(self, call: Call[None]) -> Reply:
+    async def complete(self, call: HubRequest[None]) -> Reply:
         record = await self._assets.complete((await self._mine(call)).file_id)
         return Reply(200, wire.view(record, await self._assets.grant(record, "GET")))
 
-    async def _mine(self, call: Call[Any]) -> FileRecord:
+    async def _mine(self, call: HubRequest[Any]) -> FileRecord:
         file_id = call.parameters["file_id"]
         record = await self._assets.get(file_id, call.caller.scope)
         if record is None or not call.caller.sees(record.tenant):
@@ -207,7 +207,7 @@ class FileHandlers:
 
     # by link
 
-    async def put_content(self, call: Call[wire.LinkQuery]) -> Reply:
+    async def put_content(self, call: HubRequest[wire.LinkQuery]) -> Reply:
         asked = call.given
         record = await self._here.check("PUT", call.parameters["file_id"], asked.expires, asked.signature)
         received = await self._here.receive(record, _pieces(call))
@@ -216,7 +216,7 @@ class FileHandlers:
             received = await self._assets.complete(received.file_id)
         return Reply(200, wire.view(received))
 
-    async def get_content(self, call: Call[wire.LinkQuery]) -> Reply | Response:
+    async def get_content(self, call: HubRequest[wire.LinkQuery]) -> Reply | Response:
         asked = call.given
         record = await self._here.check("GET", call.parameters["file_id"], asked.expires, asked.signature)
         path = self._here.path(record)
@@ -237,13 +237,13 @@ class FileHandlers:
 
     # by lease
 
-    async def grants(self, call: Call[wire.GrantsBody]) -> Reply:
+    async def grants(self, call: HubRequest[wire.GrantsBody]) -> Reply:
         desk, ref = self._desk, lease_ref(call.given.lease)
         dispatch = _holders(call.caller, await desk.leased(ref))
         records = await desk.announce(dispatch, ref, call.given.files)
         return Reply(200, wire.FileGrants(tuple([await self._to_put(each) for each in records])))
 
-    async def worker_parts(self, call: Call[wire.WorkerPartsBody]) -> Reply:
+    async def worker_parts(self, call: HubRequest[wire.WorkerPartsBody]) -> Reply:
         ref = lease_ref(call.given.lease)
         dispatch = _holders(call.caller, await self._desk.leased(ref))
         record = await self._assets.get(call.given.file_id, dispatch.tenant)
@@ -252,8 +252,8 @@ class FileHandlers:
         return Reply(200, await self._part_links(record, call.given.parts))
 
     @property
-    def _desk(self) -> OutputDesk:
-        return OutputDesk(self._engine, self._assets)
+    def _desk(self) -> JobOutputFiles:
+        return JobOutputFiles(self._engine, self._assets)
 
 
 def _is_wanted(record: FileRecord, asked: wire.FilesQuery) -> bool:
@@ -273,11 +273,11 @@ def _has_it(named: str, mark: str) -> bool:
     return any(each.strip().removeprefix("W/") in (mark, "*") for each in named.split(","))
 
 
-async def _pieces(call: Call[Any]) -> AsyncIterator[bytes]:
+async def _pieces(call: HubRequest[Any]) -> AsyncIterator[bytes]:
     while True:
         message = await call.receive()
         if message["type"] == "http.disconnect":
-            raise HungUp
+            raise ClientDisconnected
         if piece := message.get("body", b""):
             yield piece
         if not message.get("more_body", False):

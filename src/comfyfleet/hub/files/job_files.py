@@ -22,15 +22,15 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord, InputFile
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Job, JobInput, Submission
-from comfyfleet.ports import Assets
+from comfyfleet.ports import FileStore
 from comfyfleet.wire.files import OutputBody
 from comfyfleet.wire.worker import LeaseInputs, lease_body
 
 
-class InputDesk:
+class JobInputFiles:
     """`assets` None: this hub keeps no files, so no job brings any."""
 
-    def __init__(self, engine: Engine, assets: Assets | None) -> None:
+    def __init__(self, engine: Engine, assets: FileStore | None) -> None:
         self._engine = engine
         self._assets = assets
         if assets is not None:
@@ -130,8 +130,8 @@ class InputDesk:
         return record
 
 
-class OutputDesk:
-    def __init__(self, engine: Engine, assets: Assets) -> None:
+class JobOutputFiles:
+    def __init__(self, engine: Engine, assets: FileStore) -> None:
         self._engine = engine
         self._assets = assets
 

@@ -25,12 +25,12 @@ from urllib.parse import unquote
 
 import msgspec
 
-from comfyfleet.files.local import LocalAssets
-from comfyfleet.hub.http.limits import Budget
+from comfyfleet.files.local import LocalFileStore
+from comfyfleet.hub.http.limits import ByteBudget
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.file import FileRecord
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Assets
+from comfyfleet.ports import FileStore
 from comfyfleet.wire.files import FORM_FILE, FileBody
 
 MAX_HEADER_BYTES = 8 * 1024
@@ -41,7 +41,7 @@ _BOUNDARY = re.compile(r";\s*boundary=(?:\"([^\"]*)\"|([^\s;\"]*))", re.IGNORECA
 _PARAMETER = re.compile(r";\s*(name|filename\*?)\s*=\s*(?:\"((?:[^\"\\]|\\.)*)\"|([^\s;\"]*))", re.IGNORECASE)
 
 
-class Part(NamedTuple):
+class FormPart(NamedTuple):
     name: str
     filename: str | None
     """None: it is no file."""
@@ -71,7 +71,7 @@ class Form:
         # So that the first boundary is found like the others.
         self._rest = bytearray(b"\r\n")
 
-    async def parts(self) -> AsyncGenerator[Part, None]:
+    async def parts(self) -> AsyncGenerator[FormPart, None]:
         await self._skip_preamble()
         for _ in range(MAX_PARTS):
             if not await self._has_next():
@@ -127,7 +127,7 @@ class Form:
             raise _wrong("the form ends in the middle: send it again") from None
 
 
-def _part(headers: Mapping[str, str], content: AsyncGenerator[bytes, None]) -> Part:
+def _part(headers: Mapping[str, str], content: AsyncGenerator[bytes, None]) -> FormPart:
     disposition = headers.get("content-disposition", "")
     found = {name.lower(): quoted or plain for name, quoted, plain in _PARAMETER.findall(disposition)}
     if not disposition.lower().startswith("form-data") or not found.get("name"):
@@ -135,7 +135,7 @@ def _part(headers: Mapping[str, str], content: AsyncGenerator[bytes, None]) -> P
     filename = found.get("filename")
     if (coded := found.get("filename*")) is not None:
         filename = unquote(coded.rpartition("'")[2], errors="replace")
-    return Part(found["name"], filename, headers.get("content-type", ""), content)
+    return FormPart(found["name"], filename, headers.get("content-type", ""), content)
 
 
 def _wrong(why: str) -> Refusal:
@@ -157,12 +157,12 @@ _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066
 class FormUpload:
     """One form: `head` is read first, then `received` is, into whatever was reserved by it."""
 
-    def __init__(self, form: Form, assets: Assets, disk: Budget) -> None:
+    def __init__(self, form: Form, assets: FileStore, disk: ByteBudget) -> None:
         """`disk`: for what all forms together lay down on their way."""
         self._parts = form.parts()
         self._assets = assets
         self._disk = disk
-        self._file: Part | None = None
+        self._file: FormPart | None = None
 
     async def head(self) -> FileBody:
         """What is said of the file, up to its first byte."""
@@ -181,9 +181,9 @@ class FormUpload:
         raise _wrong(f"the form has no field {FORM_FILE!r} with the file in it: -F {FORM_FILE}=@…")
 
     async def received(self, body: FileBody, owner: TenantId) -> FileRecord:
-        if isinstance(self._assets, LocalAssets) or body.size is not None:
+        if isinstance(self._assets, LocalFileStore) or body.size is not None:
             return await self._take(body, owner, self._pieces())
-        with Spool(self._disk, owner) as spool:
+        with UploadSpool(self._disk, owner) as spool:
             async with aclosing(self._assets.arriving(owner, self._pieces())) as pieces:
                 size, digest = await spool.fill(pieces)
             if body.sha256 is not None and body.sha256 != digest:
@@ -227,7 +227,7 @@ class FormUpload:
                 raise _wrong(f"{part.name!r:.80} stands behind the file: what is said of it comes before it")
 
 
-def _body(said: dict[str, str], part: Part) -> FileBody:
+def _body(said: dict[str, str], part: FormPart) -> FileBody:
     given: dict[str, object] = {name: value for name, value in said.items() if value != ""}
     given.setdefault("name", _name(part.filename or ""))
     if "type" not in given:
@@ -244,7 +244,7 @@ def _name(filename: str) -> str:
     return _STEERING.sub("", name)[-256:] or "file"
 
 
-async def _text(part: Part) -> str:
+async def _text(part: FormPart) -> str:
     text = b""
     async for piece in part.content:
         text += piece
@@ -253,10 +253,10 @@ async def _text(part: Part) -> str:
     return text.decode("utf-8", "replace")
 
 
-class Spool:
+class UploadSpool:
     """A file on the hub's own disk, or in memory while it is small: a context manager that gives back what it took."""
 
-    def __init__(self, disk: Budget, owner: TenantId) -> None:
+    def __init__(self, disk: ByteBudget, owner: TenantId) -> None:
         self._disk = disk
         self._owner = owner
         self._taken = 0

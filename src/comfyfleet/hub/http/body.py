@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
-from comfyfleet.hub.http.limits import Budget, HungUp, Limits
+from comfyfleet.hub.http.limits import ByteBudget, ClientDisconnected, HubLimits
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.wire.route import LARGE_BYTES, Route
 
@@ -192,7 +192,7 @@ class JsonDecoder(Protocol):
     def decode(self, buf: bytes | bytearray, /) -> Any: ...
 
 
-class Bound(NamedTuple):
+class BodyLimit(NamedTuple):
     """Of one route's body."""
 
     sent: int
@@ -201,7 +201,7 @@ class Bound(NamedTuple):
     in_parts: bool
 
     @classmethod
-    def of(cls, route: Route, limits: Limits) -> Bound:
+    def of(cls, route: Route, limits: HubLimits) -> BodyLimit:
         """Settings lower any bound, and move that of large bodies either way."""
         sent, unpacked = limits.max_body_bytes, limits.max_unpacked_bytes
         if route.max_bytes < LARGE_BYTES:
@@ -213,11 +213,11 @@ class Bound(NamedTuple):
         return JsonScanner(self.depth, self.unpacked, 8 if self.in_parts else 100)
 
 
-class Bodies:
+class LargeBodies:
     """Every large body that is being read or worked on at this hub."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.budget = Budget(limits.max_bodies_bytes, "large bodies", "key")
+    def __init__(self, limits: HubLimits) -> None:
+        self.budget = ByteBudget(limits.max_bodies_bytes, "large bodies", "key")
         self._thread = ThreadPoolExecutor(1, "hub-bodies")
 
     def close(self) -> None:
@@ -228,10 +228,10 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-class Reading:
+class BodyReader:
     """One body, from its first byte until whoever asked is answered: a context manager that gives back what it held."""
 
-    def __init__(self, bodies: Bodies, bound: Bound, key_id: str) -> None:
+    def __init__(self, bodies: LargeBodies, bound: BodyLimit, key_id: str) -> None:
         self._bodies = bodies
         self._bound = bound
         self._key_id = key_id
@@ -308,7 +308,7 @@ class Reading:
 class _Gathered:
     """What has arrived of a body, unpacked."""
 
-    def __init__(self, unpacker: _Unpacker | None, bound: Bound) -> None:
+    def __init__(self, unpacker: _Unpacker | None, bound: BodyLimit) -> None:
         self.body = bytearray()
         self._unpacker = unpacker
         self._bound = bound
@@ -394,7 +394,7 @@ def _unpacker(encoding: str) -> _Unpacker | None:
 async def _piece(receive: Receive) -> tuple[bytes, bool]:
     message = await receive()
     if message["type"] == "http.disconnect":
-        raise HungUp
+        raise ClientDisconnected
     return message.get("body", b""), message.get("more_body", False)
 
 
@@ -408,7 +408,7 @@ def parse(decoder: JsonDecoder, body: bytes | bytearray) -> Any:
         raise Refusal(RefusalCode.INVALID_REQUEST, f"the body is not JSON: {error}") from error
 
 
-def _check_and_parse(decoder: JsonDecoder, body: bytes, bound: Bound) -> Any:
+def _check_and_parse(decoder: JsonDecoder, body: bytes, bound: BodyLimit) -> Any:
     scanner = bound.scanner()
     for start in range(0, len(body), PIECE_BYTES):
         scanner.feed(body[start : start + PIECE_BYTES])

@@ -20,8 +20,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from comfyfleet.hub.http.limits import Limits
-from comfyfleet.hub.http.uvicorn_logging import QuietLogger
+from comfyfleet.hub.http.limits import HubLimits
+from comfyfleet.hub.http.uvicorn_logging import UvicornLogger
 from comfyfleet.wire.route import LARGE_BYTES
 
 ANSWER = "comfyfleet.answer"
@@ -44,7 +44,7 @@ _MAX_AHEAD = 16
 class Connections:
     """`protocol` is for uvicorn; between `start` and `close` whoever is too slow is let go."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: HubLimits) -> None:
         self.limits = limits
         self.most = min(limits.max_connections, _room_for_connections())
         self.open: set[Connection] = set()
@@ -97,7 +97,7 @@ class Connection(HttpToolsProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.logger = QuietLogger(self.logger)  # type: ignore[assignment]
+        self.logger = UvicornLogger(self.logger)  # type: ignore[assignment]
         self._all = connections
         self._arriving_since: float | None = None
         self._received = 0

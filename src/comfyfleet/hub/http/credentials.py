@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.http.limits import Limits, Places, Rate
+from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
 from comfyfleet.model.access import Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId, WorkerId
@@ -34,7 +34,7 @@ from comfyfleet.wire.bodies import SubmitBody, named_tenant
 _MAX_REMEMBERED = 10_000
 
 
-class KeyedWorkers:
+class WorkersByKey:
     def __init__(self, engine: Engine, keys: Keys) -> None:
         self._engine = engine
         self._keys = keys
@@ -66,12 +66,12 @@ _REMEMBER_S = 5.0
 _OPEN = Caller(Role.ADMIN, "open")
 
 
-class Credentials:
-    def __init__(self, keys: Keys, clock: Clock, limits: Limits, *, is_open: bool = False) -> None:
+class Authenticator:
+    def __init__(self, keys: Keys, clock: Clock, limits: HubLimits, *, is_open: bool = False) -> None:
         self._keys = keys
         self._clock = clock
         self._is_open = is_open
-        self._refusals = Rate(
+        self._refusals = RequestRate(
             limits.refusals_per_s, limits.refusals_burst, clock.monotonic, "wrong keys from one address"
         )
         self._known: dict[bytes, tuple[Caller, float]] = {}
@@ -134,10 +134,10 @@ class Credentials:
             del self._known[digest]
 
 
-class KeyWatch:
+class RevocationWatch:
     """Ends connections whose key was revoked at another hub, or has expired, within `every_s`; workers with them."""
 
-    def __init__(self, keys: Keys, places: Places, workers: KeyedWorkers, every_s: float) -> None:
+    def __init__(self, keys: Keys, places: ConnectionLimits, workers: WorkersByKey, every_s: float) -> None:
         self._workers = workers
         self._keys = keys
         self._places = places

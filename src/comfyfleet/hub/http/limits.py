@@ -28,8 +28,8 @@ from msgspec import Meta
 
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
-from comfyfleet.policy.rate_limit import Bucket, Drawn, draw
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.policy.rate_limit import TokenBucket, TokenDraw, draw
+from comfyfleet.ports import Clock, DocumentStore
 from comfyfleet.wire.route import LARGE_BYTES
 from comfyfleet.wire.websocket import AGENT_MESSAGE_BYTES
 
@@ -37,7 +37,7 @@ _MAX_BUCKETS = 10_000
 _BUDGET_RETRY_S = 2.0
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HubLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: int = LARGE_BYTES
     """As received, where the table of routes allows large bodies. Small ones have the bound that stands there."""
     max_unpacked_bytes: int = LARGE_BYTES
@@ -84,11 +84,11 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one tenant, that wait to be sent: beyond them no job of it that adds to them is taken."""
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """Whoever asked is gone; nobody reads an answer."""
 
 
-class Budget:
+class ByteBudget:
     """Bytes that are held for a while: so many in all, and half of them by one holder at most, so that it does not keep
     everybody else out. What does not fit is refused, not queued: a queue would hold what has arrived."""
 
@@ -118,7 +118,7 @@ class Budget:
             del self._by_holder[holder]
 
 
-class Rate:
+class RequestRate:
     """A bucket of tokens for each name, filled at one rate. Names that have been quiet are forgotten."""
 
     def __init__(self, per_s: float, burst: int, now: Callable[[], float], of: str = "requests") -> None:
@@ -172,7 +172,7 @@ Kind = Literal["stream", "socket", "poll"]
 _CONNECTION_RETRY_S = 5.0
 
 
-class Place:
+class ConnectionSlot:
     """One that is held. `end` gives it back before its holder leaves by itself."""
 
     __slots__ = ("end",)
@@ -181,8 +181,8 @@ class Place:
         self.end: Callable[[], None] = lambda: None
 
 
-class Places:
-    def __init__(self, limits: Limits) -> None:
+class ConnectionLimits:
+    def __init__(self, limits: HubLimits) -> None:
         self._limits = limits
         self._in_all: dict[Kind, int] = {
             "stream": limits.max_streams,
@@ -190,14 +190,14 @@ class Places:
             "poll": limits.max_parked,
         }
         self._held: dict[Kind, int] = dict.fromkeys(self._in_all, 0)
-        self._by_key: dict[str, dict[Place, None]] = {}
+        self._by_key: dict[str, dict[ConnectionSlot, None]] = {}
         self._by_address: Counter[str] = Counter()
 
     def counts(self) -> dict[Kind, int]:
         return dict(self._held)
 
     @contextmanager
-    def held(self, kind: Kind, key_id: str, address: str) -> Iterator[Place]:
+    def held(self, kind: Kind, key_id: str, address: str) -> Iterator[ConnectionSlot]:
         """Refuses where there is no place: the hub's want of them is its own matter, a caller's is the caller's."""
         if self._held[kind] >= self._in_all[kind]:
             raise Refusal(
@@ -207,7 +207,7 @@ class Places:
             )
         self._check(len(self._by_key.get(key_id, ())), self._limits.max_held_per_key, "this key")
         self._check(self._by_address[address], self._limits.max_held_per_address, "this address")
-        place = Place()
+        place = ConnectionSlot()
         self._held[kind] += 1
         self._by_key.setdefault(key_id, {})[place] = None
         self._by_address[address] += 1
@@ -245,7 +245,7 @@ _PURSE = 100
 """One turn in so many is drawn at a time."""
 _TRIES = 20
 _MAX_PURSES = 10_000
-_buckets = msgspec.json.Decoder(Bucket)
+_buckets = msgspec.json.Decoder(TokenBucket)
 
 
 class _Purse:
@@ -253,14 +253,14 @@ class _Purse:
 
     def __init__(self) -> None:
         self.turns = 0
-        self.bucket: Bucket | None = None
+        self.bucket: TokenBucket | None = None
         """Where no other hub counts."""
         self.empty_until = float("-inf")
         self.lock = asyncio.Lock()
 
 
-class Turns:
-    def __init__(self, cabinet: Cabinet, clock: Clock, *, is_shared: bool) -> None:
+class RateLimiter:
+    def __init__(self, cabinet: DocumentStore, clock: Clock, *, is_shared: bool) -> None:
         self._cabinet = cabinet
         self._clock = clock
         self._is_shared = is_shared
@@ -284,7 +284,7 @@ class Turns:
                 )
             purse.turns -= 1
 
-    async def _draw(self, tenant: TenantId, purse: _Purse, per_minute: int) -> Drawn:
+    async def _draw(self, tenant: TenantId, purse: _Purse, per_minute: int) -> TokenDraw:
         if not self._is_shared:
             drawn = draw(purse.bucket, per_minute, 1, self._clock.monotonic())
             purse.bucket = drawn.bucket

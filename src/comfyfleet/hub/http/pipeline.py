@@ -1,7 +1,8 @@
-"""The thin layer between HTTP and the handlers: credential, role, bounds, decode, handle, encode; every no a problem.
+"""The thin layer between HTTP and the handlers: credential, role, bounds, decode, handle, encode; every no a
+problem.
 
-It knows the table of routes and nothing of what the handlers do. A handler takes a `Call` and gives a `Reply`, or an
-ASGI response of its own (a stream, a file), which is sent as it is.
+It knows the table of routes and nothing of what the handlers do. A handler takes a `HubRequest` and gives a
+`Reply`, or an ASGI response of its own (a stream, a file), which is sent as it is.
 """
 
 from __future__ import annotations
@@ -22,18 +23,24 @@ from starlette.types import Receive, Scope, Send
 
 from comfyfleet import tracing
 from comfyfleet.hub import html
-from comfyfleet.hub.audit.log import Audit
+from comfyfleet.hub.audit.log import AuditLog
 from comfyfleet.hub.files.uploads import is_form
-from comfyfleet.hub.http.body import PIECE_BYTES, Bodies, Bound, JsonDecoder, Reading
+from comfyfleet.hub.http.body import PIECE_BYTES, BodyLimit, BodyReader, JsonDecoder, LargeBodies
 from comfyfleet.hub.http.connections import ANSWER
-from comfyfleet.hub.http.credentials import Credentials
-from comfyfleet.hub.http.limits import HungUp, Limits, Place, Places, Rate
-from comfyfleet.hub.http.router import Found, Paths, read_query
+from comfyfleet.hub.http.credentials import Authenticator
+from comfyfleet.hub.http.limits import (
+    ClientDisconnected,
+    ConnectionLimits,
+    ConnectionSlot,
+    HubLimits,
+    RequestRate,
+)
+from comfyfleet.hub.http.router import RouteMatch, Router, read_query
 from comfyfleet.model.access import AuditEntry, Caller, Role
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import parse_traceparent
-from comfyfleet.wire.bodies import SentSubmit, SubmitDecoder
-from comfyfleet.wire.problems import CONTENT_TYPE, Answered, answer_to
+from comfyfleet.wire.bodies import RawSubmitBody, SubmitDecoder
+from comfyfleet.wire.problems import CONTENT_TYPE, ProblemAnswer, answer_to
 from comfyfleet.wire.route import Route
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +60,7 @@ _ENCODER = msgspec.json.Encoder()
 G = TypeVar("G")
 
 
-class Call(Generic[G]):
+class HubRequest(Generic[G]):
     """One request on its way to a handler. `given` is its body, or its query where it has no body."""
 
     __slots__ = (
@@ -106,40 +113,40 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     """The id of what was made, for the audit log."""
 
 
-Handler = Callable[[Call[Any]], Awaitable["Reply | Response"]]
+Handler = Callable[[HubRequest[Any]], Awaitable["Reply | Response"]]
 Answering = Callable[[str, int, float], None]
 """Hears of each request: its route, its status, how long it took."""
 
 
-class Door:
+class RequestPipeline:
     def __init__(
         self,
         routes: tuple[Route, ...],
         handlers: Mapping[str, Handler],
-        credentials: Credentials,
-        limits: Limits,
-        audit: Audit,
-        places: Places,
+        credentials: Authenticator,
+        limits: HubLimits,
+        audit: AuditLog,
+        places: ConnectionLimits,
         answered: Answering,
-        bodies: Bodies,
+        bodies: LargeBodies,
         faulted: Callable[[], None] = lambda: None,
     ) -> None:
         """`faulted` hears of each fault that a request met."""
         _check_bound(routes, handlers)
         self._bodies = bodies
         self._faulted = faulted
-        self._bounds = {route.name: Bound.of(route, limits) for route in routes}
+        self._bounds = {route.name: BodyLimit.of(route, limits) for route in routes}
         self._audit = audit
         self._places = places
         self._answered = answered
-        self._paths = Paths(routes)
+        self._paths = Router(routes)
         self._handlers = handlers
         self._credentials = credentials
         self._limits = limits
-        self._rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
+        self._rate = RequestRate(limits.requests_per_s, limits.burst, time.monotonic)
         self._decoders: dict[str, JsonDecoder] = {
             route.name: SubmitDecoder()
-            if route.decodes is SentSubmit
+            if route.decodes is RawSubmitBody
             else msgspec.json.Decoder(route.decodes)
             for route in routes
             if route.decodes is not None
@@ -161,12 +168,12 @@ class Door:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._paths.find(scope["method"], _raw_path(scope))
-        if not isinstance(found, Found):
+        if not isinstance(found, RouteMatch):
             await _respond_nowhere(scope, found, send)
             self._answered("none", 405 if found else 404, 0.0)
             return
         started = time.perf_counter()
-        call: Call[Any] = Call(found.route, scope, receive, found.parameters)
+        call: HubRequest[Any] = HubRequest(found.route, scope, receive, found.parameters)
         tracing.begin(request_id=call.request_id)
         if (trace := call.traceparent) is not None:
             tracing.note(traceparent=trace)
@@ -175,7 +182,7 @@ class Door:
         self._in_flight += 1
         try:
             status = await self._answer(call, send)
-        except HungUp:
+        except ClientDisconnected:
             status = _HUNG_UP
         finally:
             self._in_flight -= 1
@@ -192,7 +199,7 @@ class Door:
                 call.caller.key_id,
             )
 
-    async def _answer(self, call: Call[Any], send: Send) -> int:
+    async def _answer(self, call: HubRequest[Any], send: Send) -> int:
         try:
             reply = await self._handled(call)
         except (Refusal, Fault) as error:
@@ -200,7 +207,7 @@ class Door:
                 self._faulted()
                 _LOG.warning("request %s met a fault: %s", call.request_id, error)
             answered = answer_to(error, call.request_id)
-        except HungUp:
+        except ClientDisconnected:
             raise
         except Exception as error:
             incident = secrets.token_hex(8)
@@ -225,7 +232,7 @@ class Door:
             await _send_problem(answered, call.request_id, call.scope, send)
         return answered.status
 
-    async def _handled(self, call: Call[Any]) -> Reply | Response:
+    async def _handled(self, call: HubRequest[Any]) -> Reply | Response:
         route, limits = call.route, self._limits
         if self._in_flight > limits.max_in_flight:
             raise Refusal(RefusalCode.UNAVAILABLE, "the hub answers as many requests as it can; try again")
@@ -248,7 +255,7 @@ class Door:
             call.given = route.decodes()
         elif route.body is not None:
             key_id = call.caller.key_id if route.roles else call.address
-            with Reading(self._bodies, self._bounds[route.name], key_id) as reading:
+            with BodyReader(self._bodies, self._bounds[route.name], key_id) as reading:
                 call.given = await self._body(call, reading)
                 if not route.parks:
                     return await self._run(call)
@@ -256,7 +263,7 @@ class Door:
             call.given = read_query(call.scope["query_string"], route.query)
         return await self._run(call)
 
-    async def _run(self, call: Call[Any]) -> Reply | Response:
+    async def _run(self, call: HubRequest[Any]) -> Reply | Response:
         route = call.route
         handler = self._handlers[route.name]
         if route.audited is not None:
@@ -268,7 +275,7 @@ class Door:
         with self._places.held("poll", call.caller.key_id, call.address) as place:
             return await self._attend(call, place, handler(call))
 
-    async def _audited(self, call: Call[Any], handler: Handler) -> Reply | Response:
+    async def _audited(self, call: HubRequest[Any], handler: Handler) -> Reply | Response:
         caller, route = call.caller, call.route
         entry = AuditEntry(
             0.0,
@@ -285,7 +292,7 @@ class Door:
             note = self._audit.job_change
         return await note(entry, lambda: handler(call), _made)
 
-    async def _body(self, call: Call[Any], reading: Reading) -> Any:
+    async def _body(self, call: HubRequest[Any], reading: BodyReader) -> Any:
         body = await reading.read(call.receive, call.headers)
         if call.route.is_body_optional and len(body) <= _BLANK_BYTES and not body.strip():
             body = b"{}"
@@ -293,7 +300,7 @@ class Door:
         return await reading.decode(self._decoders[call.route.name], body)
 
     async def _attend(
-        self, call: Call[Any], place: Place, work: Awaitable[Reply | Response]
+        self, call: HubRequest[Any], place: ConnectionSlot, work: Awaitable[Reply | Response]
     ) -> Reply | Response:
         """Whoever hangs up is not waited for: a parked poll ends with its connection, and with its key."""
         task, is_ended = asyncio.current_task(), False
@@ -316,7 +323,7 @@ class Door:
                 raise
             task.uncancel()
             if watch.done():
-                raise HungUp from None
+                raise ClientDisconnected from None
             if self._is_closing:
                 raise Refusal(RefusalCode.UNAVAILABLE, "the hub is stopping; try again") from None
             raise Refusal(RefusalCode.UNAUTHENTICATED, "the key is not good any more") from None
@@ -371,7 +378,7 @@ def token_in(scope: Scope) -> str | None:
     return None
 
 
-async def _send_reply(call: Call[Any], reply: Reply, send: Send) -> None:
+async def _send_reply(call: HubRequest[Any], reply: Reply, send: Send) -> None:
     headers = [(b"x-request-id", call.request_id.encode("latin-1"))]
     body = b""
     if reply.body is not None:
@@ -386,7 +393,7 @@ async def _send_reply(call: Call[Any], reply: Reply, send: Send) -> None:
     await _send(call.scope, send, reply.status, headers, body)
 
 
-async def _send_problem(answered: Answered, request_id: str, scope: Scope, send: Send) -> None:
+async def _send_problem(answered: ProblemAnswer, request_id: str, scope: Scope, send: Send) -> None:
     headers = [(b"content-type", CONTENT_TYPE.encode())]
     if request_id:
         headers.append((b"x-request-id", request_id.encode("latin-1")))
@@ -394,7 +401,7 @@ async def _send_problem(answered: Answered, request_id: str, scope: Scope, send:
     await _send(scope, send, answered.status, headers, _ENCODER.encode(answered.body))
 
 
-async def _send_refusal_page(answered: Answered, request_id: str, scope: Scope, send: Send) -> None:
+async def _send_refusal_page(answered: ProblemAnswer, request_id: str, scope: Scope, send: Send) -> None:
     told = {"content-type": "text/html; charset=utf-8", "x-request-id": request_id}
     told |= {**html.HEADERS, **answered.headers()}
     if "www-authenticate" in told:

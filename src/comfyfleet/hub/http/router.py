@@ -20,7 +20,7 @@ _ANY = "/"
 """No segment of a path is that."""
 
 
-class Found(NamedTuple):
+class RouteMatch(NamedTuple):
     route: Route
     parameters: dict[str, str]
 
@@ -33,7 +33,7 @@ class _Place:
         self.by_method: dict[str, tuple[Route, tuple[str, ...]]] = {}
 
 
-class Paths:
+class Router:
     def __init__(self, routes: tuple[Route, ...]) -> None:
         self._root = _Place()
         self._fixed: dict[str, _Place] = {}
@@ -53,7 +53,7 @@ class Paths:
         if not names:
             self._fixed[path] = place
 
-    def find(self, method: str, raw_path: str) -> Found | tuple[str, ...]:
+    def find(self, method: str, raw_path: str) -> RouteMatch | tuple[str, ...]:
         """The route with what stands in its path; or the methods that the path does have."""
         values: list[str] = []
         place = self._fixed.get(raw_path) or self._walk(raw_path, values)
@@ -63,7 +63,7 @@ class Paths:
         if found is None:
             return tuple(place.by_method)
         route, names = found
-        return Found(route, dict(zip(names, values, strict=True)))
+        return RouteMatch(route, dict(zip(names, values, strict=True)))
 
     def _walk(self, raw_path: str, values: list[str]) -> _Place | None:
         place = self._root

@@ -15,11 +15,11 @@ import uvicorn
 from comfyfleet.hub.app import Hub
 from comfyfleet.hub.http.connections import Connections
 from comfyfleet.hub.http.credentials import is_loopback
-from comfyfleet.hub.websocket.connection import SocketConnection
+from comfyfleet.hub.websocket.connection import WebSocketConnection
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 
 
-class ServingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HubServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 3001
     """0: any that is free."""
@@ -40,12 +40,12 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Serving:
+class HubServer:
     """An async context manager: inside it the hub answers at `url`."""
 
-    def __init__(self, hub: Hub, settings: ServingSettings | None = None) -> None:
+    def __init__(self, hub: Hub, settings: HubServerSettings | None = None) -> None:
         self._hub = hub
-        self._settings = settings or ServingSettings()
+        self._settings = settings or HubServerSettings()
         self._sockets: list[socket.socket] = []
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -109,7 +109,7 @@ class Serving:
         await asyncio.shield(self._task)
 
 
-def _bind(settings: ServingSettings, port: int) -> socket.socket:
+def _bind(settings: HubServerSettings, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Named, or asyncio does not know that its connections are TCP and leaves them waiting to fill a packet.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -125,7 +125,7 @@ def _bind(settings: ServingSettings, port: int) -> socket.socket:
     return bound
 
 
-def _config(hub: Hub, settings: ServingSettings, connections: Connections) -> uvicorn.Config:
+def _config(hub: Hub, settings: HubServerSettings, connections: Connections) -> uvicorn.Config:
     return uvicorn.Config(
         hub,
         http=connections.protocol,  # type: ignore[arg-type]
@@ -135,7 +135,7 @@ def _config(hub: Hub, settings: ServingSettings, connections: Connections) -> uv
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        ws=SocketConnection,
+        ws=WebSocketConnection,
         ws_max_size=hub.limits.max_frame_bytes,
         backlog=settings.backlog,
         timeout_keep_alive=settings.keep_alive_s,

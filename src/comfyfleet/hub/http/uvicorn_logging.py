@@ -15,7 +15,7 @@ from websockets.exceptions import InvalidState
 _LOG = logging.getLogger(__name__)
 
 
-class QuietLogger(logging.LoggerAdapter[logging.Logger]):
+class UvicornLogger(logging.LoggerAdapter[logging.Logger]):
     """In place of the logger of a connection."""
 
     @property

@@ -20,7 +20,7 @@ _PAUSE_S = 20e-6
 at most, more in each write, and leaves half of the loop to everybody else. One that few watch does not notice."""
 
 
-class Entry:
+class FeedEntry:
     """One event. `value` is what it says, `sse` its frame; the frames of other transports are made when asked for."""
 
     __slots__ = ("kind", "message", "number", "sse", "value")
@@ -45,7 +45,7 @@ class Feed:
         """The place of the newest entry that was dropped."""
         self.is_over = False
         self._keep = keep
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, FeedEntry] = {}
         self._losable: deque[int] = deque()
         self._newest: dict[str, int] = {}
         self._joined: dict[int, bytes] = {}
@@ -64,7 +64,7 @@ class Feed:
     def leave(self, wake: Callable[[], None]) -> None:
         self._watchers.pop(wake, None)
 
-    def add(self, entry: Entry, *, only_newest: bool = False) -> None:
+    def add(self, entry: FeedEntry, *, only_newest: bool = False) -> None:
         """`only_newest`: of this kind no other is held."""
         self.head += 1
         if not entry.number:
@@ -97,7 +97,7 @@ class Feed:
         for wake in self._watchers:
             wake()
 
-    def after(self, place: int) -> list[Entry]:
+    def after(self, place: int) -> list[FeedEntry]:
         """What is held behind that place, oldest first."""
         found = []
         for number in reversed(self._entries):
@@ -118,5 +118,5 @@ class Feed:
         self.is_over = True
         self.ring()
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[FeedEntry]:
         return iter(self._entries.values())

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.streams.feed import Entry, Feed
+from comfyfleet.hub.streams.feed import Feed, FeedEntry
 from comfyfleet.model.errors import Fault
-from comfyfleet.model.fact import Event, Fact, FleetEvent, NewsKind
+from comfyfleet.model.fact import Event, Fact, FleetEvent, ProgressKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.tracing import in_background, log_failure
 from comfyfleet.wire.progress import EventsQuery, FleetBody, fleet_body
@@ -30,7 +30,7 @@ _LABEL_S = 1.0
 _Label = tuple[TenantId | None, dict[str, Any] | None]
 
 
-class Wanted:
+class EventFilter:
     """Which events a watcher is shown. `scope` is the only tenant it may hear of; workers belong to no tenant."""
 
     def __init__(self, query: EventsQuery, scope: TenantId | None) -> None:
@@ -38,7 +38,7 @@ class Wanted:
         self._scope = scope
         self._kinds = None if query.kind is None else frozenset(map(str.strip, query.kind.split(",")))
 
-    def __call__(self, entry: Entry) -> bool:
+    def __call__(self, entry: FeedEntry) -> bool:
         event: FleetBody = entry.value
         query = self._query
         if self._scope is not None and event.tenant != self._scope:
@@ -87,7 +87,7 @@ class FleetFeed(Feed):
 
     def _hear(self, event: Event) -> None:
         # Pictures of every job are more than anybody can watch; a job's own stream has them.
-        if event.kind is not NewsKind.PREVIEW:
+        if event.kind is not ProgressKind.PREVIEW:
             self._heard.append(event)
             if self._telling is None:
                 self._telling = in_background(self._tell(), name="fleet events")
@@ -101,7 +101,7 @@ class FleetFeed(Feed):
                 except Exception:
                     log_failure(_LOG, "an event of the fleet could not be told of: %s", event.kind)
                 else:
-                    self.add(Entry(body.kind, body))
+                    self.add(FeedEntry(body.kind, body))
         finally:
             if self._telling is asyncio.current_task():
                 self._telling = None

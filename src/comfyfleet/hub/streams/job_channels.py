@@ -18,10 +18,10 @@ from typing import Any
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.job_operations import read_together
 from comfyfleet.hub.local_worker_api import made_safe
-from comfyfleet.hub.streams.feed import Entry, Feed
+from comfyfleet.hub.streams.feed import Feed, FeedEntry
 from comfyfleet.model.dispatch import Dispatch, Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.fact import Event, Fact, News, NewsKind
+from comfyfleet.model.fact import Event, Fact, ProgressEvent, ProgressKind
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.tracing import in_background, log_failure
@@ -31,7 +31,7 @@ from comfyfleet.wire.status_names import spell
 _ALL = {"percentage": 100.0}
 
 
-class Standing:
+class JobProgress:
     """Changes with each piece of news; a fact makes a new one."""
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Standing:
         """As its worker said with the last progress."""
         self._told: dict[str, Any] = _ALL if dispatch.phase is Phase.COMPLETED else {}
 
-    def hear(self, news: News) -> None:
+    def hear(self, news: ProgressEvent) -> None:
         if self._phase is Phase.QUEUED and news.lease_number > (self._lease or 0):
             # Faster than the fact it follows; of an older lease it is only late.
             self._phase = Phase.LEASED
@@ -80,9 +80,9 @@ class Standing:
             self._remaining_s = None
         self._worker_id = news.worker_id or self._worker_id
         self._updated_at = news.at
-        if news.kind is NewsKind.STARTED:
+        if news.kind is ProgressKind.STARTED:
             self._started_at = news.at
-        elif news.kind is NewsKind.PROGRESS:
+        elif news.kind is ProgressKind.PROGRESS:
             self._told = told(news.data)
             self._remaining_s, self._told_at = remaining_s(news.data), news.at
 
@@ -105,11 +105,11 @@ class Standing:
         )
 
 
-async def standing_of(engine: Engine, dispatch: Dispatch, record: Job) -> Standing:
+async def standing_of(engine: Engine, dispatch: Dispatch, record: Job) -> JobProgress:
     expected_s = None
     if dispatch.lease is not None:
         expected_s = await engine.expected_s(dispatch.workflow_hash, dispatch.lease.worker_id)
-    standing = Standing(dispatch, record, expected_s)
+    standing = JobProgress(dispatch, record, expected_s)
     if dispatch.lease is not None and (news := await engine.newest(dispatch)) is not None:
         standing.hear(news)
     return standing
@@ -122,21 +122,21 @@ _AGAIN_S = 1.0
 _TRIES = 20
 
 
-class Room(Feed):
+class JobChannel(Feed):
     """`facts` are all that the job has; an entry of them is shared by whoever comes later."""
 
-    def __init__(self, engine: Engine, job_id: JobId, ended: Callable[[Room], None]) -> None:
+    def __init__(self, engine: Engine, job_id: JobId, ended: Callable[[JobChannel], None]) -> None:
         super().__init__(_KEEP_NEWS)
         self._engine = engine
         self._ended = ended
         self.job_id = job_id
-        self._standing: Standing
+        self._standing: JobProgress
         self._reading: asyncio.Task[None] | None = None
         self._is_asked_again = False
         self._timer: asyncio.TimerHandle | None = None
         self.is_closed = False
         self.tenant = TenantId("")
-        self.facts: list[Entry] = []
+        self.facts: list[FeedEntry] = []
 
     async def load(self) -> None:
         """Raises `not_found` for a job that is not there."""
@@ -155,22 +155,22 @@ class Room(Feed):
         """For whoever comes in and knows the facts up to that number."""
         pieces = [entry.sse for entry in self.facts if entry.number > after]
         if not self.is_over:
-            pieces.append(Entry("progress", self.progress).sse)
+            pieces.append(FeedEntry("progress", self.progress).sse)
         return b"".join(pieces)
 
-    def hear(self, event: Fact | News) -> None:
+    def hear(self, event: Fact | ProgressEvent) -> None:
         if self.is_over:
             return
         if isinstance(event, Fact):
             if event.number > self.told:
                 self.look()
-        elif event.kind is NewsKind.PREVIEW:
-            self.add(Entry(event.kind.value, news_body(event)), only_newest=True)
+        elif event.kind is ProgressKind.PREVIEW:
+            self.add(FeedEntry(event.kind.value, news_body(event)), only_newest=True)
         else:
             self._standing.hear(event)
-            if event.kind is not NewsKind.PROGRESS:
-                self.add(Entry(event.kind.value, news_body(event)))
-            self.add(Entry("progress", self.progress))
+            if event.kind is not ProgressKind.PROGRESS:
+                self.add(FeedEntry(event.kind.value, news_body(event)))
+            self.add(FeedEntry("progress", self.progress))
 
     def end(self) -> None:
         self._ended(self)
@@ -246,13 +246,13 @@ class Room(Feed):
         result = None if record.result is None else await made_safe(record.result)
         for fact in facts:
             came_of_it = (result, record.failure) if is_over and fact is facts[-1] else ()
-            entry = Entry(fact.kind.value, fact_body(fact, *came_of_it), fact.number)
+            entry = FeedEntry(fact.kind.value, fact_body(fact, *came_of_it), fact.number)
             self.facts.append(entry)
             self.add(entry)
         if is_over:
             self.end()
         else:
-            self.add(Entry("progress", self.progress))
+            self.add(FeedEntry("progress", self.progress))
 
 
 def _end_of(fact: Fact) -> int | None:
@@ -264,20 +264,20 @@ def _no_job(job_id: JobId) -> Refusal:
     return Refusal(RefusalCode.NOT_FOUND, f"there is no job {job_id!r} (any more)")
 
 
-class Rooms:
+class JobChannels:
     """Every job that somebody watches here, whatever the number of watchers."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._open: dict[JobId, Room] = {}
-        self._loading: dict[JobId, asyncio.Task[Room]] = {}
+        self._open: dict[JobId, JobChannel] = {}
+        self._loading: dict[JobId, asyncio.Task[JobChannel]] = {}
         self._following: dict[JobId, ExitStack] = {}
         self._leave_bus = engine.bus.listen(self._hear)
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def enter(self, job_id: JobId, wake: Callable[[], None]) -> Room:
+    async def enter(self, job_id: JobId, wake: Callable[[], None]) -> JobChannel:
         """Raises `not_found`. Whoever entered leaves by `leave`."""
         while True:
             room = self._open.get(job_id)
@@ -298,12 +298,12 @@ class Rooms:
                 return room
             # Everybody else had come and gone before this one had his turn.
 
-    def leave(self, room: Room, wake: Callable[[], None]) -> None:
+    def leave(self, room: JobChannel, wake: Callable[[], None]) -> None:
         room.leave(wake)
         self._close_if_empty(room.job_id)
 
-    async def _load(self, job_id: JobId) -> Room:
-        room = Room(self._engine, job_id, self._ended)
+    async def _load(self, job_id: JobId) -> JobChannel:
+        room = JobChannel(self._engine, job_id, self._ended)
         await room.load()
         if not room.is_over:
             self._open[job_id] = room
@@ -313,7 +313,7 @@ class Rooms:
             room.look()
         return room
 
-    def _ended(self, room: Room) -> None:
+    def _ended(self, room: JobChannel) -> None:
         """Whoever is in it reads on to its end; whoever comes now finds the job as it is then."""
         if self._open.get(room.job_id) is room:
             del self._open[room.job_id]
@@ -326,7 +326,7 @@ class Rooms:
             room.close()
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, Fact | News) and (room := self._open.get(event.job_id)) is not None:
+        if isinstance(event, Fact | ProgressEvent) and (room := self._open.get(event.job_id)) is not None:
             room.hear(event)
 
     def close(self) -> None:

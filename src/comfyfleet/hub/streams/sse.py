@@ -17,11 +17,11 @@ from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.credentials import check_sees, no_job
-from comfyfleet.hub.http.limits import HungUp, Places
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
-from comfyfleet.hub.streams.feed import Entry, Feed
-from comfyfleet.hub.streams.fleet_feed import FleetFeed, Wanted
-from comfyfleet.hub.streams.job_channels import Rooms, standing_of
+from comfyfleet.hub.http.limits import ClientDisconnected, ConnectionLimits
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.streams.feed import Feed, FeedEntry
+from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
+from comfyfleet.hub.streams.job_channels import JobChannels, standing_of
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
@@ -36,7 +36,7 @@ _HEADERS = {"content-type": CONTENT_TYPE, "cache-control": "no-store", "x-accel-
 class Watcher:
     """One connection: its place in a feed, and whether it waits or is being written to."""
 
-    def __init__(self, feed: Feed, first: bytes, wanted: Callable[[Entry], bool] | None = None) -> None:
+    def __init__(self, feed: Feed, first: bytes, wanted: Callable[[FeedEntry], bool] | None = None) -> None:
         self._feed = feed
         self._first = _BEGIN + first
         self._place = feed.head
@@ -100,7 +100,7 @@ class Watcher:
             return feed.joined(place)
         chunk = b"".join(entry.sse for entry in feed.after(place) if self._wanted(entry))
         if feed.lost > place:
-            return Entry("resync", {"reason": "too slow: events were left out"}).sse + chunk
+            return FeedEntry("resync", {"reason": "too slow: events were left out"}).sse + chunk
         return chunk
 
 
@@ -125,7 +125,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b""})
         except asyncio.CancelledError:
             if watcher.is_dropped:
-                raise HungUp from None
+                raise ClientDisconnected from None
             raise
         finally:
             self._leave()
@@ -139,9 +139,9 @@ class StreamHandlers:
     def __init__(
         self,
         engine: Engine,
-        rooms: Rooms,
+        rooms: JobChannels,
         fleet: FleetFeed,
-        places: Places,
+        places: ConnectionLimits,
         beat_s: float = 15.0,
         stalled_beats: int = 4,
     ) -> None:
@@ -172,18 +172,18 @@ class StreamHandlers:
 
     # one job
 
-    async def watch(self, call: Call[StreamQuery]) -> Reply | Response:
+    async def watch(self, call: HubRequest[StreamQuery]) -> Reply | Response:
         accept = call.headers.get("accept", "")
         if "application/json" in accept and CONTENT_TYPE not in accept:
             return await self._record(call)
         return await self._stream(call)
 
-    async def progress(self, call: Call[StreamQuery]) -> Reply | Response:
+    async def progress(self, call: HubRequest[StreamQuery]) -> Reply | Response:
         if CONTENT_TYPE in call.headers.get("accept", ""):
             return await self._stream(call)
         return await self._record(call)
 
-    async def _record(self, call: Call[StreamQuery]) -> Reply:
+    async def _record(self, call: HubRequest[StreamQuery]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         _after(call.headers, call.given)
         dispatch = await self._engine.store.load(job_id)
@@ -195,7 +195,7 @@ class StreamHandlers:
         standing = await standing_of(self._engine, dispatch, record)
         return Reply(200, standing.body(self._engine.now()))
 
-    async def _stream(self, call: Call[StreamQuery]) -> Reply | Response:
+    async def _stream(self, call: HubRequest[StreamQuery]) -> Reply | Response:
         job_id, after = JobId(call.parameters["job_id"]), _after(call.headers, call.given)
         self._check_open()
         watcher: Watcher | None = None
@@ -218,10 +218,12 @@ class StreamHandlers:
 
     # the fleet
 
-    async def events(self, call: Call[EventsQuery]) -> Reply | Response:
+    async def events(self, call: HubRequest[EventsQuery]) -> Reply | Response:
         self._check_open()
-        wanted = Wanted(call.given, _scope(call.caller, call.given))
-        watcher = Watcher(self._fleet, Entry("resync", {"reason": "begin: read the lists first"}).sse, wanted)
+        wanted = EventFilter(call.given, _scope(call.caller, call.given))
+        watcher = Watcher(
+            self._fleet, FeedEntry("resync", {"reason": "begin: read the lists first"}).sse, wanted
+        )
         with ExitStack() as staying:
             place = staying.enter_context(self._places.held("stream", call.caller.key_id, call.address))
             place.end = watcher.end

@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from comfyfleet.hub.http.limits import Turns
+from comfyfleet.hub.http.limits import RateLimiter
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy.terms import check_waiting
-from comfyfleet.ports import Cabinet, Clock
-from comfyfleet.tenancy.database.registry import Pools
+from comfyfleet.ports import Clock, DocumentStore
+from comfyfleet.tenancy.database.registry import TenantDatabases
 from comfyfleet.tenancy.tenants import Tenants
 
 _GOOD_FOR_S = 1.0
@@ -39,15 +39,21 @@ class _Room:
         self.idle.set()
 
 
-class TermsGate:
+class TermsAdmission:
     def __init__(
-        self, tenants: Tenants, pools: Pools, cabinet: Cabinet, clock: Clock, *, is_shared: bool
+        self,
+        tenants: Tenants,
+        pools: TenantDatabases,
+        cabinet: DocumentStore,
+        clock: Clock,
+        *,
+        is_shared: bool,
     ) -> None:
         self._tenants = tenants
         self._pools = pools
         self._clock = clock
         self._is_shared = is_shared
-        self._turns = Turns(cabinet, clock, is_shared=is_shared)
+        self._turns = RateLimiter(cabinet, clock, is_shared=is_shared)
         self._rooms: dict[TenantId, _Room] = {}
 
     async def terms(self, tenant_id: TenantId, /) -> Tenant | None:

@@ -15,7 +15,7 @@ from starlette.responses import StreamingResponse
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.credentials import no_job
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.hub.tenants.handlers import known
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
@@ -24,9 +24,9 @@ from comfyfleet.model.tenant import Tenant
 from comfyfleet.policy import accounting
 from comfyfleet.policy import tenants as policy
 from comfyfleet.ports import Clock
-from comfyfleet.tenancy.database.port import Entered, TenantDatabase
-from comfyfleet.tenancy.database.registry import Pools
-from comfyfleet.tenancy.tenants import Homes, Tenants, not_found
+from comfyfleet.tenancy.database.port import PostingResult, TenantDatabase
+from comfyfleet.tenancy.database.registry import TenantDatabases
+from comfyfleet.tenancy.tenants import TenantDirectory, Tenants, not_found
 from comfyfleet.wire import bodies
 from comfyfleet.wire import credits as wire
 from comfyfleet.wire.bodies import seconds_of
@@ -36,7 +36,7 @@ _MAX_ROUNDS = 100
 
 
 class CreditHandlers:
-    def __init__(self, engine: Engine, tenants: Tenants, pools: Pools) -> None:
+    def __init__(self, engine: Engine, tenants: Tenants, pools: TenantDatabases) -> None:
         self._engine = engine
         self._tenants = tenants
         self._pools = pools
@@ -55,11 +55,11 @@ class CreditHandlers:
 
     # look
 
-    async def balance(self, call: Call[None]) -> Reply:
+    async def balance(self, call: HubRequest[None]) -> Reply:
         tenant = await self._seen(call)
         return Reply(200, await self._balance(tenant, await self._pools.of(tenant)))
 
-    async def statement(self, call: Call[wire.StatementQuery]) -> Reply:
+    async def statement(self, call: HubRequest[wire.StatementQuery]) -> Reply:
         tenant, asked = await self._seen(call), call.given
         database = await self._pools.of(tenant)
         after = asked.after if asked.cursor is None else asked.cursor
@@ -69,7 +69,7 @@ class CreditHandlers:
         before = await database.account_at(tenant.tenant_id, after)
         return Reply(200, wire.StatementView(tuple(wire.entries(before, found)), cursor))
 
-    async def list_grants(self, call: Call[bodies.PageQuery]) -> Reply:
+    async def list_grants(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         tenant, asked = await self._seen(call), call.given
         database = await self._pools.of(tenant)
         after = None if asked.cursor is None else _place_of(asked.cursor)
@@ -77,7 +77,7 @@ class CreditHandlers:
         cursor = f"{found[-1].at!r}/{found[-1].grant_id}" if len(found) == asked.limit else None
         return Reply(200, wire.GrantList(tuple(map(wire.grant, found)), cursor))
 
-    async def receipt(self, call: Call[None]) -> Reply:
+    async def receipt(self, call: HubRequest[None]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         dispatch = await self._engine.store.load(job_id)
         if dispatch is None or not call.caller.sees(dispatch.tenant):
@@ -91,7 +91,7 @@ class CreditHandlers:
 
     # give
 
-    async def grant(self, call: Call[wire.GrantBody]) -> Reply:
+    async def grant(self, call: HubRequest[wire.GrantBody]) -> Reply:
         tenant, database = await self._open(call)
         body, now = call.given, self._engine.now()
         given = accounting.grant(
@@ -103,58 +103,58 @@ class CreditHandlers:
             note=body.note,
         )
         entered = await database.grant(given, None if body.pending else accounting.posting_of(given))
-        if entered is Entered.REFUSED:
+        if entered is PostingResult.REFUSED:
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,
                 f"there is a grant {given.grant_id!r} already, of another amount or in another state; look at it, "
                 "and choose another id for another grant",
             )
         kept = await self._granted(database, tenant.tenant_id, given.grant_id)
-        return Reply(200 if entered is Entered.KNOWN else 201, wire.grant(kept), made=_named(kept))
+        return Reply(200 if entered is PostingResult.KNOWN else 201, wire.grant(kept), made=_named(kept))
 
-    async def confirm(self, call: Call[None]) -> Reply:
+    async def confirm(self, call: HubRequest[None]) -> Reply:
         tenant, database = await self._open(call)
         grant_id, now = call.parameters["grant_id"], self._engine.now()
         kept = await self._granted(database, tenant.tenant_id, grant_id)
         granted = accounting.grant(grant_id, tenant.tenant_id, kept.amount, now, note=kept.note)
-        if await database.confirm(accounting.posting_of(granted)) is Entered.REFUSED:
+        if await database.confirm(accounting.posting_of(granted)) is PostingResult.REFUSED:
             raise _decided(kept)
         return Reply(200, wire.grant(await self._granted(database, tenant.tenant_id, grant_id)))
 
-    async def void(self, call: Call[None]) -> Reply:
+    async def void(self, call: HubRequest[None]) -> Reply:
         tenant, database = await self._open(call)
         grant_id = call.parameters["grant_id"]
         kept = await self._granted(database, tenant.tenant_id, grant_id)
-        if await database.void(tenant.tenant_id, grant_id) is Entered.REFUSED:
+        if await database.void(tenant.tenant_id, grant_id) is PostingResult.REFUSED:
             raise _decided(kept)
         return Reply(200, wire.grant(await self._granted(database, tenant.tenant_id, grant_id)))
 
-    async def adjust(self, call: Call[wire.AdjustBody]) -> Reply:
+    async def adjust(self, call: HubRequest[wire.AdjustBody]) -> Reply:
         tenant, database = await self._open(call)
         body, now = call.given, self._engine.now()
         correction = accounting.adjust(
             body.id or uuid.uuid4().hex, tenant.tenant_id, body.amount, now, body.note
         )
         entered = await database.adjust(accounting.posting_of(correction))
-        if entered is Entered.SHORT:
+        if entered is PostingResult.SHORT:
             account = await database.account(tenant.tenant_id)
             raise accounting.adjusted_too_far(tenant.tenant_id, body.amount, account)
-        if entered is Entered.REFUSED:
+        if entered is PostingResult.REFUSED:
             raise Refusal(
                 RefusalCode.DUPLICATE_DIFFERS,
                 f"there is an adjustment {correction.adjustment_id!r} of another amount already; "
                 "choose another id for another one",
             )
         made = f"{tenant.tenant_id}/{correction.adjustment_id}"
-        status = 200 if entered is Entered.KNOWN else 201
+        status = 200 if entered is PostingResult.KNOWN else 201
         return Reply(status, await self._balance(tenant, database), made=made)
 
     # parts
 
-    async def _seen(self, call: Call[Any]) -> Tenant:
+    async def _seen(self, call: HubRequest[Any]) -> Tenant:
         return await seen(self._tenants, call)
 
-    async def _open(self, call: Call[Any]) -> tuple[Tenant, TenantDatabase]:
+    async def _open(self, call: HubRequest[Any]) -> tuple[Tenant, TenantDatabase]:
         tenant = await self._seen(call)
         policy.check_open(tenant)
         return tenant, await self._pools.of(tenant)
@@ -170,7 +170,7 @@ class CreditHandlers:
         return found
 
 
-async def seen(tenants: Tenants, call: Call[Any]) -> Tenant:
+async def seen(tenants: Tenants, call: HubRequest[Any]) -> Tenant:
     """The tenant that is asked about. Another's is not there at all."""
     tenant_id = TenantId(call.parameters["tenant_id"])
     if not call.caller.sees(tenant_id):
@@ -208,14 +208,14 @@ _PAGE = 1_000
 
 
 class UsageHandlers:
-    def __init__(self, homes: Homes, clock: Clock) -> None:
+    def __init__(self, homes: TenantDirectory, clock: Clock) -> None:
         self._homes = homes
         self._clock = clock
 
     def bound(self) -> dict[str, Handler]:
         return {"usage": self.usage, "export_credits": self.export}
 
-    async def usage(self, call: Call[wire.UsageQuery]) -> Reply:
+    async def usage(self, call: HubRequest[wire.UsageQuery]) -> Reply:
         asked, now = call.given, self._clock.now()
         until = now if asked.until is None else seconds_of(asked.until) or 0.0
         since = until - _MONTH_S if asked.since is None else seconds_of(asked.since) or 0.0
@@ -259,7 +259,7 @@ class UsageHandlers:
         known = await self._homes.tenants.get(tenant)
         return {} if known is None else {known.pool: [known]}
 
-    async def export(self, call: Call[wire.ExportQuery]) -> StreamingResponse:
+    async def export(self, call: HubRequest[wire.ExportQuery]) -> StreamingResponse:
         tenant = await seen(self._homes.tenants, call)
         database = await self._homes.pools.of(tenant)
         shows_cost = call.caller.scope is None

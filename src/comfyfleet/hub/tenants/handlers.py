@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant, TenantState
@@ -16,9 +16,9 @@ from comfyfleet.policy import tenants as policy
 from comfyfleet.ports import Clock
 from comfyfleet.tenancy.claims import waits_for
 from comfyfleet.tenancy.reconciler import Reconciler
-from comfyfleet.tenancy.services import Estate
+from comfyfleet.tenancy.services import TenantServices
 from comfyfleet.tenancy.tenants import Tenants, not_found
-from comfyfleet.tenancy.terms import ShareKeeper
+from comfyfleet.tenancy.terms import FairShareSync
 from comfyfleet.wire import bodies
 from comfyfleet.wire import tenants as wire
 from comfyfleet.wire.tenants import finding_list, finding_view
@@ -27,7 +27,9 @@ from comfyfleet.wire.tenants import finding_list, finding_view
 class TenantHandlers:
     """`wake` is called when a tenant is to be seen to at once."""
 
-    def __init__(self, estate: Estate, shares: ShareKeeper, clock: Clock, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, estate: TenantServices, shares: FairShareSync, clock: Clock, wake: Callable[[], None]
+    ) -> None:
         self._estate = estate
         self._tenants = estate.tenants
         self._shares = shares
@@ -47,12 +49,12 @@ class TenantHandlers:
             "delete_tenant": self.delete,
         }
 
-    async def list_tenants(self, call: Call[bodies.PageQuery]) -> Reply:
+    async def list_tenants(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         found = await self._tenants.listing(call.given.cursor or "", call.given.limit)
         cursor = found[-1].tenant_id if len(found) == call.given.limit else None
         return Reply(200, wire.TenantList(tuple(map(wire.view, found)), cursor))
 
-    async def create(self, call: Call[wire.TenantBody]) -> Reply:
+    async def create(self, call: HubRequest[wire.TenantBody]) -> Reply:
         body, pool = call.given, self._pools.check(call.given.pool)
         tenant = Tenant(TenantId(body.id), pool, self._clock.now(), **wire.asked_for(body))
         policy.check_terms(tenant)
@@ -70,26 +72,26 @@ class TenantHandlers:
         await self._shares.keep(made)
         return Reply(201, wire.view(made), made=made.tenant_id)
 
-    async def get(self, call: Call[None]) -> Reply:
+    async def get(self, call: HubRequest[None]) -> Reply:
         tenant = await known(self._tenants, call.parameters["tenant_id"])
         is_on_its_way = tenant.state in (TenantState.MOVING, TenantState.LEAVING)
         doing = await waits_for(self._estate.cabinet, tenant.tenant_id) if is_on_its_way else None
         return Reply(200, wire.view(tenant, doing))
 
-    async def change(self, call: Call[wire.TenantChange]) -> Reply:
+    async def change(self, call: HubRequest[wire.TenantChange]) -> Reply:
         fields = wire.asked_for(call.given)
         reply = await self._changed(call, lambda tenant: policy.changed(tenant, fields))
         # Jobs that wait are judged again.
         self._wake()
         return reply
 
-    async def suspend(self, call: Call[None]) -> Reply:
+    async def suspend(self, call: HubRequest[None]) -> Reply:
         return await self._changed(call, policy.suspended)
 
-    async def resume(self, call: Call[None]) -> Reply:
+    async def resume(self, call: HubRequest[None]) -> Reply:
         return await self._changed(call, policy.resumed)
 
-    async def move(self, call: Call[wire.MoveBody]) -> Reply:
+    async def move(self, call: HubRequest[wire.MoveBody]) -> Reply:
         pool, now = self._pools.check(call.given.pool), self._clock.now()
         # Where no hub knows both pools the tenant would be on its way for ever, with nothing taken of it.
         self._pools.check((await known(self._tenants, call.parameters["tenant_id"])).pool)
@@ -97,15 +99,15 @@ class TenantHandlers:
         await self._pools.get(pool)
         return await self._seen_to(call, lambda tenant: policy.moving(tenant, pool, now))
 
-    async def delete(self, call: Call[wire.DeleteQuery]) -> Reply:
+    async def delete(self, call: HubRequest[wire.DeleteQuery]) -> Reply:
         return await self._seen_to(call, lambda tenant: policy.leaving(tenant, call.given.confirm))
 
-    async def _seen_to(self, call: Call[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
+    async def _seen_to(self, call: HubRequest[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
         reply = await self._changed(call, decide)
         self._wake()
         return Reply(202, reply.body)
 
-    async def _changed(self, call: Call[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
+    async def _changed(self, call: HubRequest[Any], decide: Callable[[Tenant], Tenant]) -> Reply:
         tenant = await known(self._tenants, call.parameters["tenant_id"])
         changed = await self._tenants.change(tenant.tenant_id, decide)
         await self._shares.keep(changed)
@@ -127,10 +129,10 @@ class ReconcileHandlers:
     def bound(self) -> dict[str, Handler]:
         return {"look_for_differences": self.look, "reconcile": self.reconcile}
 
-    async def look(self, call: Call[None]) -> Reply:
+    async def look(self, call: HubRequest[None]) -> Reply:
         return await self._found(is_dry=True)
 
-    async def reconcile(self, call: Call[None]) -> Reply:
+    async def reconcile(self, call: HubRequest[None]) -> Reply:
         return await self._found(is_dry=False)
 
     async def _found(self, *, is_dry: bool) -> Reply:

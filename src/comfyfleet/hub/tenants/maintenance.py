@@ -20,7 +20,7 @@ import logging
 import msgspec
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.audit.log import Audit
+from comfyfleet.hub.audit.log import AuditLog
 from comfyfleet.model.access import AuditEntry
 from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.errors import ComfyFleetError, Fault
@@ -28,12 +28,12 @@ from comfyfleet.model.ids import ClassKey, JobId, TenantId
 from comfyfleet.model.tenant import Tenant, TenantState
 from comfyfleet.policy.tenants import suspended
 from comfyfleet.policy.timers import unrunnable_after
-from comfyfleet.ports import Cabinet, Clock
+from comfyfleet.ports import Clock, DocumentStore
 from comfyfleet.tenancy.claims import Claim, claim
-from comfyfleet.tenancy.deletion import Leaver
-from comfyfleet.tenancy.relocation import Mover
+from comfyfleet.tenancy.deletion import TenantDeletion
+from comfyfleet.tenancy.relocation import TenantRelocation
 from comfyfleet.tenancy.tenants import Tenants
-from comfyfleet.tenancy.terms import ShareKeeper, TermsJudge
+from comfyfleet.tenancy.terms import FairShareSync, TermsReview
 from comfyfleet.tracing import in_background, log_failure
 
 _LOG = logging.getLogger(__name__)
@@ -43,19 +43,19 @@ AT_ONCE = 8
 """So many tenants are seen to at the same time; the others have their turn when one is done."""
 
 
-class TenantDuties:
+class TenantMaintenance:
     """`start` and `close` are its life; both may be called twice."""
 
     def __init__(
         self,
-        cabinet: Cabinet,
+        cabinet: DocumentStore,
         clock: Clock,
         tenants: Tenants,
-        mover: Mover,
-        leaver: Leaver,
-        judge: TermsJudge,
-        shares: ShareKeeper,
-        audit: Audit,
+        mover: TenantRelocation,
+        leaver: TenantDeletion,
+        judge: TermsReview,
+        shares: FairShareSync,
+        audit: AuditLog,
         look_s: float = _LOOK_S,
     ) -> None:
         self._cabinet = cabinet
@@ -168,8 +168,8 @@ def is_due(tenant: Tenant) -> bool:
     return is_on_its_way or tenant.judged_number < tenant.terms_number
 
 
-class Suspending:
-    def __init__(self, tenants: Tenants, shares: ShareKeeper, audit: Audit) -> None:
+class TenantSuspension:
+    def __init__(self, tenants: Tenants, shares: FairShareSync, audit: AuditLog) -> None:
         self._tenants = tenants
         self._shares = shares
         self._audit = audit
@@ -199,11 +199,11 @@ class _Noted(msgspec.Struct, frozen=True):
     since: float
 
 
-class UnrunnableJobs:
+class UnrunnableJobTimeout:
     """`start` and `close` are its life; both may be called twice."""
 
     def __init__(
-        self, engine: Engine, tenants: Tenants, cabinet: Cabinet, clock: Clock, look_s: float = LOOK_S
+        self, engine: Engine, tenants: Tenants, cabinet: DocumentStore, clock: Clock, look_s: float = LOOK_S
     ) -> None:
         self._engine = engine
         self._tenants = tenants

@@ -15,15 +15,15 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.webhooks.sender import Bounds, Outgoing, Pending, Sender
+from comfyfleet.hub.webhooks.sender import OutgoingCalls, OutgoingLimits, PendingDeliveries, WebhookSender
 from comfyfleet.model.errors import ComfyFleetError, Fault
 from comfyfleet.model.fact import Event, Fact
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, Submission
-from comfyfleet.model.webhook import OF_THE_JOB, Delivery, DeliveryStatus, StandingWebhook
-from comfyfleet.net.url_guard import Guard
+from comfyfleet.model.webhook import OF_THE_JOB, Delivery, DeliveryStatus, WebhookSubscription
+from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.rules import Rules
-from comfyfleet.tenancy.webhook_outbox import Deliveries, Noted, delivery_in, submitted_at
+from comfyfleet.tenancy.webhook_outbox import StoredOutboxEntry, WebhookOutbox, delivery_in, submitted_at
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.tracing import in_background, log_failure
 
@@ -45,18 +45,18 @@ _PRUNE = 500
 T = TypeVar("T")
 
 
-class Delivering:
+class WebhookDispatcher:
     """`start` and `close` are its life; both may be called twice."""
 
     def __init__(
         self,
         engine: Engine,
-        book: Deliveries,
+        book: WebhookOutbox,
         webhooks: Webhooks,
-        guard: Guard,
-        sender: Sender,
-        pending: Pending,
-        bounds: Bounds | None = None,
+        guard: UrlGuard,
+        sender: WebhookSender,
+        pending: PendingDeliveries,
+        bounds: OutgoingLimits | None = None,
     ) -> None:
         self._engine = engine
         self._book = book
@@ -73,7 +73,7 @@ class Delivering:
         self._woken = asyncio.Event()
         self._running: asyncio.Task[None] | None = None
         self._is_asked = False
-        self._outgoing = Outgoing(self._send, bounds)
+        self._outgoing = OutgoingCalls(self._send, bounds)
         self._notes_after = ""
         self._due_after = ""
         self._prune_after = ""
@@ -83,7 +83,7 @@ class Delivering:
         self._leave_bus = engine.bus.listen(self._hear)
 
     async def announce(self, submission: Submission, job_id: JobId, round_: int) -> None:
-        """Before the round is written. Raises `Forbidden` for a URL that is never called, `queue_full` where too many
+        """Before the round is written. Raises `ForbiddenUrl` for a URL never called, `queue_full` where too many
         deliveries of the tenant wait. A job that was taken once may be tried again."""
         hearers = await self._webhooks.hearing(submission.tenant)
         own = submission.webhook
@@ -185,14 +185,14 @@ class Delivering:
         if noted is not None:
             await self._enter_if_there(noted)
 
-    async def _enter_if_there(self, noted: Noted) -> None:
+    async def _enter_if_there(self, noted: StoredOutboxEntry) -> None:
         try:
             await self._enter(noted)
         except Fault as fault:
             # Its tenant's database is away: its note is found again, and others' are not kept waiting.
             _LOG.info("what job %s has told is entered later: %s", noted.job_id, fault)
 
-    async def _enter(self, noted: Noted) -> None:
+    async def _enter(self, noted: StoredOutboxEntry) -> None:
         """What the round has told since the last look. Two hubs may do so at once."""
         store, job_id = self._engine.store, noted.job_id
         facts = await store.facts(job_id, noted.note.told)
@@ -215,12 +215,12 @@ class Delivering:
             await self._book.told(noted, facts[-1].number)
 
     def _wanted(
-        self, job: Job, facts: Iterable[Fact], standing: Iterable[StandingWebhook]
+        self, job: Job, facts: Iterable[Fact], standing: Iterable[WebhookSubscription]
     ) -> Iterable[Delivery]:
         now, own = self._engine.now(), job.payload.webhook
         hearers = list(standing)
         if own is not None:
-            hearers.insert(0, StandingWebhook(OF_THE_JOB, own.url, now, job.tenant, own.events))
+            hearers.insert(0, WebhookSubscription(OF_THE_JOB, own.url, now, job.tenant, own.events))
         for fact in facts:
             for each in hearers:
                 if fact.kind in each.events:

@@ -12,16 +12,16 @@ from msgspec import UNSET
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.hub.http.credentials import no_job
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
 from comfyfleet.hub.http.router import page_of
-from comfyfleet.hub.webhooks.sender import Sender, make_secret
+from comfyfleet.hub.webhooks.sender import WebhookSender, make_secret
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.webhook import ENDINGS, Delivery, StandingWebhook
-from comfyfleet.net.url_guard import Guard
+from comfyfleet.model.webhook import ENDINGS, Delivery, WebhookSubscription
+from comfyfleet.net.url_guard import UrlGuard
 from comfyfleet.policy.webhook_delivery import asked_again
-from comfyfleet.tenancy.webhook_outbox import Deliveries, named
+from comfyfleet.tenancy.webhook_outbox import WebhookOutbox, named
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.wire import bodies
 from comfyfleet.wire import webhooks as wire
@@ -37,9 +37,9 @@ class WebhookHandlers:
         self,
         engine: Engine,
         webhooks: Webhooks,
-        book: Deliveries,
-        guard: Guard,
-        sender: Sender,
+        book: WebhookOutbox,
+        guard: UrlGuard,
+        sender: WebhookSender,
         wake: Callable[[], None],
     ) -> None:
         self._engine = engine
@@ -64,7 +64,7 @@ class WebhookHandlers:
 
     # standing webhooks
 
-    async def list_webhooks(self, call: Call[bodies.PageQuery]) -> Reply:
+    async def list_webhooks(self, call: HubRequest[bodies.PageQuery]) -> Reply:
         if call.caller.scope is not None:
             own = await self._webhooks.of(call.caller.scope)
             return Reply(200, wire.WebhookList(tuple(map(wire.view, own))))
@@ -72,7 +72,7 @@ class WebhookHandlers:
         cursor = found[-1].webhook_id if len(found) == call.given.limit else None
         return Reply(200, wire.WebhookList(tuple(map(wire.view, found)), cursor))
 
-    async def create(self, call: Call[wire.StandingBody]) -> Reply:
+    async def create(self, call: HubRequest[wire.SubscriptionBody]) -> Reply:
         body = call.given
         self._guard.check(body.url)
         made = await self._webhooks.create(
@@ -83,7 +83,7 @@ class WebhookHandlers:
         )
         return Reply(201, wire.view(made), made=made.webhook_id)
 
-    async def change(self, call: Call[wire.WebhookChange]) -> Reply:
+    async def change(self, call: HubRequest[wire.WebhookChange]) -> Reply:
         webhook, body = await self._mine(call), call.given
         fields: dict[str, object] = {}
         if body.url is not UNSET:
@@ -98,28 +98,28 @@ class WebhookHandlers:
             raise _no_webhook(webhook.webhook_id)
         return Reply(200, wire.view(changed))
 
-    async def test(self, call: Call[None]) -> Reply:
+    async def test(self, call: HubRequest[None]) -> Reply:
         return Reply(200, await self._sender.try_out(await self._mine(call)))
 
-    async def delete(self, call: Call[None]) -> Reply:
+    async def delete(self, call: HubRequest[None]) -> Reply:
         await self._webhooks.remove(await self._mine(call))
         return Reply(204)
 
-    async def _mine(self, call: Call[Any]) -> StandingWebhook:
+    async def _mine(self, call: HubRequest[Any]) -> WebhookSubscription:
         webhook = await self._webhooks.get(call.parameters["webhook_id"])
         if webhook is None or not _sees(call.caller, webhook.owner):
             raise _no_webhook(call.parameters["webhook_id"])
         return webhook
 
-    async def rotate(self, call: Call[wire.SecretBody]) -> Reply:
+    async def rotate(self, call: HubRequest[wire.SecretBody]) -> Reply:
         owner = _owner(call.caller, call.given.every_tenant)
         made = await self._webhooks.rotate(owner, call.given.overlap_s, make_secret())
-        answer = wire.SecretMade(made.secret, made.created_at, owner, made.old_until)
+        answer = wire.CreatedSecret(made.secret, made.created_at, owner, made.old_until)
         return Reply(200, answer, made="every tenant" if owner is None else f"tenant {owner}")
 
     # deliveries
 
-    async def list_deliveries(self, call: Call[wire.DeliveriesQuery]) -> Reply:
+    async def list_deliveries(self, call: HubRequest[wire.DeliveriesQuery]) -> Reply:
         """Looks at so many and no more: a page with a cursor may be short, or empty."""
         asked, after, looked_at = call.given, call.given.cursor or "", 0
         found: list[wire.DeliveryView] = []
@@ -142,7 +142,7 @@ class WebhookHandlers:
         page = await self._book.page(after, _PAGE)
         return page, page[-1][0] if len(page) == _PAGE else ""
 
-    async def job_deliveries(self, call: Call[bodies.WholeQuery]) -> Reply:
+    async def job_deliveries(self, call: HubRequest[bodies.WholeQuery]) -> Reply:
         job_id = JobId(call.parameters["job_id"])
         dispatch = await self._engine.store.load(job_id)
         if dispatch is None or not call.caller.sees(dispatch.tenant):
@@ -151,7 +151,7 @@ class WebhookHandlers:
         page, cursor = page_of(found, call.given, lambda each: each.delivery_id)
         return Reply(200, wire.DeliveryList(tuple(map(wire.delivery_view, page)), cursor))
 
-    async def resend(self, call: Call[None]) -> Reply:
+    async def resend(self, call: HubRequest[None]) -> Reply:
         delivery_id = call.parameters["delivery_id"]
 
         def again(delivery: Delivery) -> Delivery:

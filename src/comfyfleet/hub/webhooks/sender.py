@@ -30,11 +30,11 @@ from comfyfleet.hub.local_worker_api import made_safe
 from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.model.webhook import Delivery, DeliveryStatus, StandingWebhook
-from comfyfleet.net.url_guard import Fetched, Forbidden, Guard
-from comfyfleet.policy.webhook_delivery import Attempted, after_attempt, check_pending, given_up
-from comfyfleet.ports import Chance
-from comfyfleet.tenancy.webhook_outbox import Deliveries, host_of
+from comfyfleet.model.webhook import Delivery, DeliveryStatus, WebhookSubscription
+from comfyfleet.net.url_guard import FetchedAnswer, ForbiddenUrl, UrlGuard
+from comfyfleet.policy.webhook_delivery import DeliveryAttempt, after_attempt, check_pending, given_up
+from comfyfleet.ports import RandomSource
+from comfyfleet.tenancy.webhook_outbox import WebhookOutbox, host_of
 from comfyfleet.tenancy.webhooks import Webhooks
 from comfyfleet.tracing import in_background, log_failure
 from comfyfleet.wire.webhooks import (
@@ -55,13 +55,13 @@ _GRACE_S = 2.0
 _AGAIN_S = 2.0
 
 
-class Bounds(msgspec.Struct, frozen=True):
+class OutgoingLimits(msgspec.Struct, frozen=True):
     in_all: int = 64
     of_owner: int = 16
     of_host: int = 4
 
 
-TESTS = Bounds(in_all=16, of_owner=4, of_host=4)
+TESTS = OutgoingLimits(in_all=16, of_owner=4, of_host=4)
 """Of calls that somebody waits for: they have room of their own, so that they neither wait for deliveries nor keep
 them waiting."""
 
@@ -69,7 +69,7 @@ them waiting."""
 class Waited:
     """Calls whose caller waits for what comes of them: one that has no room is refused, and stands in no line."""
 
-    def __init__(self, bounds: Bounds = TESTS) -> None:
+    def __init__(self, bounds: OutgoingLimits = TESTS) -> None:
         self._bounds = bounds
         self._hosts: Counter[str] = Counter()
         self._owners: Counter[str] = Counter()
@@ -100,12 +100,12 @@ class Waited:
                     del counter[key]
 
 
-class Outgoing:
+class OutgoingCalls:
     """`work` makes the call of that name, and raises nothing."""
 
-    def __init__(self, work: Callable[[str], Awaitable[None]], bounds: Bounds | None = None) -> None:
+    def __init__(self, work: Callable[[str], Awaitable[None]], bounds: OutgoingLimits | None = None) -> None:
         self._work = work
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or OutgoingLimits()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._hosts: Counter[str] = Counter()
         self._owners: Counter[str] = Counter()
@@ -193,14 +193,14 @@ def make_secret() -> str:
     return new_secret(secrets.token_bytes(32))
 
 
-class Sender:
+class WebhookSender:
     def __init__(
         self,
         engine: Engine,
-        book: Deliveries,
+        book: WebhookOutbox,
         webhooks: Webhooks,
-        guard: Guard,
-        chance: Chance,
+        guard: UrlGuard,
+        chance: RandomSource,
         *,
         claim_s: float = CLAIM_S,
     ) -> None:
@@ -250,7 +250,7 @@ class Sender:
         except Exception:
             # It may well be the same the next time: counted, it has an end like any other.
             log_failure(_LOG, "delivery %s could not be made", delivery.delivery_id)
-            attempted = Attempted(error="the hub could not make the call; its log says why")
+            attempted = DeliveryAttempt(error="the hub could not make the call; its log says why")
         return after_attempt(
             delivery,
             attempted,
@@ -259,12 +259,12 @@ class Sender:
             rules=self._engine.rules,
         )
 
-    async def try_out(self, webhook: StandingWebhook) -> WebhookTested:
+    async def try_out(self, webhook: WebhookSubscription) -> WebhookTested:
         """A test delivery, once. Refused while too many are under way: each may last as long as its receiver likes."""
         with self._tests.room(host_of(webhook.url), "" if webhook.owner is None else webhook.owner):
             return await self._try_out(webhook)
 
-    async def _try_out(self, webhook: StandingWebhook) -> WebhookTested:
+    async def _try_out(self, webhook: WebhookSubscription) -> WebhookTested:
         delivery_id = f"test_{secrets.token_hex(12)}"
         keys = await self._webhooks.signing(webhook.owner, make_secret())
         body = test_event(webhook.webhook_id, self._engine.now())
@@ -281,7 +281,7 @@ class Sender:
             attempted.error,
         )
 
-    async def _post(self, url: str, delivery_id: str, body: bytes, keys: tuple[str, ...]) -> Attempted:
+    async def _post(self, url: str, delivery_id: str, body: bytes, keys: tuple[str, ...]) -> DeliveryAttempt:
         timestamp = int(self._engine.now())
         headers = {
             "content-type": "application/json",
@@ -292,11 +292,11 @@ class Sender:
         }
         try:
             answer = await self._guard.post(url, body, headers)
-        except Forbidden as forbidden:
-            return Attempted(error=forbidden.message)
+        except ForbiddenUrl as forbidden:
+            return DeliveryAttempt(error=forbidden.message)
         except Fault as fault:
-            return Attempted(error=str(fault))
-        return Attempted(answer.status, retry_after_s=_retry_after_s(answer))
+            return DeliveryAttempt(error=str(fault))
+        return DeliveryAttempt(answer.status, retry_after_s=_retry_after_s(answer))
 
     async def _give_back(self, delivery: Delivery, version: int) -> None:
         free = msgspec.structs.replace(delivery, claimed_until=None)
@@ -310,7 +310,7 @@ async def _made_safe(job: Job) -> Job:
     return job if job.result is None else msgspec.structs.replace(job, result=await made_safe(job.result))
 
 
-def _retry_after_s(answer: Fetched) -> float | None:
+def _retry_after_s(answer: FetchedAnswer) -> float | None:
     text = answer.headers.get("retry-after", "")
     return float(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
@@ -321,8 +321,8 @@ _SHARE = 20
 _PAGE = 1_000
 
 
-class Pending:
-    def __init__(self, book: Deliveries, most: int) -> None:
+class PendingDeliveries:
+    def __init__(self, book: WebhookOutbox, most: int) -> None:
         self._book = book
         self._most = most
         self._by_owner: Counter[str] = Counter()

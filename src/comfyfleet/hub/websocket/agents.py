@@ -17,10 +17,10 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet import tracing
-from comfyfleet.hub.http.body import PIECE_BYTES, Bodies, Bound, Reading, parse
-from comfyfleet.hub.http.limits import Limits, Places, Rate
-from comfyfleet.hub.http.pipeline import Call, Handler, Reply
-from comfyfleet.hub.websocket.connection import Line
+from comfyfleet.hub.http.body import PIECE_BYTES, BodyLimit, BodyReader, LargeBodies, parse
+from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
+from comfyfleet.hub.http.pipeline import Handler, HubRequest, Reply
+from comfyfleet.hub.websocket.connection import WebSocketChannel
 from comfyfleet.model.access import Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import parse_traceparent
@@ -52,10 +52,10 @@ class AgentSession:
         handlers: Mapping[str, Handler],
         identify: Identify,
         address: str,
-        limits: Limits,
-        rate: Rate,
-        places: Places,
-        bodies: Bodies,
+        limits: HubLimits,
+        rate: RequestRate,
+        places: ConnectionLimits,
+        bodies: LargeBodies,
         scope: Scope,
         send: Send,
     ) -> None:
@@ -67,7 +67,7 @@ class AgentSession:
         self._bodies = bodies
         self._rate = rate
         self._scope = scope
-        self._line = Line(send)
+        self._line = WebSocketChannel(send)
         self.close = self._line.close
         self._parked: dict[int, asyncio.Task[None]] = {}
         self._at_work: set[asyncio.Task[None]] = set()
@@ -153,10 +153,10 @@ class AgentSession:
             raise Refusal(
                 RefusalCode.UNAVAILABLE, f"a connection waits for at most {_MAX_PARKED} answers at a time"
             )
-        call: Call[Any] = Call(route, self._scope, _nothing, {})
+        call: HubRequest[Any] = HubRequest(route, self._scope, _nothing, {})
         call.caller = caller
         call.is_large = len(said.body) > PIECE_BYTES
-        with Reading(self._bodies, Bound.of(route, self._limits), caller.key_id) as reading:
+        with BodyReader(self._bodies, BodyLimit.of(route, self._limits), caller.key_id) as reading:
             call.given = await reading.checked(_BODIES[kind.route], bytes(said.body))
             if not route.parks:
                 return await self._run(call)
@@ -164,7 +164,7 @@ class AgentSession:
         with self._places.held("poll", caller.key_id, self._address):
             return await self._run(call)
 
-    async def _run(self, call: Call[Any]) -> Reply:
+    async def _run(self, call: HubRequest[Any]) -> Reply:
         reply = await self._handlers[call.route.name](call)
         assert isinstance(reply, Reply), "the workers' door answers with values"
         return reply

@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from websockets.exceptions import InvalidState
 
 from comfyfleet.hub.http.body import PIECE_BYTES
-from comfyfleet.hub.http.uvicorn_logging import QuietLogger, tell
+from comfyfleet.hub.http.uvicorn_logging import UvicornLogger, tell
 
 _STEP_BYTES = 4 * 1024
 """As frames without content, about ten milliseconds."""
@@ -35,7 +35,7 @@ _MAX_UNREAD_BYTES = 1024 * 1024
 _TOO_MUCH = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class SocketConnection(WebSocketsSansIOProtocol):
+class WebSocketConnection(WebSocketsSansIOProtocol):
     def __init__(
         self,
         config: Config,
@@ -44,7 +44,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.logger = QuietLogger(self.logger)  # type: ignore[assignment]
+        self.logger = UvicornLogger(self.logger)  # type: ignore[assignment]
         self._behind = bytearray()
         """What has arrived and is not read yet."""
         self._next: asyncio.Handle | None = None
@@ -138,7 +138,7 @@ async def _nothing_more() -> None:
     """Answers are all there is to tell."""
 
 
-class Line:
+class WebSocketChannel:
     """`tell_more` is called after the answers, each time `wake` was; it tells by `put`."""
 
     def __init__(self, send: Send, tell_more: Callable[[], Awaitable[None]] = _nothing_more) -> None:

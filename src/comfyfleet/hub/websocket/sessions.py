@@ -20,19 +20,19 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from comfyfleet.engine.engine import Engine
-from comfyfleet.hub.audit.log import Audit
-from comfyfleet.hub.files.job_files import InputDesk
-from comfyfleet.hub.http.body import PIECE_BYTES, Bodies, Bound, Reading
-from comfyfleet.hub.http.credentials import Credentials, check_sees, owner_of
-from comfyfleet.hub.http.limits import Limits, Places, Rate
+from comfyfleet.hub.audit.log import AuditLog
+from comfyfleet.hub.files.job_files import JobInputFiles
+from comfyfleet.hub.http.body import PIECE_BYTES, BodyLimit, BodyReader, LargeBodies
+from comfyfleet.hub.http.credentials import Authenticator, check_sees, owner_of
+from comfyfleet.hub.http.limits import ConnectionLimits, HubLimits, RequestRate
 from comfyfleet.hub.http.pipeline import token_in
-from comfyfleet.hub.streams.feed import Entry
-from comfyfleet.hub.streams.fleet_feed import FleetFeed, Wanted
-from comfyfleet.hub.streams.job_channels import Room, Rooms
+from comfyfleet.hub.streams.feed import FeedEntry
+from comfyfleet.hub.streams.fleet_feed import EventFilter, FleetFeed
+from comfyfleet.hub.streams.job_channels import JobChannel, JobChannels
 from comfyfleet.hub.websocket import workers
 from comfyfleet.hub.websocket.agents import AgentSession, Identify
-from comfyfleet.hub.websocket.connection import Line
-from comfyfleet.hub.websocket.workers import SocketWorkers
+from comfyfleet.hub.websocket.connection import WebSocketChannel
+from comfyfleet.hub.websocket.workers import WebSocketWorkers
 from comfyfleet.hub.workers import WorkerHandlers
 from comfyfleet.model.access import AuditEntry, Caller
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
@@ -40,7 +40,7 @@ from comfyfleet.model.ids import JobId, TenantId, parse_traceparent
 from comfyfleet.wire import answers, bodies, websocket
 from comfyfleet.wire.problems import answer_to
 from comfyfleet.wire.progress import EventsQuery
-from comfyfleet.wire.status_names import Face, spell
+from comfyfleet.wire.status_names import StatusDialect, spell
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,37 +54,37 @@ _MESSAGE = msgspec.json.Decoder(dict[str, Any])
 Made = TypeVar("Made")
 
 
-class Sockets:
+class WebSocketServer:
     def __init__(
         self,
         engine: Engine,
-        rooms: Rooms,
+        rooms: JobChannels,
         fleet: FleetFeed,
-        credentials: Credentials,
-        limits: Limits,
-        audit: Audit,
-        places: Places,
-        inputs: InputDesk,
+        credentials: Authenticator,
+        limits: HubLimits,
+        audit: AuditLog,
+        places: ConnectionLimits,
+        inputs: JobInputFiles,
         workers: WorkerHandlers,
-        bodies: Bodies,
+        bodies: LargeBodies,
         legacy: LegacyWebsocket = "on",
     ) -> None:
         self.engine = engine
         self.workers = workers
         self.bodies = bodies
         most = limits.max_frame_bytes
-        self.bound = Bound(most, most, limits.max_depth, in_parts=False)
+        self.bound = BodyLimit(most, most, limits.max_depth, in_parts=False)
         self.audit = audit
         self.inputs = inputs
         self.rooms = rooms
         self.fleet = fleet
         self.limits = limits
         self.legacy = legacy
-        self.rate = Rate(limits.requests_per_s, limits.burst, time.monotonic)
+        self.rate = RequestRate(limits.requests_per_s, limits.burst, time.monotonic)
         self._credentials = credentials
         self._places = places
         self._agent_handlers = workers.bound()
-        self._sessions: dict[Session | AgentSession, None] = {}
+        self._sessions: dict[WebSocketSession | AgentSession, None] = {}
         self._warned: dict[str, None] = {}
         self._is_closed = False
 
@@ -119,7 +119,7 @@ class Sockets:
         except (Refusal, Fault) as error:
             await _refuse(scope, error, send)
             return
-        session: Session | AgentSession
+        session: WebSocketSession | AgentSession
         with staying:
             if websocket.AGENT_PROTOCOL in scope.get("subprotocols", ()):
                 await send({"type": "websocket.accept", "subprotocol": websocket.AGENT_PROTOCOL})
@@ -136,7 +136,7 @@ class Sockets:
                 )
             else:
                 await send({"type": "websocket.accept"})
-                session = Session(self, identify, caller, address, send)
+                session = WebSocketSession(self, identify, caller, address, send)
             self._sessions[session] = None
             # 1008: what it does is not allowed (any more).
             place.end = partial(session.close, 1008, "the key is not good any more")
@@ -146,19 +146,21 @@ class Sockets:
                 self._sessions.pop(session, None)
 
 
-class Session:
+class WebSocketSession:
     """One connection."""
 
-    def __init__(self, hub: Sockets, identify: Identify, caller: Caller, address: str, send: Send) -> None:
+    def __init__(
+        self, hub: WebSocketServer, identify: Identify, caller: Caller, address: str, send: Send
+    ) -> None:
         self._hub = hub
         self._identify = identify
         self.caller = caller
         self._address = address
-        self._line = Line(send, self._tell_news)
+        self._line = WebSocketChannel(send, self._tell_news)
         self.close = self._line.close
-        self._subscribed: dict[JobId, tuple[Room, int]] = {}
-        self._monitor: tuple[Wanted, int] | None = None
-        self._workers = SocketWorkers(
+        self._subscribed: dict[JobId, tuple[JobChannel, int]] = {}
+        self._monitor: tuple[EventFilter, int] | None = None
+        self._workers = WebSocketWorkers(
             hub.engine,
             hub.inputs,
             caller,
@@ -208,7 +210,7 @@ class Session:
             if wanted(entry):
                 await self._put(entry)
 
-    async def _put(self, entry: Entry) -> None:
+    async def _put(self, entry: FeedEntry) -> None:
         if message := _encoded(entry):
             await self._line.put(message)
 
@@ -218,7 +220,7 @@ class Session:
         message: dict[str, Any] = {}
         try:
             self._hub.rate.take(self.caller.key_id)
-            with Reading(self._hub.bodies, self._hub.bound, self.caller.key_id) as reading:
+            with BodyReader(self._hub.bodies, self._hub.bound, self.caller.key_id) as reading:
                 message = await reading.checked(_MESSAGE, frame)
                 await self._identify()
                 await self._do(message, is_large=len(frame) > PIECE_BYTES)
@@ -291,7 +293,7 @@ class Session:
                     lambda: self._hub.inputs.submit(asked, is_large=is_large),
                     lambda made: made.job_id,
                 )
-                status = spell(submitted.phase, Face.SOCKET)
+                status = spell(submitted.phase, StatusDialect.SOCKET)
                 self._answer({"type": "job_submitted", "job_id": submitted.job_id, "status": status}, message)
                 # Old callers submit and wait for news; they were never asked to subscribe.
                 await self._subscribe(submitted.job_id)
@@ -329,7 +331,7 @@ class Session:
         return {
             "type": "job_updated",
             "job_id": job_id,
-            "status": spell(view.dispatch.phase, Face.SOCKET),
+            "status": spell(view.dispatch.phase, StatusDialect.SOCKET),
             "is_paused": now.is_paused,
             "cancel_requested": now.cancel_requested,
             "pause_requested": now.pause_requested,
@@ -378,7 +380,7 @@ class Session:
             raise Refusal(RefusalCode.NOT_ALLOWED, f"this key does not see the tenant {body.tenant!r}")
         fleet = self._hub.fleet
         fleet.join(self._line.wake)
-        self._monitor = (Wanted(query, self.caller.scope), fleet.head)
+        self._monitor = (EventFilter(query, self.caller.scope), fleet.head)
         snapshot: dict[str, Any] = {"type": "monitor_subscribed"}
         if self.caller.scope is None:
             # Whoever hears of changes alone would never know what did not change.
@@ -390,7 +392,7 @@ class Session:
         self.tell(snapshot)
 
 
-def _encoded(entry: Entry) -> bytes:
+def _encoded(entry: FeedEntry) -> bytes:
     """Once for every connection that hears it."""
     if entry.message is None:
         said = websocket.message_of(entry.value)

@@ -17,16 +17,24 @@ import msgspec
 
 from comfyfleet.engine.engine import Engine
 from comfyfleet.engine.operator_commands import Action
-from comfyfleet.hub.files.job_files import InputDesk
-from comfyfleet.hub.http.credentials import KeyedWorkers
+from comfyfleet.hub.files.job_files import JobInputFiles
+from comfyfleet.hub.http.credentials import WorkersByKey
 from comfyfleet.hub.local_worker_api import apart, has_many, made_safe
 from comfyfleet.hub.workers import as_worker, check_holder
 from comfyfleet.model.access import Caller
 from comfyfleet.model.block import EVERY_WORKER
-from comfyfleet.model.calls import Command, Completion, FailureReport, Poll, Release, Report, Settled
+from comfyfleet.model.calls import (
+    Command,
+    Completion,
+    FailureReport,
+    Poll,
+    ProgressReport,
+    Release,
+    ReportReply,
+)
 from comfyfleet.model.dispatch import LeaseRef
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import bounded
 from comfyfleet.model.ids import JobId, PollId, WorkerId
 from comfyfleet.model.job import JobResult
@@ -35,7 +43,7 @@ from comfyfleet.policy.sanitizer import safe_failure, safe_news
 from comfyfleet.wire import websocket
 from comfyfleet.wire.answers import worker_status
 from comfyfleet.wire.problems import answer_to
-from comfyfleet.wire.status_names import Face, spell
+from comfyfleet.wire.status_names import StatusDialect, spell
 from comfyfleet.wire.worker import RegisterBody, concurrent_jobs, lease_ref, registration
 
 _MAX_PARKED = 64
@@ -45,16 +53,16 @@ _AGAIN_S = 1.0
 Message = dict[str, Any]
 
 
-class SocketWorkers:
+class WebSocketWorkers:
     def __init__(
         self,
         engine: Engine,
-        inputs: InputDesk,
+        inputs: JobInputFiles,
         caller: Caller,
         max_wait_s: float,
         tell: Callable[[Message], None],
         check_files: Callable[[JobResult, str], Awaitable[None]],
-        keyed: KeyedWorkers,
+        keyed: WorkersByKey,
     ) -> None:
         self._keyed = keyed
         self._check_files = check_files
@@ -103,7 +111,7 @@ class SocketWorkers:
 
     # coming
 
-    async def _register(self, body: websocket.RegisterWorker) -> Message:
+    async def _register(self, body: websocket.RegisterWorkerMessage) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
         self._keyed.heard(self._caller, worker_id)
         said = RegisterBody(
@@ -216,11 +224,11 @@ class SocketWorkers:
         ref = await self._ref(body)
         data = body.progress if isinstance(body.progress, dict) else {"percentage": body.progress}
         news = await apart(lambda: safe_news(data), is_large=has_many(data.values()))
-        beat = await self._engine.progress([Report(ref, NewsKind.PROGRESS, news)])
+        beat = await self._engine.progress([ProgressReport(ref, ProgressKind.PROGRESS, news)])
         self._command(beat.commands)
         self._lose(beat.lost)
 
-    async def _beat(self, body: websocket.Heartbeat) -> Message:
+    async def _beat(self, body: websocket.HeartbeatMessage) -> Message:
         worker_id = as_worker(self._caller, body.worker_id)
         self._keyed.heard(self._caller, worker_id)
         known = self._engine.known_worker(worker_id)
@@ -246,7 +254,7 @@ class SocketWorkers:
             self._told.discard((ref.job_id, ref.number))
             self._cancelled(ref.job_id, "its lease is over: it expired, or another worker has it now")
 
-    async def _ref(self, body: websocket.OfLease) -> LeaseRef:
+    async def _ref(self, body: websocket.LeaseMessage) -> LeaseRef:
         if body.worker_id is not None:
             as_worker(self._caller, body.worker_id)
         if body.lease is not None:
@@ -261,11 +269,11 @@ class SocketWorkers:
             )
         return ref
 
-    def _settled(self, name: str, body: websocket.OfLease, settled: Settled) -> Message:
+    def _settled(self, name: str, body: websocket.LeaseMessage, settled: ReportReply) -> Message:
         ref = self._leases.pop(JobId(body.job_id), None)
         if ref is not None:
             self._told.discard((ref.job_id, ref.number))
-        status = spell(settled.phase, Face.SOCKET)
+        status = spell(settled.phase, StatusDialect.SOCKET)
         return {"type": name, "job_id": body.job_id, "status": status, "will_retry": settled.will_retry}
 
 
@@ -281,7 +289,7 @@ async def obey(engine: Engine, name: str, body: Any) -> dict[str, Any]:
     if name in ("pause_queue", "resume_queue"):
         await engine.pause_queue(name == "pause_queue")
         return {"type": "queue_updated", "is_paused": name == "pause_queue"}
-    assert isinstance(body, websocket.OfWorker)
+    assert isinstance(body, websocket.WorkerMessage)
     changed = await _command(engine, _ACTIONS[name], WorkerId(body.worker_id))
     leases = await engine.leases(changed)
     workers = [

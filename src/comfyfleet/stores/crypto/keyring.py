@@ -21,8 +21,15 @@ import msgspec
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Cabinet, Clock, Document
-from comfyfleet.stores.crypto.value_cipher import KEY_BYTES, CannotOpen, DataKey, new_key_id, unwrap, wrap
+from comfyfleet.ports import Clock, Document, DocumentStore
+from comfyfleet.stores.crypto.value_cipher import (
+    KEY_BYTES,
+    DataKey,
+    DecryptionFailed,
+    new_key_id,
+    unwrap,
+    wrap,
+)
 from comfyfleet.stores.factory import DATA_KEYS, MASTER_KEYS
 
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -83,7 +90,7 @@ _CHECK = b"comfyfleet"
 _FOR_CHECKS = "check"
 
 
-class Wrapped(msgspec.Struct, frozen=True, omit_defaults=True):
+class WrappedKey(msgspec.Struct, frozen=True, omit_defaults=True):
     """A data key as it is kept."""
 
     made_at: float
@@ -92,7 +99,7 @@ class Wrapped(msgspec.Struct, frozen=True, omit_defaults=True):
     destroyed_at: float | None = None
 
 
-class Tally(msgspec.Struct, frozen=True):
+class KeyCounts(msgspec.Struct, frozen=True):
     """What there is, by the master key that it is wrapped with."""
 
     masters: dict[str, int]
@@ -100,7 +107,7 @@ class Tally(msgspec.Struct, frozen=True):
     destroyed: int
 
 
-_documents = msgspec.json.Decoder(Wrapped)
+_documents = msgspec.json.Decoder(WrappedKey)
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -110,7 +117,7 @@ class Keyring:
 
     def __init__(
         self,
-        cabinet: Cabinet,
+        cabinet: DocumentStore,
         clock: Clock,
         masters: Callable[[], MasterKeys],
         *,
@@ -189,10 +196,12 @@ class Keyring:
             return kept[0]
         document = await self._cabinet.get(DATA_KEYS, _name(tenant, key_id))
         if document is None:
-            raise CannotOpen(f"it was sealed with the data key {key_id}, which this store does not have")
+            raise DecryptionFailed(
+                f"it was sealed with the data key {key_id}, which this store does not have"
+            )
         destroyed_at = _documents.decode(document.body).destroyed_at
         if destroyed_at is not None:
-            raise CannotOpen(f"the data key of tenant {tenant!r} that it was sealed with was destroyed")
+            raise DecryptionFailed(f"the data key of tenant {tenant!r} that it was sealed with was destroyed")
         key = self._unwrapped(tenant, document)
         _remember(self._known, (tenant, key_id), (key, now))
         return key
@@ -253,7 +262,7 @@ class Keyring:
             wrapped = _documents.decode(document.body)
             if wrapped.destroyed_at is not None:
                 continue
-            body = msgspec.json.encode(Wrapped(wrapped.made_at, destroyed_at=now))
+            body = msgspec.json.encode(WrappedKey(wrapped.made_at, destroyed_at=now))
             await self._cabinet.put(DATA_KEYS, document.name, body, version=None)
             destroyed += 1
         self._current.pop(tenant, None)
@@ -261,7 +270,7 @@ class Keyring:
             del self._known[known]
         return destroyed
 
-    async def tally(self) -> Tally:
+    async def tally(self) -> KeyCounts:
         masters: dict[str, int] = {}
         tenants, destroyed = set[TenantId](), 0
         async for document in self._all():
@@ -271,7 +280,7 @@ class Keyring:
                 continue
             masters[wrapped.master] = masters.get(wrapped.master, 0) + 1
             tenants.add(_tenant_of(document.name))
-        return Tally(masters, len(tenants), destroyed)
+        return KeyCounts(masters, len(tenants), destroyed)
 
     async def tenants(self) -> list[TenantId]:
         """Who has a key. One whose keys were all destroyed may be gone, and gets another when something is sealed."""
@@ -292,7 +301,7 @@ class Keyring:
 
     def _wrapped(self, master: str, secret: bytes, name: str, made_at: float) -> bytes:
         wrapped = wrap(self._masters.keys[master], secret, name, master)
-        return msgspec.json.encode(Wrapped(made_at, master, wrapped))
+        return msgspec.json.encode(WrappedKey(made_at, master, wrapped))
 
     def _unwrapped(self, tenant: TenantId, document: Document) -> DataKey:
         wrapped = _documents.decode(document.body)

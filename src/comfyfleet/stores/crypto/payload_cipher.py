@@ -19,7 +19,14 @@ from comfyfleet.model.failure import Failure
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.stores.crypto.keyring import Keyring
-from comfyfleet.stores.crypto.value_cipher import CannotOpen, Kind, Place, key_id_of, open_value, seal
+from comfyfleet.stores.crypto.value_cipher import (
+    DecryptionFailed,
+    Kind,
+    ValueContext,
+    key_id_of,
+    open_value,
+    seal,
+)
 from comfyfleet.stores.documents import pack
 
 _payloads = msgspec.msgpack.Decoder(Submission)
@@ -31,7 +38,7 @@ _TELLING = (FactKind.FAILED, FactKind.RETRYING)
 """Facts that quote what a server said."""
 
 
-class Sealer:
+class PayloadCipher:
     def __init__(self, keyring: Keyring) -> None:
         self._keyring = keyring
 
@@ -75,7 +82,7 @@ class Sealer:
 
     async def _seal(self, tenant: TenantId, job_id: JobId, kind: Kind, value: object) -> bytes | None:
         key = await self._keyring.to_seal(tenant)
-        return None if key is None else seal(key, Place(tenant, job_id, kind), pack(value))
+        return None if key is None else seal(key, ValueContext(tenant, job_id, kind), pack(value))
 
     # on the way out
 
@@ -87,14 +94,14 @@ class Sealer:
                 changed["payload"] = _payloads.decode(await self._open(tenant, job_id, "payload", bytes_))
             if job.result is not None:
                 changed["result"] = await self.opened_result(tenant, job_id, job.result)
-        except CannotOpen as error:
+        except DecryptionFailed as error:
             job = encrypted.unreadable(job, str(error))
         if job.failure is not None:
             changed["failure"] = await self.opened_failure(tenant, job_id, job.failure)
         return msgspec.structs.replace(job, **changed) if changed else job
 
     async def opened_result(self, tenant: TenantId, job_id: JobId, result: JobResult) -> JobResult:
-        """Raises `CannotOpen`."""
+        """Raises `DecryptionFailed`."""
         if (bytes_ := encrypted.in_result(result)) is None:
             return result
         return _results.decode(await self._open(tenant, job_id, "result", bytes_))
@@ -104,7 +111,7 @@ class Sealer:
             return failure
         try:
             return _failures.decode(await self._open(tenant, job_id, "failure", bytes_))
-        except CannotOpen as error:
+        except DecryptionFailed as error:
             return Failure(failure.kind, f"what was said of it cannot be read: {error}")
 
     async def opened_attempt(self, tenant: TenantId, job_id: JobId, attempt: Attempt) -> Attempt:
@@ -118,13 +125,13 @@ class Sealer:
             return fact
         try:
             data = _data.decode(await self._open(tenant, fact.job_id, "fact", bytes_))
-        except CannotOpen as error:
+        except DecryptionFailed as error:
             data = {"message": f"what was said of it cannot be read: {error}"}
         return msgspec.structs.replace(fact, data=data)
 
     async def _open(self, tenant: TenantId, job_id: JobId, kind: Kind, value: bytes) -> bytes:
         key = await self._keyring.to_open(tenant, key_id_of(value))
-        return open_value(key, Place(tenant, job_id, kind), value)
+        return open_value(key, ValueContext(tenant, job_id, kind), value)
 
 
 def _parts(job: Job) -> dict[str, Any]:

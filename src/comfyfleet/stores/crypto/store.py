@@ -12,14 +12,19 @@ from typing import Any, cast
 import msgspec
 from msgspec import UNSET
 
-from comfyfleet.model.calls import Applicant, FinishedRun, Foreign, ForeignReport
-from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseOffer, Phase, Write, Written
+from comfyfleet.model.calls import (
+    DirectWorkerBacklog,
+    DirectWorkerCompletion,
+    DirectWorkerFailure,
+    PendingRegistration,
+)
+from comfyfleet.model.dispatch import Attempt, Dispatch, LeaseOffer, Phase, Write, WriteResult
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.ports import ForeignWorkers, Records, Store
+from comfyfleet.ports import DirectWorkerInbox, Records, Store
 from comfyfleet.stores.crypto.keyring import Keyring
-from comfyfleet.stores.crypto.payload_cipher import Sealer
+from comfyfleet.stores.crypto.payload_cipher import PayloadCipher
 
 _MOST_TENANTS = 10_000
 _REFUSAL = (
@@ -30,17 +35,17 @@ _REFUSAL = (
 
 def sealed_store(inner: Store, keyring: Keyring) -> Store:
     """The keyring's documents lie in the cabinet of the inner store."""
-    return cast("Store", SealedStore(inner, keyring))
+    return cast("Store", EncryptedStore(inner, keyring))
 
 
-class SealedStore:
+class EncryptedStore:
     def __init__(self, inner: Store, keyring: Keyring) -> None:
         self._inner = inner
         self._keyring = keyring
-        self._sealer = Sealer(keyring)
-        self._tenants = Tenants()
-        self.records: Records = SealedRecords(inner.records, self._sealer, self._tenants)
-        self.foreign = None if inner.foreign is None else SealedForeign(inner.foreign, keyring)
+        self._sealer = PayloadCipher(keyring)
+        self._tenants = TenantCache()
+        self.records: Records = EncryptedRecords(inner.records, self._sealer, self._tenants)
+        self.foreign = None if inner.foreign is None else EncryptedDirectWorkerInbox(inner.foreign, keyring)
 
     def __getattr__(self, name: str) -> Any:
         # What is not about payloads is the inner store's own, also what its port has yet to learn.
@@ -54,19 +59,19 @@ class SealedStore:
             for worker_id in (await self.foreign.look(1)).seen:
                 await self._inner.remove_worker(worker_id)
 
-    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         self._tenants.note(job.job_id, job.tenant)
         if self._keyring.seals:
             dispatch = without_digest(dispatch)
         return await self._inner.enqueue(dispatch, await self._sealer.job(job), facts)
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         sealed = await self._sealed(write)
         return None if sealed is None else _told(await self._inner.write(sealed), write)
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
-    ) -> tuple[Written | None, Written | None]:
+    ) -> tuple[WriteResult | None, WriteResult | None]:
         sealed = await self._sealed(write)
         if sealed is None:
             return None, None
@@ -113,7 +118,7 @@ class SealedStore:
         return tenant
 
 
-class Tenants:
+class TenantCache:
     """Whose the jobs are that were seen here lately. A job's tenant never changes."""
 
     def __init__(self) -> None:
@@ -133,7 +138,7 @@ def without_digest(dispatch: Dispatch) -> Dispatch:
     return msgspec.structs.replace(dispatch, payload_sha256=None)
 
 
-def _told(written: Written | None, write: Write) -> Written | None:
+def _told(written: WriteResult | None, write: Write) -> WriteResult | None:
     """As it was asked for: whoever hears of it now need not open it first."""
     if written is None or not write.facts:
         return written
@@ -141,11 +146,11 @@ def _told(written: Written | None, write: Write) -> Written | None:
         msgspec.structs.replace(fact, data=draft.data)
         for fact, draft in zip(written.facts, write.facts, strict=True)
     )
-    return Written(written.dispatch, facts)
+    return WriteResult(written.dispatch, facts)
 
 
-class SealedRecords:
-    def __init__(self, inner: Records, sealer: Sealer, tenants: Tenants) -> None:
+class EncryptedRecords:
+    def __init__(self, inner: Records, sealer: PayloadCipher, tenants: TenantCache) -> None:
         self._inner = inner
         self._sealer = sealer
         self._tenants = tenants
@@ -177,17 +182,17 @@ class SealedRecords:
         return await self._sealer.opened(job)
 
 
-class SealedForeign:
+class EncryptedDirectWorkerInbox:
     """The door of workers without an engine, shut: nobody new is let in, and who is in may leave."""
 
-    def __init__(self, inner: ForeignWorkers, keyring: Keyring) -> None:
+    def __init__(self, inner: DirectWorkerInbox, keyring: Keyring) -> None:
         self._inner = inner
         self._keyring = keyring
 
     def listen(self, wake: Callable[[], None]) -> None:
         self._inner.listen(wake)
 
-    async def look(self, limit: int) -> Foreign:
+    async def look(self, limit: int) -> DirectWorkerBacklog:
         found = await self._inner.look(limit)
         if not self._keyring.seals:
             return found
@@ -197,14 +202,14 @@ class SealedForeign:
         ]
         return msgspec.structs.replace(found, applicants=tuple(shut))
 
-    async def admitted(self, applicant: Applicant) -> None:
+    async def admitted(self, applicant: PendingRegistration) -> None:
         await self._inner.admitted(applicant)
 
-    async def refuse(self, applicant: Applicant, reason: str) -> None:
+    async def refuse(self, applicant: PendingRegistration, reason: str) -> None:
         await self._inner.refuse(applicant, reason)
 
-    async def settled(self, report: ForeignReport) -> None:
+    async def settled(self, report: DirectWorkerFailure) -> None:
         await self._inner.settled(report)
 
-    async def take_finished(self, limit: int) -> list[FinishedRun]:
+    async def take_finished(self, limit: int) -> list[DirectWorkerCompletion]:
         return await self._inner.take_finished(limit)

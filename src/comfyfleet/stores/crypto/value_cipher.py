@@ -29,7 +29,7 @@ _FOR_JOBS = b"comfyfleet key of a job 1\0"
 _FOR_DATA_KEYS = "comfyfleet data key 1"
 
 
-class Place(NamedTuple):
+class ValueContext(NamedTuple):
     """Where a value belongs. Moved to any other place it does not open."""
 
     tenant: TenantId
@@ -49,7 +49,7 @@ class DataKey(msgspec.Struct, frozen=True):
         return f"DataKey({self.key_id})"
 
 
-class CannotOpen(Exception):
+class DecryptionFailed(Exception):
     """Why, for people."""
 
 
@@ -57,7 +57,7 @@ def new_key_id(now: float) -> str:
     return f"{int(now * 1000):012x}{secrets.token_hex(_ID_BYTES - 6)}"
 
 
-def seal(key: DataKey, place: Place, plain: bytes) -> bytes:
+def seal(key: DataKey, place: ValueContext, plain: bytes) -> bytes:
     head = _FORMAT + bytes.fromhex(key.key_id)
     nonce = secrets.token_bytes(_NONCE_BYTES)
     return head + nonce + _cipher(key, place).encrypt(nonce, plain, _bound(head, place))
@@ -66,25 +66,25 @@ def seal(key: DataKey, place: Place, plain: bytes) -> bytes:
 def key_id_of(sealed: bytes) -> str:
     """Which data key opens it."""
     if sealed[: len(_FORMAT)] != _FORMAT or len(sealed) < _HEAD_BYTES + _NONCE_BYTES + _TAG_BYTES:
-        raise CannotOpen("it is sealed in a form that this version does not know, or was damaged")
+        raise DecryptionFailed("it is sealed in a form that this version does not know, or was damaged")
     return sealed[len(_FORMAT) : _HEAD_BYTES].hex()
 
 
-def open_value(key: DataKey, place: Place, sealed: bytes) -> bytes:
+def open_value(key: DataKey, place: ValueContext, sealed: bytes) -> bytes:
     head, nonce = sealed[:_HEAD_BYTES], sealed[_HEAD_BYTES : _HEAD_BYTES + _NONCE_BYTES]
     try:
         return _cipher(key, place).decrypt(nonce, sealed[_HEAD_BYTES + _NONCE_BYTES :], _bound(head, place))
     except InvalidTag:
-        raise CannotOpen(
+        raise DecryptionFailed(
             f"its {place.kind} was changed, or moved here from another job: it does not fit its seal"
         ) from None
 
 
-def _cipher(key: DataKey, place: Place) -> AESGCM:
+def _cipher(key: DataKey, place: ValueContext) -> AESGCM:
     return AESGCM(hmac.digest(key.secret, _FOR_JOBS + place.job_id.encode(), hashlib.sha256))
 
 
-def _bound(head: bytes, place: Place) -> bytes:
+def _bound(head: bytes, place: ValueContext) -> bytes:
     # Packed, not joined: no two places give the same bytes.
     return msgspec.msgpack.encode((head, *place))
 

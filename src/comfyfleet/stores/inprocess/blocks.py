@@ -7,7 +7,7 @@ from itertools import chain
 
 from comfyfleet.model.block import EVERY_WORKER, Block, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
-from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_stats import WorkflowStats
 
 MAX_PAIRS_PER_WORKER = 1024
 MAX_LESSONS = 100_000
@@ -15,7 +15,7 @@ MAX_LESSONS = 100_000
 _NOTHING: frozenset[str] = frozenset()
 
 
-class BlockShelf:
+class BlockTable:
     """Counting records and blocks in force by worker. Reading changes nothing."""
 
     def __init__(self) -> None:
@@ -98,19 +98,19 @@ class BlockShelf:
         return None
 
 
-class LessonShelf:
+class WorkflowStatsTable:
     """The newest lessons; the longest unused is forgotten first."""
 
     def __init__(self) -> None:
-        self._lessons: dict[WorkflowHash, Lesson] = {}
+        self._lessons: dict[WorkflowHash, WorkflowStats] = {}
 
-    def get(self, workflow_hash: WorkflowHash) -> Lesson | None:
+    def get(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         return self._lessons.get(workflow_hash)
 
-    def listing(self) -> list[Lesson]:
+    def listing(self) -> list[WorkflowStats]:
         return list(self._lessons.values())
 
-    def put(self, lesson: Lesson) -> WorkflowHash | None:
+    def put(self, lesson: WorkflowStats) -> WorkflowHash | None:
         """Answers the one that was forgotten to make room."""
         self._lessons.pop(lesson.workflow_hash, None)
         self._lessons[lesson.workflow_hash] = lesson

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.tenant import Share, TenantTerms, start_among
+from comfyfleet.model.tenant import TenantShare, TenantTerms, start_among
 from comfyfleet.stores.inprocess.lane_index import LaneIndex
 
 
-class ShareBook:
+class FairShareState:
     def __init__(self, index: LaneIndex) -> None:
         self.is_fair = False
         """Whether anybody has, or has had, terms."""
@@ -57,8 +57,8 @@ class ShareBook:
         ends = (terms.held_until for terms in self.terms.values())
         return min((end for end in ends if end is not None and end > now), default=None)
 
-    def of(self, tenant: TenantId) -> Share:
-        return Share(
+    def of(self, tenant: TenantId) -> TenantShare:
+        return TenantShare(
             tenant,
             self._index.virtual_time(tenant),
             self.credits.get(tenant, 0.0),
@@ -75,7 +75,7 @@ class ShareBook:
         terms = self.terms.get(tenant)
         return 1.0 if terms is None else terms.weight
 
-    def take_in(self, share: Share) -> None:
+    def take_in(self, share: TenantShare) -> None:
         """As it was kept elsewhere; its jobs are counted as they come."""
         self._index.advance(share.tenant, share.virtual_time)
         self.credits[share.tenant] = share.credit
@@ -130,7 +130,7 @@ class ShareBook:
         others = {*self._waiting, *self._leased} - {tenant}
         return start_among(map(self.of, others), self._index.greatest_virtual_time())
 
-    def _keep(self, share: Share) -> None:
+    def _keep(self, share: TenantShare) -> None:
         self._index.advance(share.tenant, share.virtual_time)
         self.credits[share.tenant] = share.credit
         self.changed[share.tenant] = None
@@ -154,11 +154,11 @@ def _add(counter: Counter[TenantId], tenant: TenantId, by: int) -> None:
         del counter[tenant]
 
 
-class MemoryShares:
+class MemoryFairShare:
     """The port of the memory store."""
 
     def __init__(
-        self, book: ShareBook, now: Callable[[], float], jobs: Callable[[], Iterable[Dispatch]]
+        self, book: FairShareState, now: Callable[[], float], jobs: Callable[[], Iterable[Dispatch]]
     ) -> None:
         self._book = book
         self._now = now
@@ -176,7 +176,7 @@ class MemoryShares:
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         self._book.advance(tenant, seconds)
 
-    async def of(self, tenant: TenantId) -> Share:
+    async def of(self, tenant: TenantId) -> TenantShare:
         return self._book.of(tenant)
 
     async def next_hold_end(self) -> float | None:

@@ -7,17 +7,17 @@ from typing import TypeVar
 
 import msgspec
 
-from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId
-from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.stores.inprocess.memory_records import MemoryEntry
-from comfyfleet.stores.inprocess.queue_state import Ending, Entry, Kept
+from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=QueueEntry)
 
 
-def place(kept: Kept[E], entry: E, whole: WholeJob, now: float) -> E:
+def place(kept: QueueState[E], entry: E, whole: JobSnapshot, now: float) -> E:
     """Puts a job that came from elsewhere behind everything that is here."""
     assert whole.dispatch.lease is None, "a leased job does not move"
     kept.sequence += 1
@@ -25,7 +25,7 @@ def place(kept: Kept[E], entry: E, whole: WholeJob, now: float) -> E:
     entry.attempts, entry.fact_count = whole.attempts, len(whole.facts)
     if entry.dispatch.phase.is_final:
         kept.endings += 1
-        entry.ending = Ending(kept.endings, now)
+        entry.ending = EndedLease(kept.endings, now)
     kept.take_in(entry)
     return entry
 
@@ -34,10 +34,10 @@ def is_as_read(found: Dispatch | None, read: Dispatch) -> bool:
     return found is not None and found.lease is None and found.revision == read.revision
 
 
-class MemoryMoving:
+class MemoryJobTransfer:
     def __init__(
         self,
-        kept: Kept[MemoryEntry],
+        kept: QueueState[MemoryEntry],
         now: Callable[[], float],
         note_end: Callable[[MemoryEntry], None],
         forget: Callable[[MemoryEntry], None],
@@ -47,13 +47,13 @@ class MemoryMoving:
         self._note_end = note_end
         self._forget = forget
 
-    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
+    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         kept = self._kept
         if not all(kept.has_classes(each.dispatch) for each in jobs):
             return None
         return [self._adopt(each).dispatch for each in jobs]
 
-    def _adopt(self, whole: WholeJob) -> MemoryEntry:
+    def _adopt(self, whole: JobSnapshot) -> MemoryEntry:
         job = whole.job
         known: JobId | None = job.job_id
         if job.job_id not in self._kept.entries and job.reference is not None:
@@ -74,5 +74,5 @@ class MemoryMoving:
                 self._forget(entry)
         return answers
 
-    async def lessons(self) -> list[Lesson]:
+    async def lessons(self) -> list[WorkflowStats]:
         return self._kept.lessons.listing()

@@ -6,10 +6,10 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.fact import Fact
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
-from comfyfleet.stores.inprocess.queue_state import Entry
+from comfyfleet.stores.inprocess.queue_state import QueueEntry
 
 
-class MemoryEntry(Entry, kw_only=True, eq=False, gc=False):
+class MemoryEntry(QueueEntry, kw_only=True, eq=False, gc=False):
     """All that is kept of one job."""
 
     job: Job

@@ -26,29 +26,29 @@ from comfyfleet.model.dispatch import (
     LeaseOffer,
     LeaseRef,
     Phase,
-    Standing,
+    Readiness,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
 from comfyfleet.stores.guards import extended, granted, holds, is_held
-from comfyfleet.stores.inprocess.blocks import BlockShelf, LessonShelf
+from comfyfleet.stores.inprocess.blocks import BlockTable, WorkflowStatsTable
 from comfyfleet.stores.inprocess.due_times import DueTimes
-from comfyfleet.stores.inprocess.fair_share import ShareBook
+from comfyfleet.stores.inprocess.fair_share import FairShareState
 from comfyfleet.stores.inprocess.lane_index import LaneIndex
 
 
-class Ending(NamedTuple):
+class EndedLease(NamedTuple):
     number: int
     """Two jobs that end at one moment still end one after the other."""
     at: float
 
 
-class Entry(msgspec.Struct, kw_only=True, eq=False, gc=False):
+class QueueEntry(msgspec.Struct, kw_only=True, eq=False, gc=False):
     """What every in-process store keeps of a job. Stores add what else they hold of it.
 
     There are hundreds of thousands: each is as small as can be, and nothing in it refers back to it.
@@ -57,23 +57,23 @@ class Entry(msgspec.Struct, kw_only=True, eq=False, gc=False):
     dispatch: Dispatch
     attempts: tuple[Attempt, ...] = ()
     fact_count: int = 0
-    ending: Ending | None = None
+    ending: EndedLease | None = None
 
     @property
     def reference(self) -> str | None:
         raise NotImplementedError
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=QueueEntry)
 
 # Asked for at every step: to read a name of a module is several times as fast as to ask an enum.
-_QUEUED, _LEASED, _IN_LANE = Phase.QUEUED, Phase.LEASED, Standing.IN_LANE
+_QUEUED, _LEASED, _IN_LANE = Phase.QUEUED, Phase.LEASED, Readiness.IN_LANE
 _NOTHING: frozenset[int] = frozenset()
 _SET_S = 1.0
 """Two clocks that differ by less than this more than before have been asked one after the other."""
 
 
-class Kept(Generic[E]):
+class QueueState(Generic[E]):
     def __init__(self, clock: Clock, epoch: int) -> None:
         self.epoch = epoch
         self.entries: dict[JobId, E] = {}
@@ -81,8 +81,8 @@ class Kept(Generic[E]):
         self.classes: dict[ClassKey, RequirementClass] = {}
         self.table_version = 0
         self.workers: dict[WorkerId, WorkerRecord] = {}
-        self.blocks = BlockShelf()
-        self.lessons = LessonShelf()
+        self.blocks = BlockTable()
+        self.lessons = WorkflowStatsTable()
         self.by_phase = dict.fromkeys(Phase, 0)
         self.payload_bytes = 0
         self.sequence = 0
@@ -93,7 +93,7 @@ class Kept(Generic[E]):
         self.forgotten: list[Pair] = []
         """Pairs that the blocks of the latest write pushed out."""
         self.index = LaneIndex()
-        self.shares = ShareBook(self.index)
+        self.shares = FairShareState(self.index)
         self._clock = clock
         self._began = clock.now() - clock.monotonic()
         """By the clock as it is set now, when the one that nobody sets stood at 0."""
@@ -104,12 +104,14 @@ class Kept(Generic[E]):
         self._leases_of: dict[WorkerId, dict[JobId, None]] = {}
         self._polls: dict[PollId, JobId] = {}
         self._due = DueTimes(self._due_at)
-        self._by_standing = dict.fromkeys(Standing, 0)
+        self._by_standing = dict.fromkeys(Readiness, 0)
 
     # the table profile × class
 
-    def table(self) -> Table:
-        return Table(self.table_version, MappingProxyType(self.classes), frozenset(self.index.profiles()))
+    def table(self) -> EligibilityMatrix:
+        return EligibilityMatrix(
+            self.table_version, MappingProxyType(self.classes), frozenset(self.index.profiles())
+        )
 
     def put_class(
         self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int
@@ -133,7 +135,7 @@ class Kept(Generic[E]):
 
     # jobs
 
-    def enqueue(self, entry: E, drafts: Sequence[FactDraft]) -> Written | None:
+    def enqueue(self, entry: E, drafts: Sequence[FactDraft]) -> WriteResult | None:
         """Its place in line is given here. Whether its id or reference is taken was asked before."""
         dispatch = entry.dispatch
         if not self.has_classes(dispatch):
@@ -144,7 +146,7 @@ class Kept(Generic[E]):
         self._know(entry)
         self._note_end(entry)
         self._arrive(entry, is_newcomer=not self.shares.is_open(dispatch.tenant))
-        return Written(dispatch, self._note(entry, drafts))
+        return WriteResult(dispatch, self._note(entry, drafts))
 
     def has_classes(self, dispatch: Dispatch) -> bool:
         """Whether the table has a row for all the classes an open job may be of."""
@@ -179,7 +181,7 @@ class Kept(Generic[E]):
             for lane, sequence, virtual_time in found
         ]
 
-    def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         entry = self.entries.get(job_id)
         if entry is None or not entry.dispatch.stands_in_lane or self.is_paused:
             return None
@@ -196,7 +198,7 @@ class Kept(Generic[E]):
             return None
         return self._grant(entry, entry.dispatch.lane, offer)
 
-    def lease_next(self, offer: LeaseOffer) -> Written | None:
+    def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         if self.is_paused or not self._is_as_matched(offer):
             return None
         now = self._now()
@@ -217,7 +219,7 @@ class Kept(Generic[E]):
         job_id = self._polls.get(poll_id)
         return None if job_id is None else self.entries[job_id].dispatch
 
-    def write(self, write: Write) -> Written | None:
+    def write(self, write: Write) -> WriteResult | None:
         """All but the job's record, which is the store's own."""
         entry = self.entries.get(write.job_id)
         if entry is None or not holds(entry.dispatch, write):
@@ -241,7 +243,7 @@ class Kept(Generic[E]):
             self.forgotten = [gone for block in write.blocks if (gone := self.blocks.put(block)) is not None]
         for pair in write.lifted:
             self.blocks.lift(pair)
-        return Written(after, self._note(entry, write.facts))
+        return WriteResult(after, self._note(entry, write.facts))
 
     def heartbeat(self, ref: LeaseRef, ttl_s: float) -> LeaseState:
         entry = self.entries.get(ref.job_id)
@@ -285,9 +287,9 @@ class Kept(Generic[E]):
 
     def counts(self) -> Counts:
         return Counts(
-            waiting=self._by_standing[Standing.IN_LANE],
-            delayed=self._by_standing[Standing.DELAYED],
-            paused=self._by_standing[Standing.PAUSED],
+            waiting=self._by_standing[Readiness.IN_LANE],
+            delayed=self._by_standing[Readiness.DELAYED],
+            paused=self._by_standing[Readiness.PAUSED],
             by_phase=dict(self.by_phase),
             payload_bytes=self.payload_bytes,
         )
@@ -380,7 +382,7 @@ class Kept(Generic[E]):
         phase, entry.ending = entry.dispatch.phase, None
         if phase is not _QUEUED and phase is not _LEASED:
             self.endings += 1
-            entry.ending = Ending(self.endings, self._now())
+            entry.ending = EndedLease(self.endings, self._now())
 
     def _now(self) -> float:
         """A lease ends when it has lasted long enough, also if somebody sets the clock meanwhile."""
@@ -430,7 +432,7 @@ class Kept(Generic[E]):
         entry.fact_count = number
         return tuple(facts)
 
-    def _grant(self, entry: E, lane: LaneKey, offer: LeaseOffer) -> Written:
+    def _grant(self, entry: E, lane: LaneKey, offer: LeaseOffer) -> WriteResult:
         now = self._now()
         before = entry.dispatch
         self._note_ttl(max(offer.ttl_s, offer.acknowledge_s))
@@ -449,7 +451,7 @@ class Kept(Generic[E]):
         self._begin_lease(after, lease)
         entry.attempts += (attempt,)
         entry.fact_count += 1
-        return Written(after, (fact,))
+        return WriteResult(after, (fact,))
 
     def _begin_lease(self, dispatch: Dispatch, lease: Lease) -> None:
         self._leases_of.setdefault(lease.worker_id, {})[dispatch.job_id] = None

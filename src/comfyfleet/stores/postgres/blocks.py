@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from comfyfleet.model.block import Block, Pair
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 from comfyfleet.stores.inprocess.blocks import MAX_LESSONS, MAX_PAIRS_PER_WORKER
 from comfyfleet.stores.postgres import codec
-from comfyfleet.stores.postgres.connections import Step
+from comfyfleet.stores.postgres.connections import SqlStep
 
 _PUT_BLOCK = """
 INSERT INTO comfyfleet.blocks (worker_id, target, worker_order, number, blocked_until, body)
@@ -61,26 +61,26 @@ ON CONFLICT (worker_id) DO NOTHING RETURNING worker_id
 """
 
 
-async def _held_worker(step: Step, worker_id: WorkerId) -> WorkerRecord | None:
+async def _held_worker(step: SqlStep, worker_id: WorkerId) -> WorkerRecord | None:
     row = await step.row("SELECT body FROM comfyfleet.workers WHERE worker_id = %s FOR UPDATE", (worker_id,))
     return None if row is None else codec.decode_worker(row[0])
 
 
-def _write_worker(step: Step, worker: WorkerRecord) -> None:
+def _write_worker(step: SqlStep, worker: WorkerRecord) -> None:
     values = (codec.encode(worker), worker.worker_id)
     step.add("UPDATE comfyfleet.workers SET body = %s WHERE worker_id = %s", values)
 
 
-async def put_worker(step: Step, worker: WorkerRecord) -> None:
+async def put_worker(step: SqlStep, worker: WorkerRecord) -> None:
     step.add(_PUT_WORKER, (worker.worker_id, codec.encode(worker)))
 
 
-async def add_worker(step: Step, worker: WorkerRecord) -> bool:
+async def add_worker(step: SqlStep, worker: WorkerRecord) -> bool:
     values = (worker.worker_id, codec.encode(worker))
     return await step.row(_ADD_WORKER, values) is not None
 
 
-async def replace_worker(step: Step, worker: WorkerRecord) -> bool:
+async def replace_worker(step: SqlStep, worker: WorkerRecord) -> bool:
     stored = await _held_worker(step, worker.worker_id)
     if stored is None or stored.revision != worker.revision:
         return False
@@ -88,7 +88,7 @@ async def replace_worker(step: Step, worker: WorkerRecord) -> bool:
     return True
 
 
-async def note_worker(step: Step, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
+async def note_worker(step: SqlStep, worker_id: WorkerId, delta: WorkerDelta) -> WorkerRecord | None:
     stored = await _held_worker(step, worker_id)
     if stored is None:
         return None
@@ -97,12 +97,12 @@ async def note_worker(step: Step, worker_id: WorkerId, delta: WorkerDelta) -> Wo
     return noted
 
 
-async def get_block(step: Step, pair: Pair) -> Block | None:
+async def get_block(step: SqlStep, pair: Pair) -> Block | None:
     row = await step.row("SELECT body FROM comfyfleet.blocks WHERE worker_id = %s AND target = %s", pair)
     return None if row is None else codec.decode_block(row[0])
 
 
-async def list_blocks(step: Step, worker_id: WorkerId | None) -> list[Block]:
+async def list_blocks(step: SqlStep, worker_id: WorkerId | None) -> list[Block]:
     found = await step.rows(
         "SELECT body FROM comfyfleet.blocks WHERE %(worker_id)s::text IS NULL OR worker_id = %(worker_id)s "
         "ORDER BY worker_order, number",
@@ -111,7 +111,7 @@ async def list_blocks(step: Step, worker_id: WorkerId | None) -> list[Block]:
     return [codec.decode_block(row[0]) for row in found]
 
 
-def put_block(step: Step, block: Block) -> None:
+def put_block(step: SqlStep, block: Block) -> None:
     step.add(
         _PUT_BLOCK,
         {
@@ -124,44 +124,44 @@ def put_block(step: Step, block: Block) -> None:
     step.add(_BOUND_BLOCKS, {"worker_id": block.worker_id, "most": MAX_PAIRS_PER_WORKER})
 
 
-async def lift(step: Step, pairs: Sequence[Pair]) -> list[Block]:
+async def lift(step: SqlStep, pairs: Sequence[Pair]) -> list[Block]:
     if not pairs:
         return []
     answers = await step.ask(*((_LIFT, pair) for pair in pairs))
     return [codec.decode_block(row[0]) for found in answers for row in found]
 
 
-def lift_unseen(step: Step, pairs: Sequence[Pair]) -> None:
+def lift_unseen(step: SqlStep, pairs: Sequence[Pair]) -> None:
     for pair in pairs:
         step.add(_LIFT, pair)
 
 
-async def take_expired(step: Step, now: float) -> list[Block]:
+async def take_expired(step: SqlStep, now: float) -> list[Block]:
     found = await step.rows("DELETE FROM comfyfleet.blocks WHERE blocked_until <= %s RETURNING body", (now,))
     expired = [codec.decode_block(row[0]) for row in found]
     return sorted(expired, key=lambda block: (block.blocked_until or 0.0, block.worker_id, block.target))
 
 
-async def next_end(step: Step) -> float | None:
+async def next_end(step: SqlStep) -> float | None:
     row = await step.row("SELECT min(blocked_until) FROM comfyfleet.blocks")
     return None if row is None else row[0]
 
 
-async def get_lesson(step: Step, workflow_hash: WorkflowHash) -> Lesson | None:
+async def get_lesson(step: SqlStep, workflow_hash: WorkflowHash) -> WorkflowStats | None:
     row = await step.row("SELECT body FROM comfyfleet.lessons WHERE workflow_hash = %s", (workflow_hash,))
     return None if row is None else codec.decode_lesson(row[0])
 
 
-async def put_lesson(step: Step, lesson: Lesson) -> None:
+async def put_lesson(step: SqlStep, lesson: WorkflowStats) -> None:
     row = await step.row(_PUT_LESSON, (lesson.workflow_hash, codec.encode(lesson)))
     # The longest unused are forgotten now and then: counting them at every lesson would cost more than they do.
     if row is not None and row[0] % _BOUND_LESSONS_EVERY == 0:
         step.add(_BOUND_LESSONS, (MAX_LESSONS,))
 
 
-async def learn(step: Step, delta: LessonDelta) -> Lesson:
+async def learn(step: SqlStep, delta: WorkflowStatsDelta) -> WorkflowStats:
     # There must be a row to hold, or two that learn the first lesson would each write their own.
-    empty = codec.encode(Lesson(delta.workflow_hash))
+    empty = codec.encode(WorkflowStats(delta.workflow_hash))
     found = await step.ask(
         (_BEGIN_LESSON, (delta.workflow_hash, empty)), (_HOLD_LESSON, (delta.workflow_hash,))
     )

@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.stores.postgres.connections import Connection, Pool
+from comfyfleet.stores.postgres.connections import Connection, ConnectionPool
 from comfyfleet.stores.postgres.schema import check_server, known_migrations, missing_migrations
 
 _SETTINGS = ("server_version", "synchronous_commit", "fsync", "full_page_writes", "autovacuum")
@@ -57,7 +57,7 @@ _SHOWN = 5
 
 
 async def examine_postgres(url: str) -> dict[str, Any]:
-    pool = Pool(url)
+    pool = ConnectionPool(url)
     connection = await pool.connect()
     problems: list[str] = []
     settings: dict[str, Any] = {}
@@ -96,7 +96,7 @@ async def examine_postgres(url: str) -> dict[str, Any]:
 
 
 async def has_tables(url: str) -> bool:
-    async with await Pool(url).connect() as connection:
+    async with await ConnectionPool(url).connect() as connection:
         known = known_migrations()
         return known[0] not in await missing_migrations(connection, known)
 

@@ -14,7 +14,7 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_stats import WorkflowStats
 
 _ENCODER = msgspec.json.Encoder()
 _NO_PAYLOAD = Submission({})
@@ -33,7 +33,7 @@ _Record = msgspec.defstruct(
 decode_dispatch = msgspec.json.Decoder(Dispatch).decode
 decode_attempt = msgspec.json.Decoder(Attempt).decode
 decode_block = msgspec.json.Decoder(Block).decode
-decode_lesson = msgspec.json.Decoder(Lesson).decode
+decode_lesson = msgspec.json.Decoder(WorkflowStats).decode
 decode_class = msgspec.json.Decoder(RequirementClass).decode
 decode_worker = msgspec.json.Decoder(WorkerRecord).decode
 _decode_record = msgspec.json.Decoder(_Record).decode

@@ -59,7 +59,7 @@ class Later:
         self.rows: list[Row] = []
 
 
-class Step:
+class SqlStep:
     """Statements on one connection, sent in as few messages as can be.
 
     What is added is sent together with the next question, or with the commit: a step costs one round trip for each
@@ -135,7 +135,7 @@ class Step:
         return answers
 
 
-class Pool:
+class ConnectionPool:
     def __init__(self, url: str, size: int = 8) -> None:
         try:
             parts = conninfo_to_dict(url)
@@ -167,22 +167,22 @@ class Pool:
         connection.adapters.register_loader("json", TextLoader)
         return connection
 
-    async def transact(self, work: Callable[[Step], Awaitable[_Answer]]) -> _Answer:
+    async def transact(self, work: Callable[[SqlStep], Awaitable[_Answer]]) -> _Answer:
         """Runs `work` in one transaction. Where the server rolled it back because of others, or the connection broke
         before the commit was sent, nothing was done and it is run again."""
         return await self._run(work, is_transaction=True)
 
-    async def read(self, work: Callable[[Step], Awaitable[_Answer]]) -> _Answer:
+    async def read(self, work: Callable[[SqlStep], Awaitable[_Answer]]) -> _Answer:
         """Runs `work`, which changes nothing; each of its questions is answered as of its own moment."""
         return await self._run(work, is_transaction=False)
 
-    async def _run(self, work: Callable[[Step], Awaitable[_Answer]], *, is_transaction: bool) -> _Answer:
+    async def _run(self, work: Callable[[SqlStep], Awaitable[_Answer]], *, is_transaction: bool) -> _Answer:
         if self._is_closed:
             raise Fault("this store was closed; open a new one")
         async with self._room:
             for tries_left in reversed(range(MAX_TRIES)):
                 connection = self._idle.pop() if self._idle else await self.connect()
-                step = Step(connection, is_transaction=is_transaction)
+                step = SqlStep(connection, is_transaction=is_transaction)
                 try:
                     answer = await work(step)
                     await step.end()
@@ -196,7 +196,7 @@ class Pool:
         raise AssertionError("the last try answers or raises")
 
     async def _consider(
-        self, error: psycopg.Error, connection: Connection, step: Step, tries_left: int
+        self, error: psycopg.Error, connection: Connection, step: SqlStep, tries_left: int
     ) -> None:
         """Returns if the work may be tried again, and raises otherwise."""
         if connection.broken or connection.closed:
@@ -263,7 +263,7 @@ Answer = TypeVar("Answer")
 MAX_GROUP = 64
 
 
-class Groups(Generic[Question, Answer]):
+class CallBatcher(Generic[Question, Answer]):
     def __init__(self, answer: Callable[[Sequence[Question]], Awaitable[Sequence[Answer]]]) -> None:
         self._answer = answer
         self._waiting: dict[Hashable, list[tuple[Question, asyncio.Future[Answer]]]] = {}

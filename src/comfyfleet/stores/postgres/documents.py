@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from comfyfleet.ports import Document
 from comfyfleet.stores.documents import check_document, check_start, is_name
-from comfyfleet.stores.postgres.connections import Pool, Row, Step, Values
+from comfyfleet.stores.postgres.connections import ConnectionPool, Row, SqlStep, Values
 
 _GET = "SELECT name, body, version FROM comfyfleet.documents WHERE drawer = %s AND name = %s"
 
@@ -32,8 +32,8 @@ SELECT name, body, version FROM comfyfleet.documents WHERE drawer = %s AND name 
 _DRAWERS = "SELECT DISTINCT drawer FROM comfyfleet.documents ORDER BY drawer"
 
 
-class PostgresCabinet:
-    def __init__(self, pool: Pool) -> None:
+class PostgresDocumentStore:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
 
     async def get(self, drawer: str, name: str) -> Document | None:
@@ -60,7 +60,7 @@ class PostgresCabinet:
         return await self._pool.read(lambda step: step.rows(query, values))
 
     async def _has_changed(self, query: str, values: Values) -> bool:
-        async def change(step: Step) -> bool:
+        async def change(step: SqlStep) -> bool:
             return await step.row(query, values) is not None
 
         return await self._pool.transact(change)

@@ -7,10 +7,10 @@ from types import MappingProxyType
 
 from comfyfleet.model.ids import ClassKey, ProfileKey
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.ports import Table
+from comfyfleet.ports import EligibilityMatrix
 from comfyfleet.stores.inprocess.lane_index import MAX_IDLE_CLASSES
 from comfyfleet.stores.postgres import codec
-from comfyfleet.stores.postgres.connections import Step
+from comfyfleet.stores.postgres.connections import SqlStep
 
 # One statement, so that version and contents are of one moment.
 _READ = """
@@ -38,7 +38,7 @@ FOR UPDATE OF c SKIP LOCKED
 _DROP = f"DELETE FROM comfyfleet.classes c WHERE c.class_key = ANY (%s) AND {_IS_IDLE} RETURNING c.class_key"
 
 
-async def read(step: Step) -> Table:
+async def read(step: SqlStep) -> EligibilityMatrix:
     version = 0
     classes: dict[ClassKey, RequirementClass] = {}
     profiles: set[ProfileKey] = set()
@@ -49,15 +49,15 @@ async def read(step: Step) -> Table:
             classes[ClassKey(key)] = codec.decode_class(body)
         else:
             profiles.add(ProfileKey(key))
-    return Table(version, MappingProxyType(classes), frozenset(profiles))
+    return EligibilityMatrix(version, MappingProxyType(classes), frozenset(profiles))
 
 
-async def _raise_version(step: Step, version: int) -> bool:
+async def _raise_version(step: SqlStep, version: int) -> bool:
     """The row is held to the end: additions to the table happen one after the other."""
     return await step.row(_RAISE_VERSION, (version,)) is not None
 
 
-async def put_class(step: Step, cls: RequirementClass, fits: Collection[ProfileKey], version: int) -> bool:
+async def put_class(step: SqlStep, cls: RequirementClass, fits: Collection[ProfileKey], version: int) -> bool:
     if not await _raise_version(step, version):
         return False
     key = cls.key
@@ -77,7 +77,7 @@ async def put_class(step: Step, cls: RequirementClass, fits: Collection[ProfileK
     return True
 
 
-async def _drop_idle(step: Step) -> None:
+async def _drop_idle(step: SqlStep) -> None:
     """Classes no open job belongs to are kept for a while, and not more than so many."""
     row = await step.row("SELECT count(*) FROM comfyfleet.classes")
     if row is None or row[0] <= MAX_IDLE_CLASSES:
@@ -88,7 +88,7 @@ async def _drop_idle(step: Step) -> None:
     step.add("DELETE FROM comfyfleet.profile_classes WHERE class_key = ANY (%s)", (dropped,))
 
 
-async def put_profile(step: Step, profile: ProfileKey, fits: Collection[ClassKey], version: int) -> bool:
+async def put_profile(step: SqlStep, profile: ProfileKey, fits: Collection[ClassKey], version: int) -> bool:
     if not await _raise_version(step, version):
         return False
     found = await step.row(
@@ -104,7 +104,7 @@ async def put_profile(step: Step, profile: ProfileKey, fits: Collection[ClassKey
     return True
 
 
-async def drop_profiles(step: Step, unused: Collection[ProfileKey]) -> None:
+async def drop_profiles(step: SqlStep, unused: Collection[ProfileKey]) -> None:
     # Additions hold this row too: a class that is being added must not be given to a profile that is going.
     step.add("SELECT FROM comfyfleet.state FOR UPDATE")
     step.add("DELETE FROM comfyfleet.profiles WHERE profile = ANY (%s)", (list(unused),))

@@ -4,7 +4,7 @@ Whoever leases or sets terms does so under one lock (`HOLD`): leases are given o
 times and caps. Whoever ends a lease does not take it; he adds to his tenant's row, by one statement, and can only let
 the tenant have more. Locks are taken in one order, so nobody waits in a circle: the job, `HOLD`, tenants, lanes, and
 the counters last; under `HOLD` a job that somebody holds is stepped over. A transaction that finds out too late that
-tenants have terms by now raises `NowFair` and is run again with the lock.
+tenants have terms by now raises `FairShareBegan` and is run again with the lock.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from comfyfleet.model.dispatch import AttemptEnd, LeaseOffer, Written
+from comfyfleet.model.dispatch import AttemptEnd, LeaseOffer, WriteResult
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.tenant import Share, TenantTerms, start_among
+from comfyfleet.model.tenant import TenantShare, TenantTerms, start_among
 from comfyfleet.stores.postgres import rows
-from comfyfleet.stores.postgres.connections import Later, Pool, Row, Step
-from comfyfleet.stores.postgres.notifications import Hints
+from comfyfleet.stores.postgres.connections import ConnectionPool, Later, Row, SqlStep
+from comfyfleet.stores.postgres.notifications import Notifications
 
 HOLD = "SELECT pg_advisory_xact_lock(7238261)"
 
@@ -50,7 +50,7 @@ FROM (VALUES (%s)) AS t (tenant)
 
 _WAITS = f"SELECT EXISTS (SELECT {_WAITING}) FROM (VALUES (%s)) AS t (tenant)"
 
-# `Share.started`, `Share.charged` and `Share.is_at_cap`, of the row as it is by then: whoever ends a lease of the
+# `TenantShare.started`, `TenantShare.charged` and `TenantShare.is_at_cap`, of the row as it is then: who ends a lease of the
 # tenant may have changed it since it was read.
 _LEASED = """
 INSERT INTO comfyfleet.tenants AS t (tenant, virtual_time, leased) VALUES (%(tenant)s, %(by)s, 1)
@@ -110,34 +110,34 @@ UPDATE comfyfleet.tenants SET has_terms = false, weight = 1, max_leased = NULL, 
 """
 
 
-class NowFair(Exception):
+class FairShareBegan(Exception):
     """Tenants have terms by now: leases are charged, which this transaction was not prepared for."""
 
 
-def share_of(row: Row) -> Share:
+def share_of(row: Row) -> TenantShare:
     """Of the columns of `lanes.SHARE`, of a tenant that has something waiting."""
     return _share((*row, 1))
 
 
-def _share(row: Row) -> Share:
+def _share(row: Row) -> TenantShare:
     tenant, virtual_time, credit, leased, is_behind, has_terms, weight, max_leased, held_until, waiting = row[
         :10
     ]
     terms = TenantTerms(tenant, weight, max_leased, held_until) if has_terms else None
-    return Share(TenantId(tenant), virtual_time, credit, waiting, leased, is_behind, terms)
+    return TenantShare(TenantId(tenant), virtual_time, credit, waiting, leased, is_behind, terms)
 
 
-async def _everyone(step: Step) -> dict[TenantId, Share]:
+async def _everyone(step: SqlStep) -> dict[TenantId, TenantShare]:
     found = map(_share, await step.rows(_ALL))
     return {share.tenant: share for share in found}
 
 
-def _start(everyone: Mapping[TenantId, Share], tenant: TenantId) -> float:
+def _start(everyone: Mapping[TenantId, TenantShare], tenant: TenantId) -> float:
     greatest = max((share.virtual_time for share in everyone.values()), default=0.0)
     return start_among((share for share in everyone.values() if share.tenant != tenant), greatest)
 
 
-async def begin_to_wait(step: Step, tenant: TenantId) -> None:
+async def begin_to_wait(step: SqlStep, tenant: TenantId) -> None:
     """Before a job enters its lane. Nothing happens to one that has others waiting or running."""
     row = await step.row(_IS_OPEN, (tenant,))
     if row is not None and not row[0]:
@@ -156,12 +156,12 @@ class Charge(msgspec.Struct, frozen=True):
 class Standings:
     """Tenants' shares under the lock, as they will be with the leases that were chosen so far."""
 
-    def __init__(self, step: Step, known: Iterable[Share]) -> None:
+    def __init__(self, step: SqlStep, known: Iterable[TenantShare]) -> None:
         self._step = step
         self._known = {share.tenant: share for share in known}
-        self._everyone: dict[TenantId, Share] | None = None
+        self._everyone: dict[TenantId, TenantShare] | None = None
 
-    def __getitem__(self, tenant: TenantId) -> Share:
+    def __getitem__(self, tenant: TenantId) -> TenantShare:
         return self._known[tenant]
 
     async def lease(self, tenant: TenantId, offer: LeaseOffer) -> Charge:
@@ -177,24 +177,24 @@ class Standings:
         return Charge(tenant, by, start)
 
 
-def take(step: Step, charge: Charge) -> float:
+def take(step: SqlStep, charge: Charge) -> float:
     """Under the lock, with the lease. Answers what the lease is charged with."""
     step.add(_LEASED, {"tenant": charge.tenant, "by": charge.by, "start": charge.start})
     return charge.by
 
 
 async def lease(
-    step: Step, tenant: TenantId, offer: LeaseOffer, test_now: float | None
+    step: SqlStep, tenant: TenantId, offer: LeaseOffer, test_now: float | None
 ) -> tuple[float, float] | None:
     """Takes the lock. The time under it, and what the lease is charged with. None: the tenant may have nothing now."""
     _, ((now,),), found = await step.ask((HOLD, ()), rows.moment(test_now), (_ONE, (tenant,)))
-    share = _share(found[0]) if found else Share(tenant, waiting=1)
+    share = _share(found[0]) if found else TenantShare(tenant, waiting=1)
     if share.is_out(now):
         return None
     return now, take(step, await Standings(step, [share]).lease(tenant, offer))
 
 
-def end(step: Step, opened: rows.Opened, attempt_end: AttemptEnd) -> Later:
+def end(step: SqlStep, opened: rows.LockedJob, attempt_end: AttemptEnd) -> Later:
     """With the end of a lease: its tenant's row alone is locked, and briefly, so this waits for no other tenant. The
     answer is one row, true where the tenant was at its cap and is not kept out any more."""
     values = {
@@ -206,15 +206,15 @@ def end(step: Step, opened: rows.Opened, attempt_end: AttemptEnd) -> Later:
     return step.add_question(_ENDED, values)
 
 
-class PostgresShares:
-    def __init__(self, pool: Pool, now: Callable[[], float | None], hints: Hints) -> None:
+class PostgresFairShare:
+    def __init__(self, pool: ConnectionPool, now: Callable[[], float | None], hints: Notifications) -> None:
         self._pool = pool
         self._now = now
         """None: time is the server's."""
         self._hints = hints
 
     async def put_terms(self, terms: TenantTerms) -> None:
-        async def put(step: Step) -> None:
+        async def put(step: SqlStep) -> None:
             _, ((is_fair,),) = await step.ask((HOLD, ()), (IS_FAIR, ()))
             if not is_fair:
                 for statement in _BEGIN:
@@ -230,7 +230,7 @@ class PostgresShares:
         self._hints.tell_all()
 
     async def remove_terms(self, tenant: TenantId) -> None:
-        async def remove(step: Step) -> None:
+        async def remove(step: SqlStep) -> None:
             step.add(HOLD)
             step.add(_REMOVE_TERMS, (tenant,))
 
@@ -238,7 +238,7 @@ class PostgresShares:
         self._hints.tell_all()
 
     async def terms(self) -> list[TenantTerms]:
-        async def read(step: Step) -> list[TenantTerms]:
+        async def read(step: SqlStep) -> list[TenantTerms]:
             found = await step.rows(f"{_ALL} WHERE t.has_terms ORDER BY t.tenant")
             return [terms for row in found if (terms := _share(row).terms) is not None]
 
@@ -247,21 +247,21 @@ class PostgresShares:
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         assert seconds >= 0, "virtual time never falls; an overcharge is deducted from the next charge"
 
-        async def charge(step: Step) -> None:
+        async def charge(step: SqlStep) -> None:
             step.add(_CHARGE, (tenant, seconds))
 
         await self._pool.transact(charge)
 
-    async def of(self, tenant: TenantId) -> Share:
-        async def read(step: Step) -> Share:
+    async def of(self, tenant: TenantId) -> TenantShare:
+        async def read(step: SqlStep) -> TenantShare:
             row = await step.row(f"{_COUNTED} WHERE t.tenant = %s", (tenant,))
             if row is None:
-                return Share(tenant)
-            return _share(row) if row[10] else Share(tenant, row[1])
+                return TenantShare(tenant)
+            return _share(row) if row[10] else TenantShare(tenant, row[1])
 
         return await self._pool.read(read)
 
-    async def tell_of(self, written: Written | None, freed: Later | None) -> None:
+    async def tell_of(self, written: WriteResult | None, freed: Later | None) -> None:
         """After a write was committed: others hear of what may be leased with it."""
         if written is None:
             return
@@ -282,7 +282,7 @@ class PostgresShares:
         return bool(found[0][0])
 
     async def next_hold_end(self) -> float | None:
-        async def read(step: Step) -> float | None:
+        async def read(step: SqlStep) -> float | None:
             (now,) = (await step.rows(*rows.moment(self._now())))[0]
             row = await step.row(
                 "SELECT min(held_until) FROM comfyfleet.tenants WHERE held_until > %s", (now,)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId
-from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.stores.postgres import codec, rows
-from comfyfleet.stores.postgres.connections import Pool, Step
+from comfyfleet.stores.postgres.connections import ConnectionPool, SqlStep
 
 _INSERT_JOB = """
 INSERT INTO comfyfleet.jobs (job_id, sequence, tenant, reference, record, payload, result)
@@ -26,15 +26,17 @@ SELECT envelope FROM (
 """
 
 
-class PostgresMoving:
-    def __init__(self, pool: Pool, now: Callable[[], float | None], tell: Callable[[], None]) -> None:
+class PostgresJobTransfer:
+    def __init__(
+        self, pool: ConnectionPool, now: Callable[[], float | None], tell: Callable[[], None]
+    ) -> None:
         self._pool = pool
         self._now = now
         """None: time is the server's."""
         self._tell = tell
 
-    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
-        async def adopt(step: Step) -> list[Dispatch] | None:
+    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
+        async def adopt(step: SqlStep) -> list[Dispatch] | None:
             classes = [key for each in jobs for key in rows.classes_of(each.dispatch)]
             if classes and not await rows.has_classes(step, classes):
                 return None
@@ -47,7 +49,7 @@ class PostgresMoving:
         return adopted
 
     async def discard(self, jobs: Sequence[Dispatch]) -> list[bool]:
-        async def discard(step: Step) -> list[bool]:
+        async def discard(step: SqlStep) -> list[bool]:
             answers: dict[JobId, bool] = {}
             # In one order, as whoever locks several jobs does.
             for each in sorted(jobs, key=lambda job: job.job_id):
@@ -56,15 +58,15 @@ class PostgresMoving:
 
         return await self._pool.transact(discard)
 
-    async def lessons(self) -> list[Lesson]:
-        async def read(step: Step) -> list[Lesson]:
+    async def lessons(self) -> list[WorkflowStats]:
+        async def read(step: SqlStep) -> list[WorkflowStats]:
             found = await step.rows("SELECT body FROM comfyfleet.lessons ORDER BY number")
             return [codec.decode_lesson(row[0]) for row in found]
 
         return await self._pool.read(read)
 
 
-async def _adopt(step: Step, whole: WholeJob, now: float) -> Dispatch:
+async def _adopt(step: SqlStep, whole: JobSnapshot, now: float) -> Dispatch:
     assert whole.dispatch.lease is None, "a leased job does not move"
     job = whole.job
     record, payload = codec.encode_record(job), codec.encode(job.payload)

@@ -14,7 +14,7 @@ import msgspec
 
 from comfyfleet.model.dispatch import Candidate, LaneKey
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId, WorkerId, WorkflowHash
-from comfyfleet.stores.postgres.connections import Step
+from comfyfleet.stores.postgres.connections import SqlStep
 
 # A bound this far behind makes every look step over what was leased since.
 MAX_LAG = 256
@@ -106,7 +106,7 @@ UPDATE comfyfleet.lanes l SET head = h.sequence FROM heads h WHERE l.lane_id = h
 """
 
 
-async def place(step: Step, lane: LaneKey, sequence: int) -> int:
+async def place(step: SqlStep, lane: LaneKey, sequence: int) -> int:
     """The lane's number, its row held so that nobody removes it or raises its bound before this transaction ends."""
     while True:
         row = await step.row(_LANE, lane)
@@ -123,7 +123,7 @@ async def place(step: Step, lane: LaneKey, sequence: int) -> int:
             return int(row[0])
 
 
-class Look(msgspec.Struct, frozen=True):
+class LaneQuery(msgspec.Struct, frozen=True):
     """What a worker's slot wants to see, and when: None is the server's own time."""
 
     worker_id: WorkerId
@@ -137,7 +137,7 @@ class Look(msgspec.Struct, frozen=True):
     """The profile that the worker must still have. None: for a look alone any will do."""
 
 
-class Seen(msgspec.Struct, frozen=True):
+class LaneView(msgspec.Struct, frozen=True):
     """The answer, when it was true, and the lanes that want tidying."""
 
     candidates: list[Candidate]
@@ -159,7 +159,7 @@ class _Page(msgspec.Struct):
     empty: list[int]
 
 
-async def window(step: Step, look: Look) -> Seen:
+async def window(step: SqlStep, look: LaneQuery) -> LaneView:
     """As many jobs as there are slots, in order; beyond them, of the same priority and of tenants within a quantum of
     the least served, the heads of further lanes."""
     first_limit = limit = look.slots + look.lanes + MAX_EMPTY
@@ -173,10 +173,10 @@ async def window(step: Step, look: Look) -> Seen:
     # Where one look was not enough, empty lanes and old bounds stood in the way.
     if limit > first_limit or len(page.empty) > MAX_EMPTY:
         untidy = [*untidy, *page.empty]
-    return Seen(found, page.now, untidy)
+    return LaneView(found, page.now, untidy)
 
 
-async def _page(step: Step, look: Look, limit: int) -> _Page:
+async def _page(step: SqlStep, look: LaneQuery, limit: int) -> _Page:
     rows = await step.rows(
         LOOK,
         {
@@ -221,7 +221,7 @@ async def _page(step: Step, look: Look, limit: int) -> _Page:
     return page
 
 
-def _choose(page: _Page, look: Look) -> tuple[list[Candidate], bool]:
+def _choose(page: _Page, look: LaneQuery) -> tuple[list[Candidate], bool]:
     """The same walk as the in-process index makes. False: the page does not reach far enough to be certain."""
     found: list[Candidate] = []
     seen: set[LaneKey] = set()
@@ -253,7 +253,7 @@ def _choose(page: _Page, look: Look) -> tuple[list[Candidate], bool]:
 def _is_full(
     found: Sequence[Candidate],
     seen: Collection[LaneKey],
-    look: Look,
+    look: LaneQuery,
     horizon: _Key,
     level: int,
     least: float,
@@ -263,14 +263,14 @@ def _is_full(
     return -horizon[0] != level or len(seen) >= look.lanes or horizon[1] > least + look.quantum_s
 
 
-async def tidy(step: Step, lanes: Sequence[int]) -> None:
+async def tidy(step: SqlStep, lanes: Sequence[int]) -> None:
     """Raises bounds that are too low and removes lanes that stand empty; leaves alone what somebody is using."""
     locked = [lane_id for (lane_id,) in await step.rows(_TIDY_LOCK, (list(lanes),))]
     # A statement of its own: it sees everything that was put into these lanes before they were locked.
     step.add(_TIDY, (locked,))
 
 
-async def tidy_empty(step: Step, limit: int) -> None:
+async def tidy_empty(step: SqlStep, limit: int) -> None:
     empty = [lane_id for (lane_id,) in await step.rows(_EMPTY_LANES, (limit,))]
     if empty:
         await tidy(step, empty)

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from comfyfleet.model.dispatch import LeaseOffer, Written
+from comfyfleet.model.dispatch import LeaseOffer, WriteResult
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.tenant import Share
+from comfyfleet.model.tenant import TenantShare
 from comfyfleet.ports import Peek
 from comfyfleet.stores.postgres import fair_share, lanes, rows
-from comfyfleet.stores.postgres.connections import Step
+from comfyfleet.stores.postgres.connections import SqlStep
 from comfyfleet.stores.postgres.fair_share import Charge, Standings
-from comfyfleet.stores.postgres.lanes import Look, Seen
+from comfyfleet.stores.postgres.lanes import LaneQuery, LaneView
 
 # How many jobs a lease looks at beyond those it wants; more only when others are taking all of those.
 SPARE = 7
@@ -124,8 +124,8 @@ UNION SELECT worker_id FROM comfyfleet.workers WHERE worker_id = ANY (%(workers)
 """
 
 
-async def peek(step: Step, query: Peek, test_now: float | None) -> Seen:
-    look = Look(
+async def peek(step: SqlStep, query: Peek, test_now: float | None) -> LaneView:
+    look = LaneQuery(
         query.worker_id,
         query.profile,
         test_now,
@@ -138,8 +138,8 @@ async def peek(step: Step, query: Peek, test_now: float | None) -> Seen:
 
 
 async def lease(
-    step: Step, job_id: JobId, offer: LeaseOffer, epoch: int, test_now: float | None, is_fair: bool
-) -> Written | None:
+    step: SqlStep, job_id: JobId, offer: LeaseOffer, epoch: int, test_now: float | None, is_fair: bool
+) -> WriteResult | None:
     """`is_fair`: tenants have terms, as far as is known here."""
     values = {
         "job_id": job_id,
@@ -165,20 +165,20 @@ async def lease(
 
 def _expect(*, is_fair: bool, is_charged: bool) -> None:
     if is_charged and not is_fair:
-        raise fair_share.NowFair
+        raise fair_share.FairShareBegan
 
 
 async def lease_next(
-    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None, is_fair: bool
-) -> tuple[list[Written | None], Sequence[int]]:
+    step: SqlStep, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None, is_fair: bool
+) -> tuple[list[WriteResult | None], Sequence[int]]:
     """A lease for each offer, if any, and the lanes that want tidying. All offers are of one profile."""
-    taken: list[Written | None] = []
+    taken: list[WriteResult | None] = []
     untidy: set[int] = set()
     parts = await _alike(step, offers, test_now)
     if is_fair:
         step.add(fair_share.HOLD)
     for alike in parts:
-        written: list[Written | None] = []
+        written: list[WriteResult | None] = []
         while len(written) < len(alike):
             rest = alike[len(written) :]
             if is_fair and len(rest) > 1:
@@ -204,7 +204,7 @@ async def lease_next(
 
 
 async def _alike(
-    step: Step, offers: Sequence[LeaseOffer], test_now: float | None
+    step: SqlStep, offers: Sequence[LeaseOffer], test_now: float | None
 ) -> list[Sequence[LeaseOffer]]:
     """Parts, in order, whose workers may all take the same jobs."""
     workers = sorted({offer.worker_id for offer in offers})
@@ -223,8 +223,8 @@ async def _alike(
 
 
 async def _take(
-    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None, is_fair: bool
-) -> tuple[list[Written | None], list[int]]:
+    step: SqlStep, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None, is_fair: bool
+) -> tuple[list[WriteResult | None], list[int]]:
     slots = len(offers) + SPARE
     values = {
         "worker_id": offers[0].worker_id,
@@ -236,7 +236,7 @@ async def _take(
         "count": len(offers),
     }
     found = await step.rows(_TAKE_FIRST, values)
-    taken: list[tuple[rows.Held, LeaseOffer, float | None]] = []
+    taken: list[tuple[rows.LockedDispatch, LeaseOffer, float | None]] = []
     for row, offer in zip(found, offers, strict=False):
         held, charge = rows.held(row[:4]), None
         _expect(is_fair=is_fair, is_charged=row[6])
@@ -244,7 +244,7 @@ async def _take(
             share = fair_share.share_of(row[7:])
             charge = fair_share.take(step, await Standings(step, [share]).lease(share.tenant, offer))
         taken.append((held, offer, charge))
-    written: list[Written | None] = []
+    written: list[WriteResult | None] = []
     written += rows.grant(step, taken, epoch, found[0][4] if found else 0.0)
     return written, [row[3] for row in found if row[5] > lanes.MAX_LAG]
 
@@ -268,8 +268,8 @@ class _Choice(msgspec.Struct, frozen=True):
 
 
 async def _take_in_turn(
-    step: Step, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None
-) -> tuple[list[Written | None], list[int]]:
+    step: SqlStep, offers: Sequence[LeaseOffer], epoch: int, test_now: float | None
+) -> tuple[list[WriteResult | None], list[int]]:
     """Under the lock: one look for all, and one for the jobs. Each lease counts when the next is chosen. Perhaps fewer
     than there are offers; those that were taken are those that come first."""
     limit = len(offers) + SPARE + lanes.MAX_EMPTY
@@ -282,7 +282,7 @@ async def _take_in_turn(
         "depth": len(offers),
     }
     lines: dict[int, _Line] = {}
-    known: dict[TenantId, Share] = {}
+    known: dict[TenantId, TenantShare] = {}
     seen = await step.rows(_LOOK_IN_TURN, values)
     now = seen[0][0] if seen else 0.0
     for _, lane_id, priority, head, sequence, job_id, *row in seen:
@@ -304,13 +304,13 @@ async def _take_in_turn(
         return [], lagging
     places = {"jobs": [each.job_id for each in chosen], "lanes": [each.lane_id for each in chosen]}
     found = [rows.held(row) for row in await step.rows(_TAKE_CHOSEN, places)]
-    taken: list[tuple[rows.Held, LeaseOffer, float | None]] = []
+    taken: list[tuple[rows.LockedDispatch, LeaseOffer, float | None]] = []
     for held, choice, offer in zip(found, chosen, offers, strict=False):
         if held.dispatch.job_id != choice.job_id:
             # Somebody else has that one, so the turns after it were others.
             break
         taken.append((held, offer, choice.charge.by))
-    written: list[Written | None] = []
+    written: list[WriteResult | None] = []
     written += rows.grant(step, taken, epoch, now)
     for choice in chosen[: len(taken)]:
         fair_share.take(step, choice.charge)
@@ -341,12 +341,12 @@ async def _choose(
 
 
 async def _search(
-    step: Step, offer: LeaseOffer, epoch: int, test_now: float | None, is_fair: bool
-) -> tuple[Written | None, Sequence[int]]:
+    step: SqlStep, offer: LeaseOffer, epoch: int, test_now: float | None, is_fair: bool
+) -> tuple[WriteResult | None, Sequence[int]]:
     slots = SPARE
     while True:
         is_last = slots == MAX_LOOK
-        look = Look(offer.worker_id, offer.profile, test_now, slots, matched=offer.profile)
+        look = LaneQuery(offer.worker_id, offer.profile, test_now, slots, matched=offer.profile)
         seen = await lanes.window(step, look)
         if not seen.candidates:
             return None, seen.untidy

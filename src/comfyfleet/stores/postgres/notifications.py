@@ -20,7 +20,7 @@ import psycopg
 from comfyfleet.model.calls import Command
 from comfyfleet.model.errors import ComfyFleetError
 from comfyfleet.model.ids import WorkerId
-from comfyfleet.stores.postgres.connections import Pool, Step
+from comfyfleet.stores.postgres.connections import ConnectionPool, SqlStep
 
 CHANNEL = "comfyfleet_waiting"
 TABLE = "comfyfleet_table"
@@ -44,8 +44,8 @@ class _Told(msgspec.Struct, frozen=True):
 _told = msgspec.json.Decoder(_Told)
 
 
-class Hints:
-    def __init__(self, pool: Pool) -> None:
+class Notifications:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._sender_id = uuid4().hex
         self._listeners: list[Callable[[], None]] = []
@@ -90,7 +90,7 @@ class Hints:
         command = msgspec.structs.replace(command, reason=command.reason[:_MAX_REASON])
         text = msgspec.json.encode(_Told(worker_id, command, self._sender_id)).decode()
 
-        async def notify(step: Step) -> None:
+        async def notify(step: SqlStep) -> None:
             step.add("SELECT pg_notify(%s, %s)", (COMMANDS, text))
 
         await self._pool.transact(notify)
@@ -158,6 +158,6 @@ class Hints:
         self._sender = self._reader = None
 
 
-async def _notify(sender: str, channels: set[str], step: Step) -> None:
+async def _notify(sender: str, channels: set[str], step: SqlStep) -> None:
     for channel in channels:
         step.add("SELECT pg_notify(%s, %s)", (channel, sender))

@@ -6,7 +6,7 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.stores.postgres import codec
-from comfyfleet.stores.postgres.connections import Pool, Step
+from comfyfleet.stores.postgres.connections import ConnectionPool, SqlStep
 
 _GET = """
 SELECT j.job_id, j.tenant, j.reference, j.record, j.payload, j.result, coalesce(d.job_phase, e.job_phase)
@@ -28,7 +28,7 @@ JOIN comfyfleet.jobs j ON j.job_id = s.job_id WHERE s.phase = %(phase)s
 
 
 class PostgresRecords:
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
 
     async def get(self, job_id: JobId) -> Job | None:
@@ -38,7 +38,7 @@ class PostgresRecords:
         return await self._one(_GET + "WHERE j.tenant = %s AND j.reference = %s", (tenant, reference))
 
     async def _one(self, query: str, values: tuple[str, ...]) -> Job | None:
-        async def read(step: Step) -> Job | None:
+        async def read(step: SqlStep) -> Job | None:
             row = await step.row(query, values)
             return None if row is None else codec.decode_job(*row)
 
@@ -53,7 +53,7 @@ class PostgresRecords:
         after: JobId | None,
         newest_first: bool = False,
     ) -> list[Job]:
-        async def read(step: Step) -> list[Job]:
+        async def read(step: SqlStep) -> list[Job]:
             query, place = _ALL, "j.sequence"
             if phase is not None:
                 query, place = _ENDED if phase.is_final else _OPEN, "s.sequence"

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import (
     AttemptEnd,
     AttemptOutcome,
@@ -18,14 +18,14 @@ from comfyfleet.model.dispatch import (
     LeaseOffer,
     LeaseRef,
     Phase,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId
 from comfyfleet.model.job import Job
 from comfyfleet.stores.guards import granted, last_to_go
 from comfyfleet.stores.postgres import codec, lanes
-from comfyfleet.stores.postgres.connections import Step, Values
+from comfyfleet.stores.postgres.connections import SqlStep, Values
 
 _LOCK_OPEN = """
 SELECT envelope, fact_count, job_phase, lane_id, charge, (SELECT is_fair FROM comfyfleet.state)
@@ -118,7 +118,7 @@ DELETE FROM comfyfleet.ended USING old WHERE ended.job_id = old.job_id RETURNING
 """
 
 
-class Held(msgspec.Struct, frozen=True):
+class LockedDispatch(msgspec.Struct, frozen=True):
     """A dispatch whose row this transaction holds."""
 
     dispatch: Dispatch
@@ -127,15 +127,15 @@ class Held(msgspec.Struct, frozen=True):
     lane_id: int | None
 
 
-def held(row: Sequence[Any]) -> Held:
+def held(row: Sequence[Any]) -> LockedDispatch:
     envelope, fact_count, job_phase, lane_id = row
-    return Held(codec.decode_dispatch(envelope), fact_count, Phase(job_phase), lane_id)
+    return LockedDispatch(codec.decode_dispatch(envelope), fact_count, Phase(job_phase), lane_id)
 
 
-class Opened(msgspec.Struct, frozen=True):
+class LockedJob(msgspec.Struct, frozen=True):
     """All of a job that a write may change, read under its lock, and the time then."""
 
-    held: Held
+    held: LockedDispatch
     now: float
     record: str
     attempt: str | None
@@ -149,7 +149,7 @@ def moment(test_now: float | None) -> tuple[str, Values]:
     return "SELECT coalesce(%s::float8, extract(epoch FROM clock_timestamp())::float8)", (test_now,)
 
 
-async def open_for_write(step: Step, job_id: JobId, test_now: float | None) -> Opened | None:
+async def open_for_write(step: SqlStep, job_id: JobId, test_now: float | None) -> LockedJob | None:
     """Looked for among the open first. One that moves in between has been written, so no guard on it would hold."""
     for lock in (_LOCK_OPEN, _LOCK_ENDED):
         # One after the other: what follows the lock sees what whoever held it before has written.
@@ -158,11 +158,13 @@ async def open_for_write(step: Step, job_id: JobId, test_now: float | None) -> O
         )
         if found:
             *row, charge, is_fair = found[0]
-            return Opened(held(row), now, record[0][0], attempt[0][0] if attempt else None, charge, is_fair)
+            return LockedJob(
+                held(row), now, record[0][0], attempt[0][0] if attempt else None, charge, is_fair
+            )
     return None
 
 
-async def has_classes(step: Step, keys: Sequence[ClassKey]) -> bool:
+async def has_classes(step: SqlStep, keys: Sequence[ClassKey]) -> bool:
     """And they stay in the table until this transaction ends."""
     wanted = sorted(set(keys))
     found = await step.rows(HOLD_CLASSES, (wanted,))
@@ -177,37 +179,39 @@ def classes_of(dispatch: Dispatch) -> list[ClassKey]:
     return [dispatch.class_key] if relaxed is None else [dispatch.class_key, relaxed]
 
 
-async def insert(step: Step, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft], now: float) -> Written:
+async def insert(
+    step: SqlStep, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft], now: float
+) -> WriteResult:
     drafted = number_facts(dispatch, 0, facts, now)
     await _save(step, None, dispatch, len(drafted), job.phase, now)
     _insert_facts(step, drafted)
-    return Written(dispatch, drafted)
+    return WriteResult(dispatch, drafted)
 
 
 async def change(
-    step: Step,
-    before: Held,
+    step: SqlStep,
+    before: LockedDispatch,
     after: Dispatch,
     facts: Sequence[FactDraft],
     now: float,
     job_phase: Phase | None = None,
-) -> Written:
+) -> WriteResult:
     drafted = number_facts(after, before.fact_count, facts, now)
     count = before.fact_count + len(drafted)
     await _save(step, before, after, count, job_phase or before.job_phase, now)
     _insert_facts(step, drafted)
-    return Written(after, drafted)
+    return WriteResult(after, drafted)
 
 
 def grant(
-    step: Step, taken: Sequence[tuple[Held, LeaseOffer, float | None]], epoch: int, now: float
-) -> list[Written]:
+    step: SqlStep, taken: Sequence[tuple[LockedDispatch, LeaseOffer, float | None]], epoch: int, now: float
+) -> list[WriteResult]:
     """Leases, however many, in three statements and the counters: jobs that stood in their lanes leave them. With each
     the virtual time that it is charged with, where tenants have terms."""
     written, attempts, facts, leases = [], [], [], []
     for before, offer, charge in taken:
         after, lease, attempt, fact = granted(before.dispatch, offer, epoch, now, before.fact_count)
-        written.append(Written(after, (fact,)))
+        written.append(WriteResult(after, (fact,)))
         body = codec.encode(attempt)
         attempts.append((after.job_id, lease.number, attempt.attempt_id, attempt.outcome.value, body))
         facts.append(codec.fact_row(fact))
@@ -224,7 +228,7 @@ def grant(
     return written
 
 
-def extend(step: Step, dispatch: Dispatch) -> None:
+def extend(step: SqlStep, dispatch: Dispatch) -> None:
     """A heartbeat: the end of the lease moves and nothing else does."""
     step.add(
         "UPDATE comfyfleet.dispatches SET due_at = %s, envelope = %s WHERE job_id = %s",
@@ -232,7 +236,7 @@ def extend(step: Step, dispatch: Dispatch) -> None:
     )
 
 
-def end_attempt(step: Step, opened: Opened, end: AttemptEnd) -> None:
+def end_attempt(step: SqlStep, opened: LockedJob, end: AttemptEnd) -> None:
     assert opened.attempt is not None, "every lease is recorded as an attempt"
     ended = msgspec.structs.replace(
         codec.decode_attempt(opened.attempt),
@@ -247,7 +251,7 @@ def end_attempt(step: Step, opened: Opened, end: AttemptEnd) -> None:
     )
 
 
-def change_record(step: Step, opened: Opened, values: dict[str, Any]) -> Phase:
+def change_record(step: SqlStep, opened: LockedJob, values: dict[str, Any]) -> Phase:
     """Writes the new values of a job's record and answers its phase, which is kept with the dispatch."""
     held = opened.held
     job = msgspec.structs.replace(codec.decode_record(held.dispatch, opened.record, held.job_phase), **values)
@@ -266,7 +270,7 @@ def change_record(step: Step, opened: Opened, values: dict[str, Any]) -> Phase:
     return job.phase
 
 
-async def read_facts(step: Step, job_id: JobId, after: int) -> list[Fact]:
+async def read_facts(step: SqlStep, job_id: JobId, after: int) -> list[Fact]:
     found = await step.rows(
         "SELECT job_id, number, kind, at, round, data FROM comfyfleet.facts WHERE job_id = %s AND number > %s "
         "ORDER BY number",
@@ -275,7 +279,7 @@ async def read_facts(step: Step, job_id: JobId, after: int) -> list[Fact]:
     return [codec.decode_fact(row) for row in found]
 
 
-async def mark_late(step: Step, ref: LeaseRef) -> None:
+async def mark_late(step: SqlStep, ref: LeaseRef) -> None:
     """Nothing is late about an attempt that still runs."""
     row = await step.row(
         "SELECT body FROM comfyfleet.attempts WHERE job_id = %s AND lease_number = %s AND attempt_id = %s "
@@ -290,7 +294,7 @@ async def mark_late(step: Step, ref: LeaseRef) -> None:
         )
 
 
-async def purge(step: Step, phase: Phase, before: float, limit: int, test_now: float | None) -> int:
+async def purge(step: SqlStep, phase: Phase, before: float, limit: int, test_now: float | None) -> int:
     """Forgets what ended before, and all that was kept with it. Leaves alone what somebody is just opening again."""
     ((now,),) = await step.rows(*moment(test_now))
     values = {
@@ -309,7 +313,7 @@ async def purge(step: Step, phase: Phase, before: float, limit: int, test_now: f
     return len(gone)
 
 
-async def adopt(step: Step, whole: WholeJob, sequence: int, now: float) -> Dispatch:
+async def adopt(step: SqlStep, whole: JobSnapshot, sequence: int, now: float) -> Dispatch:
     """The rows of a job that came from another store; that of its record is written already."""
     placed = msgspec.structs.replace(whole.dispatch, sequence=sequence)
     await _save(step, None, placed, len(whole.facts), whole.job.phase, now)
@@ -331,7 +335,7 @@ async def adopt(step: Step, whole: WholeJob, sequence: int, now: float) -> Dispa
     return placed
 
 
-async def discard(step: Step, job_id: JobId, revision: int) -> bool:
+async def discard(step: SqlStep, job_id: JobId, revision: int) -> bool:
     for lock in (_LOCK_OPEN, _LOCK_ENDED):
         row = await step.row(lock, (job_id,))
         if row is None:
@@ -348,15 +352,15 @@ async def discard(step: Step, job_id: JobId, revision: int) -> bool:
     return False
 
 
-def tally(step: Step, deltas: dict[str, int]) -> None:
+def tally(step: SqlStep, deltas: dict[str, int]) -> None:
     """The last statement of a transaction: the counters' row is held as briefly as can be."""
     if any(deltas.values()):
         step.add_last(_TALLY, {name: deltas.get(name, 0) for name in _COUNTERS})
 
 
 async def _save(
-    step: Step,
-    before: Held | None,
+    step: SqlStep,
+    before: LockedDispatch | None,
     after: Dispatch,
     fact_count: int,
     job_phase: Phase,
@@ -422,6 +426,6 @@ def number_facts(dispatch: Dispatch, count: int, drafts: Sequence[FactDraft], no
     )
 
 
-def _insert_facts(step: Step, facts: Sequence[Fact]) -> None:
+def _insert_facts(step: SqlStep, facts: Sequence[Fact]) -> None:
     if facts:
         step.add_rows(_INSERT_FACTS, [codec.fact_row(fact) for fact in facts])

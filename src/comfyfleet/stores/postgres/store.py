@@ -22,7 +22,7 @@ from comfyfleet.model.dispatch import (
     LeaseRef,
     Phase,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.fact import Fact, FactDraft
@@ -30,14 +30,14 @@ from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, WorkerId, 
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
-from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
+from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
 from comfyfleet.stores.guards import extended, holds, is_held
 from comfyfleet.stores.postgres import blocks, codec, eligibility, fair_share, lanes, leases, rows
-from comfyfleet.stores.postgres.connections import Groups, Later, Pool, Row, Step, Values
-from comfyfleet.stores.postgres.documents import PostgresCabinet
-from comfyfleet.stores.postgres.job_import import PostgresMoving
-from comfyfleet.stores.postgres.notifications import TABLE, Hints
+from comfyfleet.stores.postgres.connections import CallBatcher, ConnectionPool, Later, Row, SqlStep, Values
+from comfyfleet.stores.postgres.documents import PostgresDocumentStore
+from comfyfleet.stores.postgres.job_import import PostgresJobTransfer
+from comfyfleet.stores.postgres.notifications import TABLE, Notifications
 from comfyfleet.stores.postgres.records import PostgresRecords
 from comfyfleet.stores.postgres.schema import check_server, known_migrations, migrate
 
@@ -111,17 +111,17 @@ UNION ALL SELECT job_id FROM comfyfleet.jobs WHERE tenant = %(tenant)s AND refer
 
 class PostgresStore:
     def __init__(self, url: str, *, connections: int = 8, clock_for_tests: Clock | None = None) -> None:
-        self._pool = Pool(url, connections)
-        self._hints = Hints(self._pool)
+        self._pool = ConnectionPool(url, connections)
+        self._hints = Notifications(self._pool)
         self._test_clock = clock_for_tests
         self._epoch = 1
         self._is_fair = False
         """Whether tenants have terms, as far as was heard here."""
-        self._leases = Groups(self._lease_group)
+        self._leases = CallBatcher(self._lease_group)
         self.records = PostgresRecords(self._pool)
-        self.cabinet = PostgresCabinet(self._pool)
-        self.moving = PostgresMoving(self._pool, lambda: self._test_now, self._hints.tell)
-        self.shares = fair_share.PostgresShares(self._pool, lambda: self._test_now, self._hints)
+        self.cabinet = PostgresDocumentStore(self._pool)
+        self.moving = PostgresJobTransfer(self._pool, lambda: self._test_now, self._hints.tell)
+        self.shares = fair_share.PostgresFairShare(self._pool, lambda: self._test_now, self._hints)
 
     @property
     def epoch(self) -> int:
@@ -188,7 +188,7 @@ class PostgresStore:
         while True:
             try:
                 return await self._transact(work, *values, self._is_fair)
-            except fair_share.NowFair:
+            except fair_share.FairShareBegan:
                 self._is_fair = True
 
     async def _read(self, work: Callable[..., Awaitable[_Answer]], *values: Any) -> _Answer:
@@ -198,7 +198,7 @@ class PostgresStore:
         return await self._pool.read(lambda step: step.rows(query, values))
 
     async def _do(self, *statements: tuple[str, Values]) -> None:
-        async def act(step: Step) -> None:
+        async def act(step: SqlStep) -> None:
             for query, values in statements:
                 step.add(query, values)
 
@@ -209,7 +209,7 @@ class PostgresStore:
 
     # the table profile × class
 
-    async def table(self) -> Table:
+    async def table(self) -> EligibilityMatrix:
         return await self._read(eligibility.read)
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
@@ -254,15 +254,15 @@ class PostgresStore:
 
     # dispatches
 
-    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         written = await self._transact(self._enqueue, dispatch, job, facts)
         if written is not None and written.dispatch.stands_in_lane:
             self._hints.tell()
         return written
 
     async def _enqueue(
-        self, step: Step, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]
-    ) -> Written | None:
+        self, step: SqlStep, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]
+    ) -> WriteResult | None:
         classes = sorted(set(rows.classes_of(dispatch)))
         names = {"job_id": dispatch.job_id, "tenant": job.tenant, "reference": job.reference}
         held, known, ((now,),), ((is_fair,),) = await step.ask(
@@ -290,10 +290,10 @@ class PostgresStore:
             # Somebody else was faster with the same name.
             known = await step.rows(_KNOWN_JOB, names)
 
-    async def _known(self, step: Step, job_id: JobId) -> Written | None:
+    async def _known(self, step: SqlStep, job_id: JobId) -> WriteResult | None:
         """None: it was purged since it was found."""
         row = await step.row(_LOAD, {"job_id": job_id})
-        return None if row is None else Written(codec.decode_dispatch(row[0]), ())
+        return None if row is None else WriteResult(codec.decode_dispatch(row[0]), ())
 
     async def load(self, job_id: JobId) -> Dispatch | None:
         found = await self._dispatches(_LOAD, {"job_id": job_id})
@@ -309,14 +309,14 @@ class PostgresStore:
         await self._tidy(seen.untidy)
         return seen.candidates
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return await self._share(leases.lease, job_id, offer, self._epoch, self._test_now)
 
-    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         """Whoever asks while others of the same profile are being answered is answered together with the next."""
         return await self._leases.ask(offer.profile, offer)
 
-    async def _lease_group(self, offers: Sequence[LeaseOffer]) -> list[Written | None]:
+    async def _lease_group(self, offers: Sequence[LeaseOffer]) -> list[WriteResult | None]:
         taken, untidy = await self._share(leases.lease_next, offers, self._epoch, self._test_now)
         await self._tidy(untidy)
         return taken
@@ -329,20 +329,20 @@ class PostgresStore:
         found = await self._dispatches(_BY_POLL, (poll_id,))
         return found[0] if found else None
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         written, freed = await self._share(self._write, write)
         await self.shares.tell_of(written, freed)
         return written
 
     async def _write(
-        self, step: Step, write: Write, is_fair: bool, *, leases: bool = False
-    ) -> tuple[Written | None, Later | None]:
+        self, step: SqlStep, write: Write, is_fair: bool, *, leases: bool = False
+    ) -> tuple[WriteResult | None, Later | None]:
         """And where it ends a lease, what becomes of its tenant. `leases`: another follows in this transaction."""
         opened = await rows.open_for_write(step, write.job_id, self._test_now)
         if opened is None or not holds(opened.held.dispatch, write):
             return None, None
         if opened.is_fair and not is_fair:
-            raise fair_share.NowFair
+            raise fair_share.FairShareBegan
         before, freed = opened.held.dispatch, None
         after = write.change.apply(before)
         # The classes of an open job are in the table for as long as it is open.
@@ -369,10 +369,10 @@ class PostgresStore:
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
-    ) -> tuple[Written | None, Written | None]:
+    ) -> tuple[WriteResult | None, WriteResult | None]:
         async def both(
-            step: Step, is_fair: bool
-        ) -> tuple[tuple[Written | None, Later | None], Written | None, Sequence[int]]:
+            step: SqlStep, is_fair: bool
+        ) -> tuple[tuple[WriteResult | None, Later | None], WriteResult | None, Sequence[int]]:
             finished = await self._write(step, write, is_fair, leases=True)
             if finished[0] is None:
                 return finished, None, ()
@@ -387,7 +387,7 @@ class PostgresStore:
     async def heartbeat(self, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         return await self._transact(self._heartbeat, refs, ttl_s)
 
-    async def _heartbeat(self, step: Step, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
+    async def _heartbeat(self, step: SqlStep, refs: Sequence[LeaseRef], ttl_s: float) -> list[LeaseState]:
         envelopes, ((now,),) = await step.ask(
             (_HOLD_LEASES, ([ref.job_id for ref in refs],)), rows.moment(self._test_now)
         )
@@ -464,7 +464,7 @@ class PostgresStore:
         return await self._read(blocks.list_blocks, worker_id)
 
     async def put_block(self, block: Block) -> None:
-        async def put(step: Step) -> None:
+        async def put(step: SqlStep) -> None:
             blocks.put_block(step, block)
 
         await self._pool.transact(put)
@@ -484,11 +484,11 @@ class PostgresStore:
     async def next_block_end(self) -> float | None:
         return await self._read(blocks.next_end)
 
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         return await self._read(blocks.get_lesson, workflow_hash)
 
-    async def put_lesson(self, lesson: Lesson) -> None:
+    async def put_lesson(self, lesson: WorkflowStats) -> None:
         await self._transact(blocks.put_lesson, lesson)
 
-    async def learn(self, delta: LessonDelta) -> Lesson:
+    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         return await self._transact(blocks.learn, delta)

@@ -15,7 +15,7 @@ import msgspec
 from comfyfleet.model.errors import Refusal, RefusalCode
 
 
-class Address(msgspec.Struct, frozen=True):
+class RedisAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
     database: int = 0
@@ -40,7 +40,7 @@ def cabinet_key(prefix: str) -> str:
     return f"{prefix.removesuffix(':')}!cabinet"
 
 
-def parse_address(url: str) -> Address:
+def parse_address(url: str) -> RedisAddress:
     parts = urlsplit(url)
     if parts.scheme not in ("redis", "rediss"):
         raise Refusal(
@@ -62,7 +62,7 @@ def parse_address(url: str) -> Address:
             "the path of a Redis URL is /database, /prefix or /database/prefix, "
             "and a prefix has no braces, colons or spaces",
         )
-    return Address(
+    return RedisAddress(
         host=parts.hostname or "127.0.0.1",
         port=parts.port or 6379,
         database=database,

@@ -11,8 +11,8 @@ from typing import Any
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.redis.address import cabinet_key, parse_address
-from comfyfleet.stores.redis.client import Argument, Client
-from comfyfleet.stores.redis.codec import Head, as_list, decode_head
+from comfyfleet.stores.redis.client import Argument, RedisClient
+from comfyfleet.stores.redis.codec import FleetHead, as_list, decode_head
 from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
 from comfyfleet.stores.redis.library import LIBRARY, installed_revision, library_text, revision_of
 from comfyfleet.stores.redis.server import check_server
@@ -41,7 +41,7 @@ def layout(text: str | None = None) -> list[re.Pattern[str]]:
 
 async def examine_redis(url: str) -> dict[str, Any]:
     address = parse_address(url)
-    client = Client(address, secrets.token_hex(8), patience_s=5.0)
+    client = RedisClient(address, secrets.token_hex(8), patience_s=5.0)
     try:
         await client.connect()
         problems: list[str] = []
@@ -60,7 +60,7 @@ async def examine_redis(url: str) -> dict[str, Any]:
 
 async def has_fleet(url: str) -> bool:
     address = parse_address(url)
-    client = Client(address, secrets.token_hex(8), patience_s=5.0)
+    client = RedisClient(address, secrets.token_hex(8), patience_s=5.0)
     try:
         await client.connect()
         return await client.call("EXISTS", f"{address.prefix}meta") == 1
@@ -69,7 +69,7 @@ async def has_fleet(url: str) -> bool:
 
 
 async def _look_at_the_server(
-    client: Client, name: str, problems: list[str], settings: dict[str, Any]
+    client: RedisClient, name: str, problems: list[str], settings: dict[str, Any]
 ) -> None:
     try:
         server = await check_server(client.call, name)
@@ -91,7 +91,7 @@ async def _look_at_the_server(
 
 
 async def _look_at_the_fleet(
-    client: Client, prefix: str, problems: list[str], settings: dict[str, Any]
+    client: RedisClient, prefix: str, problems: list[str], settings: dict[str, Any]
 ) -> dict[str, int]:
     text = await client.call("GET", f"{prefix}meta")
     if text is None:
@@ -122,7 +122,7 @@ async def _look_at_the_fleet(
     }
 
 
-async def _count_documents(client: Client, prefix: str, problems: list[str]) -> int:
+async def _count_documents(client: RedisClient, prefix: str, problems: list[str]) -> int:
     total = 0
     for name in as_list(await client.call("SMEMBERS", cabinet_key(prefix))):
         drawer = f"{cabinet_key(prefix)}:{as_bytes(name).decode()}"
@@ -133,7 +133,9 @@ async def _count_documents(client: Client, prefix: str, problems: list[str]) -> 
     return total
 
 
-async def _compare_counts(client: Client, prefix: str, problems: list[str], settings: dict[str, Any]) -> None:
+async def _compare_counts(
+    client: RedisClient, prefix: str, problems: list[str], settings: dict[str, Any]
+) -> None:
     """What the head says against what is listed; on a busy fleet as often as it takes to see one moment."""
     for _ in range(_TRIES):
         before = await client.call("GET", f"{prefix}meta")
@@ -149,13 +151,13 @@ async def _compare_counts(client: Client, prefix: str, problems: list[str], sett
     settings["counts"] = "not compared: the fleet is busy"
 
 
-def _promised(head: Head) -> dict[str, int]:
+def _promised(head: FleetHead) -> dict[str, int]:
     ended = {f"jobs:{name}": getattr(head, name) for name in ("completed", "failed", "cancelled")}
     total = head.queued + head.leased + sum(ended.values())
     return {"jobs": total, **ended, "jobs:dead": head.failed, "waiting in lanes": head.in_lane}
 
 
-async def _listed(client: Client, prefix: str) -> dict[str, int]:
+async def _listed(client: RedisClient, prefix: str) -> dict[str, int]:
     names = ("jobs", "jobs:completed", "jobs:failed", "jobs:cancelled", "jobs:dead")
     found = {name: await _size(client, "ZCARD", prefix + name) for name in names}
     lanes = as_list(await client.call("ZRANGE", f"{prefix}jobs:pending", 0, -1))
@@ -169,7 +171,7 @@ async def _listed(client: Client, prefix: str) -> dict[str, int]:
     return found
 
 
-async def _add_unsettled(client: Client, prefix: str, found: dict[str, int]) -> list[str]:
+async def _add_unsettled(client: RedisClient, prefix: str, found: dict[str, int]) -> list[str]:
     """Counts each among those that ended as it did. Answers the first few that should not stand there."""
     names, wrong = as_list(await client.call("ZRANGE", f"{prefix}jobs:unsettled", 0, -1)), []
     for first in range(0, len(names), _PAGE):
@@ -184,13 +186,13 @@ async def _add_unsettled(client: Client, prefix: str, found: dict[str, int]) -> 
     return wrong[:_SHOWN]
 
 
-async def _size(client: Client, command: str, key: Argument) -> int:
+async def _size(client: RedisClient, command: str, key: Argument) -> int:
     answer = await client.call(command, key)
     assert isinstance(answer, int), "the size of a key is a number"
     return answer
 
 
-async def _keys(client: Client, prefix: str) -> AsyncIterator[str]:
+async def _keys(client: RedisClient, prefix: str) -> AsyncIterator[str]:
     tag = prefix.removesuffix(":")
     pattern = re.sub(r"([*?\[\]\\])", r"\\\1", tag) + "[:!]*"
     cursor, seen = b"0", set[bytes]()

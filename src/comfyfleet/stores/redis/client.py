@@ -15,7 +15,7 @@ from typing import Any, cast
 import hiredis
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.stores.redis.address import Address
+from comfyfleet.stores.redis.address import RedisAddress
 
 Argument = str | bytes | int | float
 Send = Callable[..., Awaitable[object]]
@@ -28,7 +28,7 @@ _AT_ONCE = 32
 _PASSING = ("LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN")
 
 
-class ServerError(Fault):
+class RedisServerError(Fault):
     """The server answered a call with an error. `code` is its first word."""
 
     def __init__(self, message: str) -> None:
@@ -102,12 +102,12 @@ class _Wire(asyncio.Protocol):
         self._lost(self)
 
 
-class Client:
+class RedisClient:
     """`greet` runs on every new connection before anything is sent again."""
 
     def __init__(
         self,
-        address: Address,
+        address: RedisAddress,
         client_id: str,
         greet: Callable[[Send], Awaitable[None]] | None = None,
         *,
@@ -385,6 +385,6 @@ class Client:
 
 def _settle(future: asyncio.Future[object], answer: object) -> None:
     if isinstance(answer, Exception):
-        future.set_exception(answer if isinstance(answer, Fault) else ServerError(str(answer)))
+        future.set_exception(answer if isinstance(answer, Fault) else RedisServerError(str(answer)))
     else:
         future.set_result(answer)

@@ -25,7 +25,7 @@ from comfyfleet.model.dispatch import (
     LeaseRef,
     Phase,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft, FactKind
 from comfyfleet.model.failure import Failure
@@ -34,7 +34,7 @@ from comfyfleet.model.job import Job, JobResult
 from comfyfleet.stores.inprocess.blocks import MAX_PAIRS_PER_WORKER
 from comfyfleet.stores.redis.client import Argument
 from comfyfleet.stores.redis.dispatches import (
-    Kept,
+    StoredDispatch,
     as_bytes,
     decode_dispatch,
     decode_kept,
@@ -57,7 +57,7 @@ _PLACED = struct.Struct("<dd")
 _META = struct.Struct("<16d")
 
 
-class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+class RecordFields(msgspec.Struct, frozen=True, omit_defaults=True):
     """The small parts of a job's record that change, beside its phase."""
 
     round: int = 1
@@ -99,7 +99,7 @@ class _Late(msgspec.Struct, frozen=True):
     lease_number: int
 
 
-class Head(msgspec.Struct, frozen=True):
+class FleetHead(msgspec.Struct, frozen=True):
     """The head of a fleet, as far as it is of interest here."""
 
     epoch: int
@@ -115,7 +115,7 @@ class Head(msgspec.Struct, frozen=True):
     payload_bytes: int
 
 
-_records = msgspec.msgpack.Decoder(Record)
+_records = msgspec.msgpack.Decoder(RecordFields)
 _jobs = msgspec.json.Decoder(Job)
 _results = msgspec.json.Decoder(JobResult)
 _failures = msgspec.json.Decoder(Failure)
@@ -125,14 +125,14 @@ _beginnings = msgspec.json.Decoder(_Begun)
 _ends = msgspec.json.Decoder(_Ended)
 _lates = msgspec.json.Decoder(_Late)
 _blocks = msgspec.json.Decoder(Block)
-_RECORD = frozenset(Record.__struct_fields__)
+_RECORD = frozenset(RecordFields.__struct_fields__)
 _WRITABLE = _RECORD | {"phase"}
 _FRESH = {
     "phase": Phase.QUEUED,
-    **{name: getattr(Record(), name) for name in _RECORD},
+    **{name: getattr(RecordFields(), name) for name in _RECORD},
     **dict.fromkeys(_TEXTS),
 }
-_NO_RECORD = _pack(Record())
+_NO_RECORD = _pack(RecordFields())
 _CHANGEABLE: tuple[str, ...] = Change.__struct_fields__
 _ENDINGS = {
     phase: Change(phase=phase, lease=None, wake_at=None)
@@ -145,13 +145,13 @@ def as_list(value: object) -> list[object]:
     return value
 
 
-def decode_head(value: object) -> Head:
+def decode_head(value: object) -> FleetHead:
     text = as_bytes(value)
     numbers = _META.unpack_from(text)
     # Before revision 6 the head ended with the run.
     _, _, payload_bytes = text[_META.size :].partition(b"\0")
     counts = (*(int(number) for number in numbers[7:15]), int(payload_bytes or 0))
-    return Head(int(numbers[0]), bool(numbers[5]), *counts)
+    return FleetHead(int(numbers[0]), bool(numbers[5]), *counts)
 
 
 # calls
@@ -182,7 +182,7 @@ def encode_enqueue(dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> 
 def encode_record(job: Job) -> bytes:
     """The small parts of the record that have changed, or nothing."""
     record = _pack(
-        Record(
+        RecordFields(
             job.round,
             job.worker_id,
             job.prompt_id,
@@ -200,15 +200,15 @@ def encode_payload(job: Job) -> bytes:
     return _json(msgspec.structs.replace(job, **_FRESH))
 
 
-def decode_enqueued(answer: object, dispatch: Dispatch, facts: Sequence[FactDraft]) -> Written | None:
+def decode_enqueued(answer: object, dispatch: Dispatch, facts: Sequence[FactDraft]) -> WriteResult | None:
     match answer:
         case None:
             return None
         case [known]:
-            return Written(decode_dispatch(known), ())
+            return WriteResult(decode_dispatch(known), ())
     sequence, now = _PLACED.unpack(as_bytes(answer))
     placed = msgspec.structs.replace(dispatch, sequence=int(sequence))
-    return Written(placed, _numbered(placed, 0, now, facts))
+    return WriteResult(placed, _numbered(placed, 0, now, facts))
 
 
 def _lines(facts: Sequence[FactDraft], round_text: str) -> str:
@@ -328,22 +328,22 @@ def _split(values: dict[str, Any]) -> tuple[dict[str, Any] | bool, list[str] | b
     return kept or False, len(kept) < len(values) and [name for name in values if name not in kept]
 
 
-def decode_written(answer: object, drafts: Sequence[FactDraft]) -> Written | None:
+def decode_written(answer: object, drafts: Sequence[FactDraft]) -> WriteResult | None:
     if answer is None:
         return None
     data = as_bytes(answer)
     return _written(decode_kept(data, _TIME.size), _TIME.unpack_from(data)[0], drafts)
 
 
-def decode_finished(answer: object, drafts: Sequence[FactDraft]) -> Written | None:
+def decode_finished(answer: object, drafts: Sequence[FactDraft]) -> WriteResult | None:
     if answer is None:
         return None
     kept = decode_kept(as_bytes(answer), 0)
     return _written(kept, kept.ended_at, drafts)
 
 
-def _written(kept: Kept, now: float, drafts: Sequence[FactDraft]) -> Written:
-    return Written(kept.dispatch, _numbered(kept.dispatch, kept.facts - len(drafts), now, drafts))
+def _written(kept: StoredDispatch, now: float, drafts: Sequence[FactDraft]) -> WriteResult:
+    return WriteResult(kept.dispatch, _numbered(kept.dispatch, kept.facts - len(drafts), now, drafts))
 
 
 def _numbered(dispatch: Dispatch, before: int, now: float, drafts: Sequence[FactDraft]) -> tuple[Fact, ...]:
@@ -355,11 +355,11 @@ def _numbered(dispatch: Dispatch, before: int, now: float, drafts: Sequence[Fact
     )
 
 
-def decode_leased(answer: object) -> Written | None:
+def decode_leased(answer: object) -> WriteResult | None:
     if answer is None:
         return None
     kept = decode_kept(as_bytes(answer), 0)
-    return Written(kept.dispatch, (_fact_of_lease(kept.dispatch, kept.facts),))
+    return WriteResult(kept.dispatch, (_fact_of_lease(kept.dispatch, kept.facts),))
 
 
 def _fact_of_lease(dispatch: Dispatch, number: int) -> Fact:
@@ -397,7 +397,7 @@ def decode_job(row: Sequence[object]) -> Job:
     """From the dispatch, the payload, the result and the failure."""
     kept, payload, result, failure = row
     phase, text = decode_record(kept)
-    record = _records.decode(text) if text else Record()
+    record = _records.decode(text) if text else RecordFields()
     return msgspec.structs.replace(
         _jobs.decode(as_bytes(payload)),
         result=None if result is None else _result(as_bytes(result)),

@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from comfyfleet.model.calls import (
-    Applicant,
+    DirectWorkerBacklog,
+    DirectWorkerCompletion,
+    DirectWorkerFailure,
     FailureReport,
-    FinishedRun,
-    Foreign,
-    ForeignReport,
+    PendingRegistration,
     RegisterWorker,
 )
 from comfyfleet.model.dispatch import LeaseRef
@@ -46,10 +46,10 @@ _capabilities = msgspec.json.Decoder(Capabilities)
 _beside = msgspec.json.Decoder(_Beside)
 _reports = msgspec.json.Decoder(_Report)
 _failures = msgspec.json.Decoder(Failure)
-_runs = msgspec.json.Decoder(FinishedRun)
+_runs = msgspec.json.Decoder(DirectWorkerCompletion)
 
 
-class RedisForeign:
+class RedisDirectWorkerInbox:
     """`do` calls a function that writes, `ask` one that only reads."""
 
     def __init__(self, do: Call, ask: Call) -> None:
@@ -64,26 +64,26 @@ class RedisForeign:
         if self._wake is not None:
             self._wake()
 
-    async def look(self, limit: int) -> Foreign:
+    async def look(self, limit: int) -> DirectWorkerBacklog:
         waiting, seen, reports, finished = as_list(await self._ask("foreign", limit))
         assert isinstance(finished, int)
-        return Foreign(
+        return DirectWorkerBacklog(
             tuple(_applicant(name, text) for name, text in _pairs(waiting)),
             tuple(_report(as_bytes(text)) for text in as_list(reports)),
             {_name(name): float(at) for name, at in _pairs(seen)},
             finished,
         )
 
-    async def admitted(self, applicant: Applicant) -> None:
+    async def admitted(self, applicant: PendingRegistration) -> None:
         await self._do("admitted", applicant.worker_id, applicant.text)
 
-    async def refuse(self, applicant: Applicant, reason: str) -> None:
+    async def refuse(self, applicant: PendingRegistration, reason: str) -> None:
         await self._do("refuse_worker", applicant.worker_id, applicant.text, reason)
 
-    async def settled(self, report: ForeignReport) -> None:
+    async def settled(self, report: DirectWorkerFailure) -> None:
         await self._do("settle_report", report.text)
 
-    async def take_finished(self, limit: int) -> list[FinishedRun]:
+    async def take_finished(self, limit: int) -> list[DirectWorkerCompletion]:
         taken = await self._do("take_finished", limit)
         return [] if taken is None else [_runs.decode(as_bytes(text)) for text in as_list(taken)]
 
@@ -97,21 +97,21 @@ def _name(text: bytes) -> WorkerId:
     return WorkerId(text.decode(errors="replace"))
 
 
-def _applicant(name: bytes, text: bytes) -> Applicant:
+def _applicant(name: bytes, text: bytes) -> PendingRegistration:
     worker_id = _name(name)
     if not text:
-        return Applicant(worker_id, text)
+        return PendingRegistration(worker_id, text)
     try:
         beside = _beside.decode(text)
         call = RegisterWorker(
             worker_id, _capabilities.decode(text), max(1, beside.slots), beside.live, beside.instance
         )
     except UNREADABLE as error:
-        return Applicant(worker_id, text, problem=str(error))
-    return Applicant(worker_id, text, call)
+        return PendingRegistration(worker_id, text, problem=str(error))
+    return PendingRegistration(worker_id, text, call)
 
 
-def _report(text: bytes) -> ForeignReport:
+def _report(text: bytes) -> DirectWorkerFailure:
     # The library wrote what comes first, and the worker what follows.
     head, _, told = text.partition(_TOLD)
     ref, told = _reports.decode(head + b"}").ref, told[:-1]
@@ -123,4 +123,4 @@ def _report(text: bytes) -> ForeignReport:
         failure = Failure(
             FailureKind.UNKNOWN, f"the worker reported a failure in a form unknown here ({error}): {shown}"
         )
-    return ForeignReport(text, FailureReport(ref, failure))
+    return DirectWorkerFailure(text, FailureReport(ref, failure))

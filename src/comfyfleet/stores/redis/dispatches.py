@@ -11,7 +11,7 @@ from hashlib import sha256
 
 import msgspec
 
-from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Standing
+from comfyfleet.model.dispatch import Dispatch, Lease, Phase, Readiness
 from comfyfleet.model.ids import (
     ClassKey,
     JobId,
@@ -23,7 +23,7 @@ from comfyfleet.model.ids import (
 )
 
 _PHASES = (Phase.QUEUED, Phase.LEASED, Phase.COMPLETED, Phase.FAILED, Phase.CANCELLED)
-_STANDINGS = (Standing.IN_LANE, Standing.DELAYED, Standing.PAUSED)
+_STANDINGS = (Readiness.IN_LANE, Readiness.DELAYED, Readiness.PAUSED)
 _PHASE_CODES = {phase: code for code, phase in enumerate(_PHASES)}
 _STANDING_CODES = {standing: code for code, standing in enumerate(_STANDINGS)}
 
@@ -76,7 +76,7 @@ _pack = msgspec.msgpack.encode
 _rests = msgspec.msgpack.Decoder(_Rest)
 
 
-class Kept(msgspec.Struct, frozen=True, gc=False):
+class StoredDispatch(msgspec.Struct, frozen=True, gc=False):
     """What stands beside a dispatch in its text."""
 
     dispatch: Dispatch
@@ -90,7 +90,7 @@ def decode_dispatch(value: object) -> Dispatch:
     return decode_kept(as_bytes(value), 0).dispatch
 
 
-def decode_kept(data: bytes, start: int) -> Kept:
+def decode_kept(data: bytes, start: int) -> StoredDispatch:
     head = _HEAD.unpack_from(data, start)
     sequence, _, facts, phase, standing, _, is_acknowledged, _, is_noted, number_of_round = head[:10]
     revision, lease_number, attempts, epoch, _, wake_at, cancel_requested_at, ended_at = head[10:18]
@@ -152,7 +152,7 @@ def decode_kept(data: bytes, start: int) -> Kept:
         rest.retry_requested_at,
         rest.cancel_reason,
     )
-    return Kept(dispatch, facts, ended_at, lease is not None and not is_noted)
+    return StoredDispatch(dispatch, facts, ended_at, lease is not None and not is_noted)
 
 
 def _texts(data: bytes, start: int) -> tuple[list[bytes], int]:

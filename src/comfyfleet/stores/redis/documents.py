@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from comfyfleet.stores.redis.store import RedisStore
 
 
-class RedisCabinet:
+class RedisDocumentStore:
     def __init__(self, store: RedisStore) -> None:
         self._store = store
         self._key = cabinet_key(store.prefix)

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from comfyfleet.model.ids import TenantId
-from comfyfleet.model.tenant import Share, TenantTerms
+from comfyfleet.model.tenant import TenantShare, TenantTerms
 from comfyfleet.stores.redis.client import Send
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
@@ -25,7 +25,7 @@ class _Kept(msgspec.Struct, frozen=True, omit_defaults=True):
 _kept = msgspec.json.Decoder(_Kept)
 
 
-class RedisShares:
+class RedisFairShare:
     def __init__(
         self,
         do: Callable[..., Awaitable[object]],
@@ -54,17 +54,17 @@ class RedisShares:
     async def charge(self, tenant: TenantId, seconds: float) -> None:
         await self._do("charge_tenant", tenant, repr(seconds))
 
-    async def of(self, tenant: TenantId) -> Share:
+    async def of(self, tenant: TenantId) -> TenantShare:
         kept = await self._send("HGET", f"{self._prefix}terms", tenant)
         text = await self._send("GET", f"{self._prefix}tenant:{tenant}")
         terms = None if kept is None else _terms(kept)
         if text is None:
-            return Share(tenant, terms=terms)
+            return TenantShare(tenant, terms=terms)
         virtual_time, *counted = as_bytes(text).split()
         if not counted:
-            return Share(tenant, float(virtual_time), terms=terms)
+            return TenantShare(tenant, float(virtual_time), terms=terms)
         credit, waiting, leased, is_behind = counted[:4]
-        return Share(
+        return TenantShare(
             tenant,
             float(virtual_time),
             float(credit),

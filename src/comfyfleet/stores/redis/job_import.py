@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import Attempt, AttemptEnd, AttemptOutcome, Dispatch
-from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch, encode_dispatch, encode_place
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from comfyfleet.stores.redis.store import RedisStore
 
 _json = msgspec.json.encode
-_lessons = msgspec.json.Decoder(Lesson)
+_lessons = msgspec.json.Decoder(WorkflowStats)
 
 _PAGE = 1000
 
 
-class RedisMoving:
+class RedisJobTransfer:
     def __init__(self, store: RedisStore) -> None:
         self._store = store
 
-    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
+    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         if not jobs:
             return []
         assert all(each.dispatch.lease is None for each in jobs), "a leased job does not move"
@@ -41,7 +41,7 @@ class RedisMoving:
         names = [part for each in jobs for part in (each.job_id, each.revision)]
         return [state == 1 for state in as_list(await self._store._do("discard", *names))]
 
-    async def lessons(self) -> list[Lesson]:
+    async def lessons(self) -> list[WorkflowStats]:
         store, lessons = self._store, []
         names = as_list(await store.diagnose("ZRANGE", f"{store.prefix}lessons:order", 0, -1))
         for first in range(0, len(names), _PAGE):
@@ -51,7 +51,7 @@ class RedisMoving:
         return lessons
 
 
-def _encode(whole: WholeJob) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+def _encode(whole: JobSnapshot) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     job = whole.job
     payload = codec.encode_payload(job)
     text = encode_dispatch(whole.dispatch, job.phase, codec.encode_record(job), job.reference, payload)
@@ -62,7 +62,7 @@ def _encode(whole: WholeJob) -> tuple[bytes, bytes, bytes, bytes, bytes]:
     return dispatch, payload, log, result, failure
 
 
-def _log(whole: WholeJob) -> Iterator[bytes]:
+def _log(whole: JobSnapshot) -> Iterator[bytes]:
     for fact in whole.facts:
         line = {"kind": fact.kind, "at": fact.at, "round": fact.round}
         yield b"f" + _json(line if fact.data is None else {**line, "data": fact.data})

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from comfyfleet.model.errors import Fault
-from comfyfleet.stores.redis.client import ServerError
+from comfyfleet.stores.redis.client import RedisServerError
 
 LIBRARY = "comfyfleet1"
 PARTS = (
@@ -39,7 +39,7 @@ async def installed_revision(send: Send) -> int | None:
     """None: the server has no library of this version."""
     try:
         answer = await send("FCALL_RO", "cf1_revision", 0)
-    except ServerError as error:
+    except RedisServerError as error:
         if "Function not found" in str(error):
             return None
         raise
@@ -61,7 +61,7 @@ async def ensure_library(send: Send, *, may_load: bool = True, text: str | None 
         )
     try:
         await send("FUNCTION", "LOAD", "REPLACE", text)
-    except ServerError as error:
+    except RedisServerError as error:
         raise Fault(
             f"the function library {LIBRARY} {what} on this Redis and could not be loaded ({error}): "
             "let this user call FUNCTION LOAD, or load it with a user that may"

@@ -20,9 +20,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from comfyfleet.model.calls import Action, Command
-from comfyfleet.model.fact import Fact, FactKind, News, NewsKind, RunNote
+from comfyfleet.model.fact import Fact, FactKind, ProgressEvent, ProgressKind, RunSnapshot
 from comfyfleet.model.ids import JobId, WorkerId
-from comfyfleet.stores.redis.address import Address
+from comfyfleet.stores.redis.address import RedisAddress
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
 
@@ -50,7 +50,7 @@ class _Run(msgspec.Struct, frozen=True):
 _run = msgspec.json.Decoder(_Run)
 
 
-class RedisRelay:
+class RedisPeerChannel:
     """`me` stands before each message, so that nobody hears himself. `call` is for what may be sent twice."""
 
     def __init__(self, call: Callable[..., Awaitable[object]], prefix: str, me: str) -> None:
@@ -58,9 +58,9 @@ class RedisRelay:
         self._prefix = prefix
         self._me = me.encode() + b" "
         self._hear: Callable[[bytes], None] | None = None
-        self._hear_run: Callable[[Fact | News], None] | None = None
+        self._hear_run: Callable[[Fact | ProgressEvent], None] | None = None
 
-    def listen(self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | News], None]) -> None:
+    def listen(self, hear: Callable[[bytes], None], hear_run: Callable[[Fact | ProgressEvent], None]) -> None:
         self._hear = hear
         self._hear_run = hear_run
 
@@ -76,8 +76,8 @@ class RedisRelay:
             kind = FactKind(run.event)
             self._hear_run(Fact(run.job_id, run.number, kind, run.timestamp, run.round, run.data or None))
         else:
-            news = NewsKind(run.event)
-            self._hear_run(News(run.job_id, news, run.timestamp, run.worker_id, run.lease, run.data))
+            news = ProgressKind(run.event)
+            self._hear_run(ProgressEvent(run.job_id, news, run.timestamp, run.worker_id, run.lease, run.data))
 
     async def watch(self) -> None:
         await self._call("SET", self._prefix + "watched", "1", "EX", _WATCHED_S)
@@ -88,7 +88,7 @@ class RedisRelay:
     async def announce(self, message: bytes) -> None:
         await self._call("PUBLISH", self._prefix + HINTS, message)
 
-    async def keep_progress(self, job_id: JobId, note: RunNote) -> None:
+    async def keep_progress(self, job_id: JobId, note: RunSnapshot) -> None:
         if note.progress is not None:
             await self._call("SET", f"{self._prefix}job:{job_id}:progress", note.progress, "EX", _KEEP_S)
         stream = f"{self._prefix}progress:{job_id}"
@@ -138,12 +138,12 @@ class _Told(msgspec.Struct, frozen=True):
 _told = msgspec.json.Decoder(_Told)
 
 
-class Listener:
+class PubSubListener:
     """`me` is whose own commands and classes are not heard."""
 
     def __init__(
         self,
-        address: Address,
+        address: RedisAddress,
         me: str,
         wake: Callable[[], None],
         wake_for_workers: Callable[[], None],

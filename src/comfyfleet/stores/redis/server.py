@@ -17,7 +17,7 @@ import msgspec
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.redis.address import cabinet_key
-from comfyfleet.stores.redis.client import Send, ServerError
+from comfyfleet.stores.redis.client import RedisServerError, Send
 from comfyfleet.stores.redis.codec import as_list
 from comfyfleet.stores.redis.dispatches import as_bytes
 from comfyfleet.stores.redis.pubsub import EVENT_CHANNEL
@@ -27,7 +27,7 @@ Durability = Literal["durable", "everysec", "none"]
 _OLDEST = (7, 0)
 
 
-class Server(msgspec.Struct, frozen=True):
+class RedisServer(msgspec.Struct, frozen=True):
     run: str
     """Changes with each start and with each failover."""
     durability: Durability
@@ -35,7 +35,7 @@ class Server(msgspec.Struct, frozen=True):
     """What is gone if it dies, in words; empty: nothing."""
 
 
-async def check_server(send: Send, name: str) -> Server:
+async def check_server(send: Send, name: str) -> RedisServer:
     facts = await _info(send)
     version = tuple(int(part) for part in facts.get("redis_version", "0.0").split(".")[:2])
     if version < _OLDEST:
@@ -52,7 +52,7 @@ async def check_server(send: Send, name: str) -> Server:
         )
     run = f"{facts.get('run_id', '')}:{facts.get('master_replid', '')}"
     durability = await _durability(send, facts)
-    return Server(run, durability, await _can_lose(send, facts, durability))
+    return RedisServer(run, durability, await _can_lose(send, facts, durability))
 
 
 async def _durability(send: Send, facts: dict[str, str]) -> Durability:
@@ -92,7 +92,7 @@ async def _setting(send: Send, name: str) -> str | None:
     """None: this user may not ask, or the service has no such command."""
     try:
         answer = as_list(await send("CONFIG", "GET", name))
-    except ServerError:
+    except RedisServerError:
         return None
     return as_bytes(answer[1]).decode() if len(answer) == 2 else None
 

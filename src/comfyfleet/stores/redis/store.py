@@ -20,34 +20,34 @@ from comfyfleet.model.dispatch import (
     LeaseRef,
     Phase,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
-from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
+from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
 from comfyfleet.stores.inprocess.blocks import MAX_LESSONS
 from comfyfleet.stores.inprocess.lane_index import MAX_IDLE_CLASSES
 from comfyfleet.stores.redis import codec
 from comfyfleet.stores.redis.address import parse_address
-from comfyfleet.stores.redis.client import Argument, Client, Send
+from comfyfleet.stores.redis.client import Argument, RedisClient, Send
 from comfyfleet.stores.redis.codec import as_list
-from comfyfleet.stores.redis.direct_workers import RedisForeign
+from comfyfleet.stores.redis.direct_workers import RedisDirectWorkerInbox
 from comfyfleet.stores.redis.dispatches import as_bytes, decode_dispatch
-from comfyfleet.stores.redis.documents import RedisCabinet
-from comfyfleet.stores.redis.fair_share import RedisShares
-from comfyfleet.stores.redis.job_import import RedisMoving
+from comfyfleet.stores.redis.documents import RedisDocumentStore
+from comfyfleet.stores.redis.fair_share import RedisFairShare
+from comfyfleet.stores.redis.job_import import RedisJobTransfer
 from comfyfleet.stores.redis.library import ensure_library
-from comfyfleet.stores.redis.pubsub import Listener, RedisRelay
+from comfyfleet.stores.redis.pubsub import PubSubListener, RedisPeerChannel
 from comfyfleet.stores.redis.server import Durability, check_server
-from comfyfleet.stores.redis.workflow_stats import Learning
+from comfyfleet.stores.redis.workflow_stats import RedisWorkflowStats
 
 _workers = msgspec.json.Decoder(WorkerRecord)
 _classes = msgspec.json.Decoder(RequirementClass)
-_lessons = msgspec.json.Decoder(Lesson)
+_lessons = msgspec.json.Decoder(WorkflowStats)
 
 
 class RedisStore:
@@ -62,18 +62,18 @@ class RedisStore:
         self.prefix = self._address.prefix
         self._winding = winding
         self._may_load = may_load
-        self._client = Client(self._address, secrets.token_hex(8), self._greet, patience_s=patience_s)
-        self._listener: Listener | None = None
-        self._learning = Learning(self._learn)
+        self._client = RedisClient(self._address, secrets.token_hex(8), self._greet, patience_s=patience_s)
+        self._listener: PubSubListener | None = None
+        self._learning = RedisWorkflowStats(self._learn)
         self._epoch = 0
         self.durability: Durability = "none"
         self.can_lose = ""
         self.records = RedisRecords(self)
-        self.moving = RedisMoving(self)
-        self.cabinet = RedisCabinet(self)
-        self.shares = RedisShares(self._do, self._client.call, self.prefix, self.now)
-        self.foreign = RedisForeign(self._do, self._ask)
-        self.relay = RedisRelay(self._client.call, self.prefix, self._client.client_id)
+        self.moving = RedisJobTransfer(self)
+        self.cabinet = RedisDocumentStore(self)
+        self.shares = RedisFairShare(self._do, self._client.call, self.prefix, self.now)
+        self.foreign = RedisDirectWorkerInbox(self._do, self._ask)
+        self.relay = RedisPeerChannel(self._client.call, self.prefix, self._client.client_id)
 
     @property
     def epoch(self) -> int:
@@ -113,7 +113,7 @@ class RedisStore:
         relearn: Callable[[], None] | None = None,
     ) -> None:
         assert self._listener is None, "one engine listens to one store"
-        self._listener = Listener(
+        self._listener = PubSubListener(
             self._address,
             self._client.client_id,
             wake,
@@ -162,12 +162,12 @@ class RedisStore:
     async def _dispatches(self, name: str, *arguments: Argument) -> list[Dispatch]:
         return [decode_dispatch(each) for each in as_list(await self._ask(name, *arguments))]
 
-    async def _head(self) -> codec.Head:
+    async def _head(self) -> codec.FleetHead:
         return codec.decode_head(await self._get("meta"))
 
     # the table profile × class
 
-    async def table(self) -> Table:
+    async def table(self) -> EligibilityMatrix:
         version, classes, profiles = as_list(await self._ask("table"))
         assert isinstance(version, int)
         pairs = as_list(classes)
@@ -175,7 +175,7 @@ class RedisStore:
             ClassKey(as_bytes(key).decode()): _classes.decode(as_bytes(text))
             for key, text in zip(pairs[::2], pairs[1::2], strict=True)
         }
-        return Table(
+        return EligibilityMatrix(
             version, known, frozenset(ProfileKey(as_bytes(each).decode()) for each in as_list(profiles))
         )
 
@@ -231,7 +231,7 @@ class RedisStore:
 
     # dispatches
 
-    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         answer = await self._join("enqueue", *codec.encode_enqueue(dispatch, job, facts))
         return codec.decode_enqueued(answer, dispatch, facts)
 
@@ -258,17 +258,17 @@ class RedisStore:
         )
         return [_candidate(as_list(row)) for row in as_list(found)]
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         return codec.decode_leased(await self._do("lease", job_id, *codec.encode_offer(offer)))
 
-    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         return codec.decode_leased(await self._join("lease_next", *codec.encode_offer(offer)))
 
     async def leased_by_poll(self, poll_id: PollId) -> Dispatch | None:
         text = await self._ask("leased_by_poll", poll_id)
         return None if text is None else decode_dispatch(text)
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         arguments = codec.encode_finish(write)
         if arguments is None:
             message = codec.encode_write(write, await self._new_payload(write))
@@ -284,7 +284,7 @@ class RedisStore:
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
-    ) -> tuple[Written | None, Written | None]:
+    ) -> tuple[WriteResult | None, WriteResult | None]:
         arguments = codec.encode_finish(write)
         if arguments is None:
             message = codec.encode_write(write, await self._new_payload(write))
@@ -397,22 +397,22 @@ class RedisStore:
     async def next_block_end(self) -> float | None:
         return await self._lowest("blocks:ends")
 
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         text = await self._client.call("HGET", f"{self.prefix}lessons", workflow_hash)
         return None if text is None else _lessons.decode(as_bytes(text))
 
-    async def put_lesson(self, lesson: Lesson) -> None:
+    async def put_lesson(self, lesson: WorkflowStats) -> None:
         await self._do("put_lesson", lesson.workflow_hash, msgspec.json.encode(lesson), MAX_LESSONS)
 
-    async def learn(self, delta: LessonDelta) -> Lesson:
+    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         return await self._learning.learn(delta)
 
-    async def _learn(self, deltas: list[LessonDelta]) -> Lesson:
+    async def _learn(self, deltas: list[WorkflowStatsDelta]) -> WorkflowStats:
         workflow_hash = deltas[0].workflow_hash
         while True:
             text = await self._client.call("HGET", f"{self.prefix}lessons", workflow_hash)
             known = b"" if text is None else as_bytes(text)
-            lesson = _lessons.decode(known) if known else Lesson(workflow_hash)
+            lesson = _lessons.decode(known) if known else WorkflowStats(workflow_hash)
             for delta in deltas:
                 lesson = delta.apply(lesson)
             said = (workflow_hash, msgspec.json.encode(lesson), MAX_LESSONS, known)

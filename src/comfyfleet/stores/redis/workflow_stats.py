@@ -7,15 +7,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from comfyfleet.model.ids import WorkflowHash
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
 
-Swap = Callable[[list[LessonDelta]], Awaitable[Lesson]]
+Swap = Callable[[list[WorkflowStatsDelta]], Awaitable[WorkflowStats]]
 
 
 class _Learner:
-    def __init__(self, delta: LessonDelta) -> None:
+    def __init__(self, delta: WorkflowStatsDelta) -> None:
         self.delta = delta
-        self.lesson: Lesson | None = None
+        self.lesson: WorkflowStats | None = None
 
 
 class _Workflow:
@@ -25,13 +25,13 @@ class _Workflow:
         self.users = 0
 
 
-class Learning:
+class RedisWorkflowStats:
     def __init__(self, write: Swap) -> None:
         """`write` puts what several have learned of one workflow into the store at once."""
         self._write = write
         self._workflows: dict[WorkflowHash, _Workflow] = {}
 
-    async def learn(self, delta: LessonDelta) -> Lesson:
+    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         workflow = self._workflows.setdefault(delta.workflow_hash, _Workflow())
         me = _Learner(delta)
         workflow.waiting.append(me)
@@ -44,7 +44,7 @@ class Learning:
             if not workflow.users:
                 del self._workflows[delta.workflow_hash]
 
-    async def _lead(self, workflow: _Workflow, me: _Learner) -> Lesson:
+    async def _lead(self, workflow: _Workflow, me: _Learner) -> WorkflowStats:
         together = [me, *(each for each in workflow.waiting if each is not me)]
         workflow.waiting = []
         lesson = await self._write([each.delta for each in together])

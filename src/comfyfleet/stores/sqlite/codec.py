@@ -22,8 +22,8 @@ from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job, JobResult
 from comfyfleet.model.requirement import RequirementClass
 from comfyfleet.model.worker import WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson
-from comfyfleet.stores.inprocess.queue_state import Ending, Entry, Kept
+from comfyfleet.model.workflow_stats import WorkflowStats
+from comfyfleet.stores.inprocess.queue_state import EndedLease, QueueEntry, QueueState
 from comfyfleet.stores.sqlite.writer import Area, Batch
 
 _CHANGES = msgspec.defstruct(
@@ -31,7 +31,7 @@ _CHANGES = msgspec.defstruct(
 )
 
 
-class State(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class RowState(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a row says of a job beside what its columns do; written as the tuple that `row_of` makes."""
 
     dispatch: Dispatch
@@ -68,12 +68,12 @@ _facts = msgspec.msgpack.Decoder(list[tuple[FactKind, float, int, dict[str, Any]
 encode = _encoder.encode
 decode_block = msgspec.msgpack.Decoder(Block).decode
 decode_class = msgspec.msgpack.Decoder(RequirementClass).decode
-decode_lesson = msgspec.msgpack.Decoder(Lesson).decode
-decode_state = msgspec.msgpack.Decoder(State).decode
+decode_lesson = msgspec.msgpack.Decoder(WorkflowStats).decode
+decode_state = msgspec.msgpack.Decoder(RowState).decode
 decode_worker = msgspec.msgpack.Decoder(WorkerRecord).decode
 
 
-class SqliteEntry(Entry, kw_only=True, eq=False, gc=False):
+class SqliteEntry(QueueEntry, kw_only=True, eq=False, gc=False):
     """A job in memory: neither payload nor result."""
 
     reference: str | None = None
@@ -113,7 +113,7 @@ def entry_of(blob: bytes, ending: int | None, ended_at: float | None, names: dic
         attempts=state.attempts,
         fact_count=state.fact_count,
         facts=state.facts,
-        ending=None if ending is None or ended_at is None else Ending(ending, ended_at),
+        ending=None if ending is None or ended_at is None else EndedLease(ending, ended_at),
         changes=state.record_changes(),
     )
 
@@ -253,7 +253,7 @@ def put_lesson(
         batch.touch(Area.LESSONS, "DELETE FROM lessons WHERE workflow_hash = ?", forgotten)
 
 
-def note_ttl(batch: Batch, kept: Kept[SqliteEntry]) -> None:
+def note_ttl(batch: Batch, kept: QueueState[SqliteEntry]) -> None:
     """What is lost of it with a commit that fails is said again by the next process."""
     if kept.is_ttl_new:
         kept.is_ttl_new = False

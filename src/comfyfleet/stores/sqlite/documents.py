@@ -11,7 +11,7 @@ from functools import partial
 
 from comfyfleet.ports import Document
 from comfyfleet.stores.documents import check_document, check_start
-from comfyfleet.stores.sqlite.reader import Disk
+from comfyfleet.stores.sqlite.reader import DatabaseReader
 from comfyfleet.stores.sqlite.writer import Area, Writer
 
 _PUT = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?)"
@@ -29,8 +29,8 @@ class _Reserved:
         self.document = document
 
 
-class SqliteCabinet:
-    def __init__(self, disk: Disk, writer: Writer) -> None:
+class SqliteDocumentStore:
+    def __init__(self, disk: DatabaseReader, writer: Writer) -> None:
         self._disk = disk
         self._writer = writer
         self._reserved: dict[_Name, _Reserved] = {}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from comfyfleet.stores.sqlite.store import SqliteStore
 
 
-class Ended:
+class EndedJobs:
     """A part of the store in a module of its own: it reserves and writes as the store does."""
 
     def __init__(self, store: SqliteStore) -> None:

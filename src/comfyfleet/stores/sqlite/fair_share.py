@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from comfyfleet.model.ids import JobId, TenantId
-from comfyfleet.model.tenant import Share, TenantTerms
-from comfyfleet.stores.inprocess.fair_share import ShareBook
+from comfyfleet.model.tenant import TenantShare, TenantTerms
+from comfyfleet.stores.inprocess.fair_share import FairShareState
 from comfyfleet.stores.sqlite.writer import Area, Batch
 
 if TYPE_CHECKING:
-    from comfyfleet.stores.sqlite.reader import Disk
+    from comfyfleet.stores.sqlite.reader import DatabaseReader
     from comfyfleet.stores.sqlite.store import SqliteStore
 
 _decode_terms = msgspec.msgpack.Decoder(TenantTerms).decode
 
 
-class SqliteShares:
+class SqliteFairShare:
     """A part of the store in a module of its own: it reserves and writes as the store does."""
 
     def __init__(self, store: SqliteStore) -> None:
         self._store = store
 
     @property
-    def _book(self) -> ShareBook:
+    def _book(self) -> FairShareState:
         return self._store._kept.shares
 
     async def put_terms(self, terms: TenantTerms) -> None:
@@ -60,7 +60,7 @@ class SqliteShares:
         self.note(batch)
         await store._writer.written(batch)
 
-    async def of(self, tenant: TenantId) -> Share:
+    async def of(self, tenant: TenantId) -> TenantShare:
         await self._store._wait(Area.TENANTS)
         return self._book.of(tenant)
 
@@ -81,7 +81,7 @@ class SqliteShares:
             batch.touch(job_id, "DELETE FROM charges WHERE job_id = ?", job_id)
 
 
-def _note_share(batch: Batch, share: Share) -> None:
+def _note_share(batch: Batch, share: TenantShare) -> None:
     batch.touch(
         Area.TENANTS,
         "INSERT OR REPLACE INTO tenants (tenant, virtual_time, credit, is_behind) VALUES (?, ?, ?, ?)",
@@ -92,10 +92,10 @@ def _note_share(batch: Batch, share: Share) -> None:
     )
 
 
-def load(book: ShareBook, disk: Disk, is_fair: bool) -> None:
+def load(book: FairShareState, disk: DatabaseReader, is_fair: bool) -> None:
     """Before the jobs, which are counted as they come."""
     book.is_fair = is_fair
     for tenant, virtual_time, credit, is_behind in disk.shares():
-        book.take_in(Share(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
+        book.take_in(TenantShare(TenantId(tenant), virtual_time, credit, is_behind=bool(is_behind)))
     book.terms = {terms.tenant: terms for terms in map(_decode_terms, disk.terms())}
     book.charges = disk.charges()

@@ -7,15 +7,15 @@ from typing import Protocol
 
 from comfyfleet.model.ids import WorkerId, WorkflowHash
 from comfyfleet.model.worker import WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
-from comfyfleet.stores.inprocess.queue_state import Kept
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
+from comfyfleet.stores.inprocess.queue_state import QueueState
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.writer import Area, Key, Writer
 
 
 class _Store(Protocol):
-    _kept: Kept[SqliteEntry]
+    _kept: QueueState[SqliteEntry]
     _writer: Writer
 
     def _check(self, value: object) -> bytes: ...
@@ -72,17 +72,17 @@ class SqliteFleet(_Store):
 
     # lessons
 
-    async def get_lesson(self, workflow_hash: WorkflowHash) -> Lesson | None:
+    async def get_lesson(self, workflow_hash: WorkflowHash) -> WorkflowStats | None:
         await self._wait(Area.LESSONS)
         return self._kept.lessons.get(workflow_hash)
 
-    async def put_lesson(self, lesson: Lesson) -> None:
+    async def put_lesson(self, lesson: WorkflowStats) -> None:
         blob = self._check(lesson)
         batch = self._writer.batch()
         codec.put_lesson(batch, lesson.workflow_hash, blob, self._kept.lessons.put(lesson))
         await self._writer.written(batch)
 
-    async def learn(self, delta: LessonDelta) -> Lesson:
+    async def learn(self, delta: WorkflowStatsDelta) -> WorkflowStats:
         lesson = delta.apply(self._kept.lessons.get(delta.workflow_hash))
         await self.put_lesson(lesson)
         return lesson

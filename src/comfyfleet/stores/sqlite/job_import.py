@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import Dispatch
 from comfyfleet.model.ids import JobId
-from comfyfleet.model.workflow_stats import Lesson
+from comfyfleet.model.workflow_stats import WorkflowStats
 from comfyfleet.stores.inprocess.job_import import is_as_read, place
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from comfyfleet.stores.sqlite.store import SqliteStore
 
 
-class SqliteMoving:
+class SqliteJobTransfer:
     """A part of the store in a module of its own: it reserves and writes as the store does."""
 
     def __init__(self, store: SqliteStore) -> None:
         self._store = store
 
-    async def adopt(self, jobs: Sequence[WholeJob]) -> list[Dispatch] | None:
+    async def adopt(self, jobs: Sequence[JobSnapshot]) -> list[Dispatch] | None:
         store = self._store
         # As submitted, without the result: that has a table of its own.
         records = [store._check(msgspec.structs.replace(each.job, result=None)) for each in jobs]
@@ -50,7 +50,7 @@ class SqliteMoving:
             await store._writer.written(batch)
         return [answer for answer in answers if answer is not None]
 
-    async def _settled(self, known: list[JobId | None], jobs: Sequence[WholeJob]) -> list[JobId | None]:
+    async def _settled(self, known: list[JobId | None], jobs: Sequence[JobSnapshot]) -> list[JobId | None]:
         """What is known of the jobs, once all that is known of them is on the disk."""
         writer = self._store._writer
         while pending := [waiter for name in known if name and (waiter := writer.settling(name)) is not None]:
@@ -60,7 +60,7 @@ class SqliteMoving:
         writer.check()
         return known
 
-    def _known(self, whole: WholeJob) -> JobId | None:
+    def _known(self, whole: JobSnapshot) -> JobId | None:
         store, job = self._store, whole.job
         if store._has(job.job_id):
             return job.job_id
@@ -95,6 +95,6 @@ class SqliteMoving:
             await store._writer.written(batch)
         return answers
 
-    async def lessons(self) -> list[Lesson]:
+    async def lessons(self) -> list[WorkflowStats]:
         await self._store._wait(Area.LESSONS)
         return self._store._kept.lessons.listing()

@@ -28,8 +28,8 @@ from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import ClassKey, JobId, ProfileKey, TenantId
 from comfyfleet.model.job import Job
 from comfyfleet.ports import Clock, Document
-from comfyfleet.stores.inprocess.blocks import BlockShelf, LessonShelf
-from comfyfleet.stores.inprocess.queue_state import Kept
+from comfyfleet.stores.inprocess.blocks import BlockTable, WorkflowStatsTable
+from comfyfleet.stores.inprocess.queue_state import QueueState
 from comfyfleet.stores.sqlite import codec, fair_share
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 
@@ -53,7 +53,7 @@ def closed() -> Fault:
     return Fault("the store is closed; open it first")
 
 
-class Disk:
+class DatabaseReader:
     def __init__(self) -> None:
         self._database: sqlite3.Connection | None = None
         self._names: dict[str, str] = {}
@@ -84,7 +84,7 @@ class Disk:
         row = self._row(job_id)
         return None if row is None else codec.entry_of(*row, {})
 
-    def state(self, job_id: JobId) -> codec.State | None:
+    def state(self, job_id: JobId) -> codec.RowState | None:
         row = self._row(job_id)
         return None if row is None else codec.decode_state(row[0])
 
@@ -194,7 +194,7 @@ class Disk:
 
     # everything that is open
 
-    def load(self, clock: Clock, epoch: int) -> Kept[SqliteEntry]:
+    def load(self, clock: Clock, epoch: int) -> QueueState[SqliteEntry]:
         try:
             return self._load(clock, epoch)
         except (LookupError, ValueError, TypeError, msgspec.MsgspecError) as error:
@@ -203,8 +203,8 @@ class Disk:
                 "restore a backup"
             ) from error
 
-    def _load(self, clock: Clock, epoch: int) -> Kept[SqliteEntry]:
-        kept: Kept[SqliteEntry] = Kept(clock, epoch)
+    def _load(self, clock: Clock, epoch: int) -> QueueState[SqliteEntry]:
+        kept: QueueState[SqliteEntry] = QueueState(clock, epoch)
         meta = dict(self._all("SELECT name, value FROM meta"))
         kept.table_version = meta["table_version"]
         ((ending,),) = self._all("SELECT coalesce(max(ending), 0) FROM ended_jobs")
@@ -232,7 +232,7 @@ class Disk:
                 kept.workers[worker_id] = msgspec.structs.replace(worker, last_seen_at=now)
         return kept
 
-    def load_small(self, kept: Kept[SqliteEntry], meta: dict[str, int] | None = None) -> None:
+    def load_small(self, kept: QueueState[SqliteEntry], meta: dict[str, int] | None = None) -> None:
         """Workers, blocks, lessons, and the single values."""
         if meta is None:
             meta = dict(self._all("SELECT name, value FROM meta"))
@@ -242,7 +242,7 @@ class Disk:
             codec.decode_worker(blob) for (blob,) in self._all("SELECT record FROM workers ORDER BY rowid")
         ]
         kept.workers = {record.worker_id: record for record in records}
-        kept.blocks, kept.lessons = BlockShelf(), LessonShelf()
+        kept.blocks, kept.lessons = BlockTable(), WorkflowStatsTable()
         for (blob,) in self._all("SELECT block FROM blocks ORDER BY rowid"):
             kept.blocks.put(codec.decode_block(blob))
         for (blob,) in self._all("SELECT lesson FROM lessons ORDER BY rowid"):
@@ -258,7 +258,7 @@ class Disk:
                 yield codec.entry_of(state, None, None, self._names)
             last = rows[-1][0]
 
-    def _load_table(self, kept: Kept[SqliteEntry], entries: Iterable[SqliteEntry]) -> list[ClassKey]:
+    def _load_table(self, kept: QueueState[SqliteEntry], entries: Iterable[SqliteEntry]) -> list[ClassKey]:
         """Classes of open jobs come first and are pinned: idle ones may be dropped for room. Answers the pinned."""
         for (profile,) in self._all("SELECT profile_key FROM profiles ORDER BY rowid"):
             kept.index.add_profile(ProfileKey(profile), [])
@@ -286,7 +286,7 @@ def _leased_at(entry: SqliteEntry) -> float:
 class SqliteRecords:
     def __init__(
         self,
-        disk: Disk,
+        disk: DatabaseReader,
         find: Callable[[TenantId, str], JobId | None],
         wait: Callable[[JobId | None], Awaitable[None]],
         at_hand: Callable[[JobId], Job | None],
@@ -297,7 +297,7 @@ class SqliteRecords:
         """Until what is being written of a job (None: of any) is on the disk."""
         self._at_hand = at_hand
         """A job that need not be read from the file."""
-        self._lists = Disk()
+        self._lists = DatabaseReader()
         """Read by one thread of its own: a page of jobs has whole payloads in it, and nobody waits for them."""
         self._thread: ThreadPoolExecutor | None = None
 
@@ -339,7 +339,7 @@ class SqliteRecords:
 _MAX_BYTES = 8 * 1024 * 1024
 
 
-class Recent:
+class RecentRecords:
     def __init__(self, max_bytes: int = _MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._bytes = 0

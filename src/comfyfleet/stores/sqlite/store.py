@@ -28,24 +28,24 @@ from comfyfleet.model.dispatch import (
     LeaseRef,
     Phase,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import Fact, FactDraft
 from comfyfleet.model.ids import ClassKey, JobId, PollId, ProfileKey, TenantId, WorkerId
 from comfyfleet.model.job import Job
 from comfyfleet.model.requirement import RequirementClass
-from comfyfleet.ports import Clock, Counts, LeaseState, Peek, Table
+from comfyfleet.ports import Clock, Counts, EligibilityMatrix, LeaseState, Peek
 from comfyfleet.stores.documents import pack
-from comfyfleet.stores.inprocess.queue_state import Kept
+from comfyfleet.stores.inprocess.queue_state import QueueState
 from comfyfleet.stores.sqlite import codec
 from comfyfleet.stores.sqlite.codec import SqliteEntry
 from comfyfleet.stores.sqlite.database import Ownership, connect, migrate
-from comfyfleet.stores.sqlite.documents import SqliteCabinet
-from comfyfleet.stores.sqlite.ended_jobs import Ended
-from comfyfleet.stores.sqlite.fair_share import SqliteShares
+from comfyfleet.stores.sqlite.documents import SqliteDocumentStore
+from comfyfleet.stores.sqlite.ended_jobs import EndedJobs
+from comfyfleet.stores.sqlite.fair_share import SqliteFairShare
 from comfyfleet.stores.sqlite.fleet import SqliteFleet
-from comfyfleet.stores.sqlite.job_import import SqliteMoving
-from comfyfleet.stores.sqlite.reader import Disk, Recent, SqliteRecords
+from comfyfleet.stores.sqlite.job_import import SqliteJobTransfer
+from comfyfleet.stores.sqlite.reader import DatabaseReader, RecentRecords, SqliteRecords
 from comfyfleet.stores.sqlite.writer import Area, Batch, Key, Writer
 
 _LEASED: dict[str, Any] = {"phase": Phase.LEASED}
@@ -56,16 +56,16 @@ class SqliteStore(SqliteFleet):
         self.path = Path(path)
         self.epoch = 1
         self._clock = clock
-        self._kept: Kept[SqliteEntry] = Kept(clock, self.epoch)
+        self._kept: QueueState[SqliteEntry] = QueueState(clock, self.epoch)
         self._ownership: Ownership | None = None
-        self._disk = Disk()
-        self._recent = Recent()
+        self._disk = DatabaseReader()
+        self._recent = RecentRecords()
         self.records = SqliteRecords(self._disk, self._find, self._wait, self._at_hand)
-        self.moving = SqliteMoving(self)
-        self.shares = SqliteShares(self)
-        self._ended = Ended(self)
+        self.moving = SqliteJobTransfer(self)
+        self.shares = SqliteFairShare(self)
+        self._ended = EndedJobs(self)
         self._writer = Writer(committed=self._ended.committed, restore=self._restore)
-        self.cabinet = SqliteCabinet(self._disk, self._writer)
+        self.cabinet = SqliteDocumentStore(self._disk, self._writer)
         self._wake: Callable[[], None] = lambda: None
 
     @property
@@ -130,7 +130,7 @@ class SqliteStore(SqliteFleet):
 
     # the table profile × class
 
-    async def table(self) -> Table:
+    async def table(self) -> EligibilityMatrix:
         return self._kept.table()
 
     async def put_class(self, cls: RequirementClass, fits: Collection[ProfileKey], *, version: int) -> bool:
@@ -167,7 +167,7 @@ class SqliteStore(SqliteFleet):
 
     # dispatches
 
-    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> Written | None:
+    async def enqueue(self, dispatch: Dispatch, job: Job, facts: Sequence[FactDraft]) -> WriteResult | None:
         record = self._check(job)
         self._check((dispatch, facts))
         while True:
@@ -180,7 +180,7 @@ class SqliteStore(SqliteFleet):
             if known is None:
                 break
             if await self._is_settled(known) and (found := await self.load(known)) is not None:
-                return Written(found, ())
+                return WriteResult(found, ())
         entry = SqliteEntry(dispatch=dispatch, reference=job.reference)
         written = self._kept.enqueue(entry, facts)
         assert written is not None, "its classes were looked up in this very step"
@@ -205,7 +205,7 @@ class SqliteStore(SqliteFleet):
     async def peek(self, query: Peek) -> list[Candidate]:
         return self._kept.peek(query)
 
-    async def lease(self, job_id: JobId, offer: LeaseOffer) -> Written | None:
+    async def lease(self, job_id: JobId, offer: LeaseOffer) -> WriteResult | None:
         self._check(offer)
         while (written := self._kept.lease(job_id, offer)) is None:
             if await self._is_settled(job_id):
@@ -215,7 +215,7 @@ class SqliteStore(SqliteFleet):
         await self._writer.written(batch)
         return written
 
-    async def lease_next(self, offer: LeaseOffer) -> Written | None:
+    async def lease_next(self, offer: LeaseOffer) -> WriteResult | None:
         self._check(offer)
         written = self._kept.lease_next(offer)
         if written is not None:
@@ -231,7 +231,7 @@ class SqliteStore(SqliteFleet):
             await waiter
         return found
 
-    async def write(self, write: Write) -> Written | None:
+    async def write(self, write: Write) -> WriteResult | None:
         written = await self._write(write)
         if written is not None:
             batch = self._writer.batch()
@@ -241,7 +241,7 @@ class SqliteStore(SqliteFleet):
 
     async def finish_and_lease_next(
         self, write: Write, offer: LeaseOffer
-    ) -> tuple[Written | None, Written | None]:
+    ) -> tuple[WriteResult | None, WriteResult | None]:
         self._check(offer)
         finished = await self._write(write)
         if finished is None:
@@ -366,7 +366,7 @@ class SqliteStore(SqliteFleet):
         self._writer.check()
         return pack(value)
 
-    async def _write(self, write: Write) -> Written | None:
+    async def _write(self, write: Write) -> WriteResult | None:
         self._check(write)
         while True:
             self._ended.bring_back(write.job_id)
@@ -377,7 +377,7 @@ class SqliteStore(SqliteFleet):
                 self._ended.let_go(write.job_id)
                 return None
 
-    def _changed(self, batch: Batch, write: Write, written: Written) -> None:
+    def _changed(self, batch: Batch, write: Write, written: WriteResult) -> None:
         entry = self._kept.entries[write.job_id]
         codec.change_record(batch, entry, write.job)
         codec.update(batch, entry, written.facts)
@@ -389,7 +389,7 @@ class SqliteStore(SqliteFleet):
             codec.lift(batch, write.lifted)
         self.shares.note(batch, write.job_id)
 
-    def _granted(self, batch: Batch, written: Written) -> None:
+    def _granted(self, batch: Batch, written: WriteResult) -> None:
         entry = self._kept.entries[written.dispatch.job_id]
         codec.change_record(batch, entry, _LEASED)
         codec.update(batch, entry, written.facts)

@@ -1,11 +1,13 @@
-"""The small documents of one tenant in its database: a `Cabinet` like the stores', seen by nobody but its tenant."""
+"""The small documents of one tenant in its database: a `DocumentStore` like the stores', seen by nobody but its
+tenant.
+"""
 
 from __future__ import annotations
 
 from comfyfleet.model.ids import TenantId
 from comfyfleet.ports import Document
 from comfyfleet.stores.documents import check_document, check_start, is_name
-from comfyfleet.tenancy.database.executor import Carrier, Row, Work, row, rows
+from comfyfleet.tenancy.database.executor import Row, SqlExecutor, Work, row, rows
 from comfyfleet.tenancy.database.tenant_export import check_open
 
 _ITS = "tenant = :tenant AND drawer = :drawer AND name = :name"
@@ -15,8 +17,8 @@ _INSERT = (
 )
 
 
-class TenantCabinet:
-    def __init__(self, carrier: Carrier, tenant: TenantId) -> None:
+class TenantDocumentStore:
+    def __init__(self, carrier: SqlExecutor, tenant: TenantId) -> None:
         self._carrier = carrier
         self._tenant = tenant
 

@@ -16,27 +16,27 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import HoldId
 from comfyfleet.stores.crypto.keyring import Keyring
-from comfyfleet.stores.crypto.payload_cipher import Sealer
-from comfyfleet.stores.crypto.store import SealedRecords, Tenants, without_digest
-from comfyfleet.stores.crypto.value_cipher import CannotOpen
+from comfyfleet.stores.crypto.payload_cipher import PayloadCipher
+from comfyfleet.stores.crypto.store import EncryptedRecords, TenantCache, without_digest
+from comfyfleet.stores.crypto.value_cipher import DecryptionFailed
 from comfyfleet.tenancy.database.port import (
-    Ended,
-    Ending,
-    Entered,
-    Opened,
-    Opening,
     OpenRound,
+    PostingResult,
+    RoundEnd,
+    RoundEnded,
+    RoundStart,
+    RoundStarted,
     TenantDatabase,
 )
 
 
 def sealed_database(inner: TenantDatabase, keyring: Keyring) -> TenantDatabase:
-    return cast("TenantDatabase", SealedDatabase(inner, keyring))
+    return cast("TenantDatabase", EncryptedTenantDatabase(inner, keyring))
 
 
-class SealedDatabase(SealedRecords):
+class EncryptedTenantDatabase(EncryptedRecords):
     def __init__(self, inner: TenantDatabase, keyring: Keyring) -> None:
-        super().__init__(inner, Sealer(keyring), Tenants())
+        super().__init__(inner, PayloadCipher(keyring), TenantCache())
         self._database = inner
         self._keyring = keyring
 
@@ -44,13 +44,13 @@ class SealedDatabase(SealedRecords):
         # The book, the outbox and whatever else holds nothing of a job's content are the inner database's own.
         return getattr(self._database, name)
 
-    async def open_round(self, opening: Opening) -> Opened:
+    async def open_round(self, opening: RoundStart) -> RoundStarted:
         job = opening.job
         self._tenants.note(job.job_id, job.tenant)
         dispatch = without_digest(opening.dispatch) if self._keyring.seals else opening.dispatch
         sealed = msgspec.structs.replace(opening, job=await self._sealer.job(job), dispatch=dispatch)
         opened = await self._database.open_round(sealed)
-        kept = job if opened.outcome is Entered.DONE else await self._opened(opened.job)
+        kept = job if opened.outcome is PostingResult.DONE else await self._opened(opened.job)
         return msgspec.structs.replace(opened, job=kept)
 
     async def leasable(self, hold_id: HoldId) -> Job | None:
@@ -101,12 +101,12 @@ class SealedDatabase(SealedRecords):
         if result is not None:
             try:
                 result = await self._sealer.opened_result(job.tenant, job.job_id, result)
-            except CannotOpen:
+            except DecryptionFailed:
                 # The round ends all the same, and is settled: what it left stays as unreadable as its payload is.
                 result = None
         return msgspec.structs.replace(found, job=job, result=result)
 
-    async def end_round(self, ending: Ending) -> Ended:
+    async def end_round(self, ending: RoundEnd) -> RoundEnded:
         tenant, job_id = ending.posting.tenant, ending.settlement.hold_id.job_id
         changes = await self._sealer.changes(tenant, job_id, ending.changes)
         return await self._database.end_round(msgspec.structs.replace(ending, changes=changes))

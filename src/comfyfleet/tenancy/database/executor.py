@@ -44,7 +44,7 @@ SCHEMA = "comfyfleet_tenants"
 """Of its own, so that a tenant database may lie in the same database as a store."""
 
 
-class Carrier(Protocol):
+class SqlExecutor(Protocol):
     async def open(self) -> None: ...
     async def close(self) -> None: ...
     async def transact(self, begin: Callable[[], Work[_Answer]]) -> _Answer:

@@ -7,11 +7,11 @@ from comfyfleet.model.errors import Refusal, RefusalCode
 from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.ledger import (
     Account,
-    Book,
     CreditGrant,
     GrantState,
     Hold,
     HoldId,
+    Ledger,
     Outcome,
     Posting,
     PostingKind,
@@ -19,7 +19,7 @@ from comfyfleet.model.ledger import (
 )
 from comfyfleet.tenancy.database import tenant_export
 from comfyfleet.tenancy.database.executor import Row, Work, row, rows
-from comfyfleet.tenancy.database.port import MAX_BOOK, Entered
+from comfyfleet.tenancy.database.port import MAX_BOOK, PostingResult
 
 # One statement compares and changes: of two spends at the same instant, the second compares with what the first left.
 _MOVE_CREDITS = """
@@ -70,10 +70,10 @@ SELECT coalesce(sum(balance), 0), coalesce(sum(held), 0) FROM @postings WHERE te
 _SETTLEMENT = "SELECT s.job_id, s.round, s.outcome, s.consumed, s.at, s.note FROM @settlements s"
 
 
-class TakenBack(Exception):
+class RolledBack(Exception):
     """Raised inside a transaction: nothing of it stays, and this is the answer."""
 
-    def __init__(self, outcome: Entered) -> None:
+    def __init__(self, outcome: PostingResult) -> None:
         super().__init__(outcome)
         self.outcome = outcome
 
@@ -91,7 +91,7 @@ def post(posting: Posting) -> Work[None]:
     if (yield from row(_MOVE_CREDITS, **change)) is None:
         yield from tenant_export.check_open(posting.tenant)
         # A repeat of something that was posted is known, whether or not the account would cover it again.
-        raise TakenBack((yield from _repeated(posting, named)) or Entered.SHORT)
+        raise RolledBack((yield from _repeated(posting, named)) or PostingResult.SHORT)
     entered = yield from row(
         _POST,
         **named,
@@ -101,15 +101,15 @@ def post(posting: Posting) -> Work[None]:
         note=posting.note,
     )
     if entered is None:
-        raise TakenBack((yield from _repeated(posting, named)) or Entered.REFUSED)
+        raise RolledBack((yield from _repeated(posting, named)) or PostingResult.REFUSED)
 
 
-def _repeated(posting: Posting, named: dict[str, str]) -> Work[Entered | None]:
+def _repeated(posting: Posting, named: dict[str, str]) -> Work[PostingResult | None]:
     """The same entry, or another one under its name; None if there is none."""
     found = yield from row(_POSTED, **named)
     if found is None:
         return None
-    return Entered.KNOWN if found == (posting.balance, posting.held) else Entered.REFUSED
+    return PostingResult.KNOWN if found == (posting.balance, posting.held) else PostingResult.REFUSED
 
 
 def account(tenant: TenantId) -> Work[Account]:
@@ -181,7 +181,7 @@ def open_holds(before: float, limit: int) -> Work[list[Hold]]:
 # grants and corrections
 
 
-def grant(given: CreditGrant, posting: Posting | None) -> Work[Entered]:
+def grant(given: CreditGrant, posting: Posting | None) -> Work[PostingResult]:
     assert (posting is None) == (given.state is GrantState.PENDING), "what is pending is not posted"
     yield from tenant_export.check_open(given.tenant)
     inserted = yield from row(
@@ -198,36 +198,36 @@ def grant(given: CreditGrant, posting: Posting | None) -> Work[Entered]:
         # What was pending may have been decided since; what is to be granted now must have been granted.
         is_same = found is not None and found[1] == given.amount
         is_same = is_same and (posting is None or found == (GrantState.GRANTED.value, given.amount))
-        return Entered.KNOWN if is_same else Entered.REFUSED
+        return PostingResult.KNOWN if is_same else PostingResult.REFUSED
     if posting is not None:
         yield from post(posting)
-    return Entered.DONE
+    return PostingResult.DONE
 
 
-def confirm(posting: Posting) -> Work[Entered]:
+def confirm(posting: Posting) -> Work[PostingResult]:
     assert posting.kind is PostingKind.GRANT, "only grants are pending"
     named = {"tenant": posting.tenant, "grant_id": posting.reference}
     decided = yield from row(_CONFIRM, **named, at=posting.at, amount=posting.balance)
     if decided is not None:
         yield from post(posting)
-        return Entered.DONE
+        return PostingResult.DONE
     known = (GrantState.GRANTED.value, posting.balance)
-    return Entered.KNOWN if (yield from row(_KNOWN_GRANT, **named)) == known else Entered.REFUSED
+    return PostingResult.KNOWN if (yield from row(_KNOWN_GRANT, **named)) == known else PostingResult.REFUSED
 
 
-def void(tenant: TenantId, grant_id: str) -> Work[Entered]:
+def void(tenant: TenantId, grant_id: str) -> Work[PostingResult]:
     named = {"tenant": tenant, "grant_id": grant_id}
     yield from tenant_export.check_open(tenant)
     if (yield from row(_VOID, **named)) is not None:
-        return Entered.DONE
+        return PostingResult.DONE
     found = yield from row(_KNOWN_GRANT, **named)
-    return Entered.KNOWN if found is not None and found[0] == GrantState.VOID else Entered.REFUSED
+    return PostingResult.KNOWN if found is not None and found[0] == GrantState.VOID else PostingResult.REFUSED
 
 
-def adjust(posting: Posting) -> Work[Entered]:
+def adjust(posting: Posting) -> Work[PostingResult]:
     assert posting.kind is PostingKind.ADJUST, "every other posting has a cause of its own"
     yield from post(posting)
-    return Entered.DONE
+    return PostingResult.DONE
 
 
 # reading
@@ -243,7 +243,7 @@ def account_at(tenant: TenantId, number: int) -> Work[Account]:
     return Account(tenant, *(int(each) for each in found))
 
 
-def book(tenant: TenantId) -> Work[Book]:
+def book(tenant: TenantId) -> Work[Ledger]:
     postings = yield from statement(tenant, 0, MAX_BOOK + 1)
     if len(postings) > MAX_BOOK:
         raise Refusal(
@@ -266,7 +266,7 @@ def book(tenant: TenantId) -> Work[Book]:
     ended = yield from rows(
         "SELECT job_id, round, phase FROM @rounds WHERE tenant = :tenant AND phase <> 'open'", tenant=tenant
     )
-    return Book(
+    return Ledger(
         (yield from account(tenant)),
         tuple(postings),
         tuple(_hold(each) for each in holds),

@@ -20,10 +20,10 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import (
     Account,
-    Book,
     CreditGrant,
     Hold,
     HoldId,
+    Ledger,
     Posting,
     Price,
     Receipt,
@@ -32,7 +32,7 @@ from comfyfleet.model.ledger import (
     UsageBy,
     UsageLine,
 )
-from comfyfleet.ports import Cabinet, Records
+from comfyfleet.ports import DocumentStore, Records
 
 MAX_PAGE = 1_000
 MAX_BOOK = 100_000
@@ -55,7 +55,7 @@ PARTS = (
 """What a database has of a tenant, in the order in which it moves."""
 
 
-class Entered(StrEnum):
+class PostingResult(StrEnum):
     """What became of an entry."""
 
     DONE = "done"
@@ -67,7 +67,7 @@ class Entered(StrEnum):
     """It does not fit what is there (a round before the last one ended, a grant that is void); nothing was changed."""
 
 
-class BookClosed(Fault):
+class AccountFrozen(Fault):
     """Nothing is written for this tenant here: it is on its way to another pool, or was here once."""
 
     def __init__(self, tenant: TenantId) -> None:
@@ -77,7 +77,7 @@ class BookClosed(Fault):
         )
 
 
-class Opening(msgspec.Struct, frozen=True):
+class RoundStart(msgspec.Struct, frozen=True):
     """One round of a job that is to begin: S1."""
 
     job: Job
@@ -89,14 +89,14 @@ class Opening(msgspec.Struct, frozen=True):
     """What the round will be charged by, whatever the price is then."""
 
 
-class Opened(msgspec.Struct, frozen=True):
-    outcome: Entered
+class RoundStarted(msgspec.Struct, frozen=True):
+    outcome: PostingResult
     account: Account
     job: Job | None = None
     """As it is kept now. Of a known one, the one that has this id or reference."""
 
 
-class Ending(msgspec.Struct, frozen=True):
+class RoundEnd(msgspec.Struct, frozen=True):
     """The end of a round as the central store committed it: T1."""
 
     event_id: str
@@ -110,8 +110,8 @@ class Ending(msgspec.Struct, frozen=True):
     """What it took, for whoever accounts for it."""
 
 
-class Ended(msgspec.Struct, frozen=True):
-    outcome: Entered
+class RoundEnded(msgspec.Struct, frozen=True):
+    outcome: PostingResult
     settlement: Settlement | None
     """The one that stands. None: there is no such hold, or the event was another's."""
 
@@ -140,11 +140,11 @@ class TenantDatabase(Records, Protocol):
         """Connects and migrates. Called once, before anything else."""
 
     async def close(self) -> None: ...
-    def cabinet(self, tenant: TenantId) -> Cabinet:
+    def cabinet(self, tenant: TenantId) -> DocumentStore:
         """Small documents of this tenant alone: the records of its files."""
 
     # the protocol
-    async def open_round(self, opening: Opening) -> Opened:
+    async def open_round(self, opening: RoundStart) -> RoundStarted:
         """S1: the job (or its next round), the hold and the outbox entry, if the account covers it."""
 
     async def outbox(self, *, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
@@ -179,7 +179,7 @@ class TenantDatabase(Records, Protocol):
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         """Before T1. None: it has ended, or was never there."""
 
-    async def end_round(self, ending: Ending) -> Ended:
+    async def end_round(self, ending: RoundEnd) -> RoundEnded:
         """T1: settles the hold, ends the round, closes its outbox entry, all of it once."""
 
     async def phases(self, hold_ids: Sequence[HoldId]) -> dict[HoldId, Phase | None]:
@@ -206,16 +206,16 @@ class TenantDatabase(Records, Protocol):
         """Those made before then that are not settled, the oldest first."""
 
     async def account(self, tenant: TenantId) -> Account: ...
-    async def grant(self, grant: CreditGrant, posting: Posting | None) -> Entered:
+    async def grant(self, grant: CreditGrant, posting: Posting | None) -> PostingResult:
         """A pending one comes without a posting."""
 
-    async def confirm(self, posting: Posting) -> Entered:
+    async def confirm(self, posting: Posting) -> PostingResult:
         """A pending grant, named by the posting, is granted."""
 
-    async def void(self, tenant: TenantId, grant_id: str) -> Entered:
+    async def void(self, tenant: TenantId, grant_id: str) -> PostingResult:
         """A pending grant comes to nothing."""
 
-    async def adjust(self, posting: Posting) -> Entered: ...
+    async def adjust(self, posting: Posting) -> PostingResult: ...
     async def grant_of(self, tenant: TenantId, grant_id: str) -> CreditGrant | None: ...
     async def grants(
         self, tenant: TenantId, *, after: tuple[float, str] | None, limit: int
@@ -239,7 +239,7 @@ class TenantDatabase(Records, Protocol):
     ) -> list[UsageLine]:
         """What rounds that ended in that time took, added up; of everybody unless a tenant is named."""
 
-    async def book(self, tenant: TenantId) -> Book:
+    async def book(self, tenant: TenantId) -> Ledger:
         """Everything, as of one moment, for whoever checks it. Refused if there is too much of it."""
 
     # coming and going; the fence is a number that grows with each attempt
@@ -247,7 +247,7 @@ class TenantDatabase(Records, Protocol):
         """For a tenant that is set up here."""
 
     async def close_book(self, tenant: TenantId, fence: int) -> bool:
-        """From now on nothing is written for it: others get `BookClosed`. False: somebody came with a newer fence."""
+        """Nothing more is written for it: others get `AccountFrozen`. False: somebody came with a newer fence."""
 
     async def open_book(self, tenant: TenantId, fence: int) -> bool:
         """Its account is the sum of its postings. False: it is not closed by this fence (any more)."""

@@ -14,8 +14,8 @@ from typing import Any, cast
 from comfyfleet.model.errors import ComfyFleetError, Fault, Refusal, RefusalCode
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import Tenant
-from comfyfleet.ports import Cabinet, Clock
-from comfyfleet.tenancy.database.port import BookClosed, TenantDatabase
+from comfyfleet.ports import Clock, DocumentStore
+from comfyfleet.tenancy.database.port import AccountFrozen, TenantDatabase
 
 DEFAULT_POOL = "default"
 ANSWER_S = 10.0
@@ -23,7 +23,7 @@ ANSWER_S = 10.0
 _AGAIN_S = 1.0
 
 
-class Pools:
+class TenantDatabases:
     """`open_database` makes one from its address; it is opened here. What is put `around` it is not watched: a key that
     one tenant misses does not make the database away for others."""
 
@@ -144,7 +144,7 @@ class Pools:
         self._check_there(name)
         try:
             answer = await _answered(name, work())
-        except BookClosed:
+        except AccountFrozen:
             # One tenant's; the database is there.
             self._away.pop(name, None)
             raise
@@ -158,15 +158,15 @@ class Pools:
 class _Watched:
     """A database, or a tenant's documents in it, whose faults are noted. Whatever it is asked, that is what answers."""
 
-    def __init__(self, database: TenantDatabase | Cabinet, name: str, pools: Pools) -> None:
+    def __init__(self, database: TenantDatabase | DocumentStore, name: str, pools: TenantDatabases) -> None:
         self._database = database
         self._name = name
         self._pools = pools
 
-    def cabinet(self, tenant: TenantId) -> Cabinet:
+    def cabinet(self, tenant: TenantId) -> DocumentStore:
         """Its documents are in the same database, and as long in coming."""
         documents = cast(TenantDatabase, self._database).cabinet(tenant)
-        return cast(Cabinet, _Watched(documents, self._name, self._pools))
+        return cast(DocumentStore, _Watched(documents, self._name, self._pools))
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._database, name)

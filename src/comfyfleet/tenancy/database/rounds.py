@@ -14,14 +14,14 @@ from comfyfleet.stores.documents import pack
 from comfyfleet.tenancy.database import ledger, tenant_export
 from comfyfleet.tenancy.database.executor import Row, Work, row, rows
 from comfyfleet.tenancy.database.port import (
-    BookClosed,
-    Ended,
-    Ending,
-    Entered,
-    Opened,
-    Opening,
+    AccountFrozen,
     OpenRound,
     OutboxEntry,
+    PostingResult,
+    RoundEnd,
+    RoundEnded,
+    RoundStart,
+    RoundStarted,
 )
 
 _NO_PAYLOAD = Submission({})
@@ -112,7 +112,7 @@ DELETE FROM @jobs WHERE job_id = :job_id AND ended_at IS NOT NULL AND ended_at <
 """
 
 
-def open_round(opening: Opening) -> Work[Opened]:
+def open_round(opening: RoundStart) -> Work[RoundStarted]:
     job, hold = opening.job, opening.hold
     assert hold.hold_id == HoldId(job.job_id, job.round), "a round has a hold of its own"
     assert job.tenant == hold.tenant == opening.posting.tenant, "a tenant pays for its own jobs"
@@ -135,7 +135,7 @@ def open_round(opening: Opening) -> Work[Opened]:
         known = yield from _known(job)
         is_known = known is not None and (known.job_id != job.job_id or known.round >= job.round)
         account = yield from ledger.account(job.tenant)
-        return Opened(Entered.KNOWN if is_known else Entered.REFUSED, account, known)
+        return RoundStarted(PostingResult.KNOWN if is_known else PostingResult.REFUSED, account, known)
     yield from ledger.post(opening.posting)
     yield from ledger.insert_hold(hold)
     yield from rows(
@@ -147,7 +147,7 @@ def open_round(opening: Opening) -> Work[Opened]:
         opened_at=hold.at,
         price=None if opening.price is None else msgspec.json.encode(opening.price).decode(),
     )
-    return Opened(Entered.DONE, (yield from ledger.account(job.tenant)), job)
+    return RoundStarted(PostingResult.DONE, (yield from ledger.account(job.tenant)), job)
 
 
 def _known(job: Job) -> Work[Job | None]:
@@ -158,7 +158,7 @@ def _known(job: Job) -> Work[Job | None]:
     return known if known is not None and known.tenant == job.tenant else None
 
 
-def end_round(ending: Ending) -> Work[Ended]:
+def end_round(ending: RoundEnd) -> Work[RoundEnded]:
     settlement, hold_id = ending.settlement, ending.settlement.hold_id
     is_new = yield from row(
         "INSERT INTO @inbox (event_id, at) VALUES (:event_id, :at) ON CONFLICT DO NOTHING RETURNING event_id",
@@ -168,14 +168,14 @@ def end_round(ending: Ending) -> Work[Ended]:
     hold = yield from ledger.hold(hold_id)
     if hold is None:
         # With the event, which was not taken in: the job may yet come back from a backup.
-        raise ledger.TakenBack(Entered.REFUSED)
+        raise ledger.RolledBack(PostingResult.REFUSED)
     posting = ending.posting
     assert posting.tenant == hold.tenant, "a tenant pays for its own jobs"
     assert (posting.balance, posting.held) == (-settlement.consumed, -hold.amount), (
         "all that was held is let go"
     )
     if is_new is None or not (yield from ledger.insert_settlement(settlement, hold, ending.phase)):
-        return Ended(Entered.KNOWN, (yield from ledger.settlement(hold_id)))
+        return RoundEnded(PostingResult.KNOWN, (yield from ledger.settlement(hold_id)))
     yield from ledger.post(posting)
     named = {"job_id": hold_id.job_id, "round": hold_id.round, "phase": ending.phase.value}
     yield from rows(_END_ROUND, **named, ended_at=settlement.at)
@@ -200,7 +200,7 @@ def end_round(ending: Ending) -> Work[Ended]:
     if ending.run is not None:
         # Behind the posting, which holds the account: so these numbers too are in the order of commits.
         yield from rows(_RUN, **_run_values(ending.run))
-    return Ended(Entered.DONE, settlement)
+    return RoundEnded(PostingResult.DONE, settlement)
 
 
 def _run_values(run: RunEntry) -> dict[str, object]:
@@ -303,7 +303,7 @@ def forget_jobs(job_ids: Sequence[JobId], before: float) -> Work[int]:
             try:
                 yield from tenant_export.check_open(tenant)
                 are_closed[tenant] = False
-            except BookClosed:
+            except AccountFrozen:
                 # Its rows are on their way and must stay as they are; later, wherever they are then.
                 are_closed[tenant] = True
         if not are_closed[tenant]:

@@ -10,10 +10,10 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import (
     Account,
-    Book,
     CreditGrant,
     Hold,
     HoldId,
+    Ledger,
     Posting,
     Receipt,
     RunEntry,
@@ -21,24 +21,24 @@ from comfyfleet.model.ledger import (
     UsageBy,
     UsageLine,
 )
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import DocumentStore
 from comfyfleet.tenancy.database import ledger, reports, rounds, tenant_export
-from comfyfleet.tenancy.database.documents import TenantCabinet
-from comfyfleet.tenancy.database.executor import Carrier, Row, Work
+from comfyfleet.tenancy.database.documents import TenantDocumentStore
+from comfyfleet.tenancy.database.executor import Row, SqlExecutor, Work
 from comfyfleet.tenancy.database.port import (
     MAX_PAGE,
-    Ended,
-    Ending,
-    Entered,
-    Opened,
-    Opening,
     OpenRound,
     OutboxEntry,
+    PostingResult,
+    RoundEnd,
+    RoundEnded,
+    RoundStart,
+    RoundStarted,
 )
 
 
 class SqlTenantDatabase:
-    def __init__(self, carrier: Carrier) -> None:
+    def __init__(self, carrier: SqlExecutor) -> None:
         self._carrier = carrier
 
     async def open(self) -> None:
@@ -47,16 +47,16 @@ class SqlTenantDatabase:
     async def close(self) -> None:
         await self._carrier.close()
 
-    def cabinet(self, tenant: TenantId) -> Cabinet:
-        return TenantCabinet(self._carrier, tenant)
+    def cabinet(self, tenant: TenantId) -> DocumentStore:
+        return TenantDocumentStore(self._carrier, tenant)
 
     # the protocol
 
-    async def open_round(self, opening: Opening) -> Opened:
+    async def open_round(self, opening: RoundStart) -> RoundStarted:
         try:
             return await self._carrier.transact(lambda: rounds.open_round(opening))
-        except ledger.TakenBack as answer:
-            return Opened(answer.outcome, await self.account(opening.job.tenant))
+        except ledger.RolledBack as answer:
+            return RoundStarted(answer.outcome, await self.account(opening.job.tenant))
 
     async def outbox(self, *, is_sent: bool, after: HoldId | None, limit: int) -> list[OutboxEntry]:
         return await self._carrier.read(lambda: rounds.outbox(is_sent, after, _page(limit)))
@@ -89,11 +89,11 @@ class SqlTenantDatabase:
     async def open_round_of(self, hold_id: HoldId, attempt_id: str | None) -> OpenRound | None:
         return await self._carrier.snapshot(lambda: rounds.open_round_of(hold_id, attempt_id))
 
-    async def end_round(self, ending: Ending) -> Ended:
+    async def end_round(self, ending: RoundEnd) -> RoundEnded:
         try:
             return await self._carrier.transact(lambda: rounds.end_round(ending))
-        except ledger.TakenBack as answer:
-            return Ended(answer.outcome, await self.settlement(ending.settlement.hold_id))
+        except ledger.RolledBack as answer:
+            return RoundEnded(answer.outcome, await self.settlement(ending.settlement.hold_id))
 
     async def phases(self, hold_ids: Sequence[HoldId]) -> dict[HoldId, Phase | None]:
         assert len(hold_ids) <= MAX_PAGE, "a page at a time"
@@ -148,16 +148,16 @@ class SqlTenantDatabase:
     async def account(self, tenant: TenantId) -> Account:
         return await self._carrier.read(lambda: ledger.account(tenant))
 
-    async def grant(self, grant: CreditGrant, posting: Posting | None) -> Entered:
+    async def grant(self, grant: CreditGrant, posting: Posting | None) -> PostingResult:
         return await self._enter(lambda: ledger.grant(grant, posting))
 
-    async def confirm(self, posting: Posting) -> Entered:
+    async def confirm(self, posting: Posting) -> PostingResult:
         return await self._enter(lambda: ledger.confirm(posting))
 
-    async def void(self, tenant: TenantId, grant_id: str) -> Entered:
+    async def void(self, tenant: TenantId, grant_id: str) -> PostingResult:
         return await self._enter(lambda: ledger.void(tenant, grant_id))
 
-    async def adjust(self, posting: Posting) -> Entered:
+    async def adjust(self, posting: Posting) -> PostingResult:
         return await self._enter(lambda: ledger.adjust(posting))
 
     async def grant_of(self, tenant: TenantId, grant_id: str) -> CreditGrant | None:
@@ -185,7 +185,7 @@ class SqlTenantDatabase:
     ) -> list[UsageLine]:
         return await self._carrier.read(lambda: reports.usage(tenant, since, until, by, limit))
 
-    async def book(self, tenant: TenantId) -> Book:
+    async def book(self, tenant: TenantId) -> Ledger:
         return await self._carrier.snapshot(lambda: ledger.book(tenant))
 
     # coming and going
@@ -214,10 +214,10 @@ class SqlTenantDatabase:
     async def erase(self, tenant: TenantId, fence: int, limit: int) -> int | None:
         return await self._carrier.transact(lambda: tenant_export.erase(tenant, fence, _page(limit)))
 
-    async def _enter(self, begin: Callable[[], Work[Entered]]) -> Entered:
+    async def _enter(self, begin: Callable[[], Work[PostingResult]]) -> PostingResult:
         try:
             return await self._carrier.transact(begin)
-        except ledger.TakenBack as answer:
+        except ledger.RolledBack as answer:
             return answer.outcome
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from comfyfleet.model.ids import TenantId
 from comfyfleet.tenancy.database.executor import Row, Work, row, rows
-from comfyfleet.tenancy.database.port import BookClosed
+from comfyfleet.tenancy.database.port import AccountFrozen
 
 
 class _Part(NamedTuple):
@@ -105,7 +105,7 @@ def check_open(tenant: TenantId) -> Work[None]:
     """For what is written without a posting: those see the fence in the account, which they lock."""
     found = yield from row(LOOK, tenant=tenant)
     if found is not None and found[0] is not None:
-        raise BookClosed(tenant)
+        raise AccountFrozen(tenant)
 
 
 def begin_book(tenant: TenantId) -> Work[None]:

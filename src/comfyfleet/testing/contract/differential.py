@@ -13,19 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from comfyfleet.model.block import EVERY_WORKER, Block, BlockReason, Pair, tenant_target
-from comfyfleet.model.dispatch import (
-    Change,
-    Dispatch,
-    LeaseOffer,
-    LeaseRef,
-    Phase,
-    Standing,
-)
+from comfyfleet.model.dispatch import Change, Dispatch, LeaseOffer, LeaseRef, Phase, Readiness
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import LeaseToken, ProfileKey, WorkerId, WorkflowHash
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Duration, Lesson, LessonDelta
+from comfyfleet.model.workflow_stats import MeanDuration, WorkflowStats, WorkflowStatsDelta
 from comfyfleet.stores.memory import MemoryStore
 from comfyfleet.testing.contract.store_bench import (
     FAST,
@@ -35,8 +28,8 @@ from comfyfleet.testing.contract.store_bench import (
     SLOW,
     A,
     B,
-    Bench,
     MakeStore,
+    StoreBench,
     completion,
     failure,
     release,
@@ -110,11 +103,11 @@ steps = st.one_of(
 )
 
 
-class Day:
+class RandomDay:
     """One store's day: what it is asked is decided by its own answers, which are those of the other."""
 
     def __init__(self, make_store: MakeStore) -> None:
-        self.bench = Bench(make_store)
+        self.bench = StoreBench(make_store)
         self.refs: list[LeaseRef] = []
 
     async def do(self, step: tuple[Any, ...]) -> Any:
@@ -122,7 +115,7 @@ class Day:
         match step:
             case ("enqueue", cls, workflow_hash, priority, name, delay, size, is_apart):
                 now = bench.clock.now()
-                later = {} if delay is None else {"standing": Standing.DELAYED, "not_before": now + delay}
+                later = {} if delay is None else {"standing": Readiness.DELAYED, "not_before": now + delay}
                 wake = {} if delay is None else {"wake_at": now + delay}
                 return await bench.enqueue(
                     cls,
@@ -189,7 +182,7 @@ class Day:
                 dispatch = await self._waiting(which)
                 if dispatch is None:
                     return None
-                standing = Standing.PAUSED if is_paused else Standing.IN_LANE
+                standing = Readiness.PAUSED if is_paused else Readiness.IN_LANE
                 return await bench.change(dispatch, Change(standing=standing, wake_at=None))
             case ("retry", which):
                 dispatch = await self._job(which)
@@ -198,7 +191,7 @@ class Day:
                 change = Change(
                     phase=Phase.QUEUED,
                     round=dispatch.round + 1,
-                    standing=Standing.IN_LANE,
+                    standing=Readiness.IN_LANE,
                     settled_at=None,
                 )
                 return await bench.change(dispatch, change, job={"phase": Phase.QUEUED})
@@ -241,13 +234,13 @@ class Day:
             case ("purge", phase):
                 return await store.purge(phase, bench.clock.now() - 5.0, 100)
             case ("lesson", workflow_hash, memory):
-                lesson = Lesson(workflow_hash, {"card": Duration(memory + 1.0, 1)}, memory)
+                lesson = WorkflowStats(workflow_hash, {"card": MeanDuration(memory + 1.0, 1)}, memory)
                 await store.put_lesson(lesson)
                 return await store.get_lesson(workflow_hash)
             case ("learn", workflow_hash, worker_class, seconds):
-                return await store.learn(LessonDelta(workflow_hash, worker_class, seconds, 0.2, 2))
+                return await store.learn(WorkflowStatsDelta(workflow_hash, worker_class, seconds, 0.2, 2))
             case ("learn_memory", workflow_hash, name, gb):
-                delta = LessonDelta(workflow_hash, tenant=tenant(name), memory_gb=gb, most_tenants=2)
+                delta = WorkflowStatsDelta(workflow_hash, tenant=tenant(name), memory_gb=gb, most_tenants=2)
                 return await store.learn(delta)
             case ("worker", is_paused, seconds):
                 # Of none that is leased to: a record says which profile it has.
@@ -290,7 +283,7 @@ class Day:
         back = Change(
             phase=Phase.QUEUED,
             lease=None,
-            standing=Standing.IN_LANE if delay is None else Standing.DELAYED,
+            standing=Readiness.IN_LANE if delay is None else Readiness.DELAYED,
             not_before=until,
             wake_at=until,
             charged=1,
@@ -301,7 +294,7 @@ class Day:
 
 
 async def play(make_store: MakeStore, day: list[tuple[Any, ...]]) -> None:
-    reference, other = Day(MemoryStore), Day(make_store)
+    reference, other = RandomDay(MemoryStore), RandomDay(make_store)
     await reference.bench.open()
     await other.bench.open()
     try:

@@ -7,24 +7,28 @@ import asyncio
 import pytest
 
 from comfyfleet.model.errors import Refusal, RefusalCode
-from comfyfleet.ports import Cabinet, Document
-from comfyfleet.testing.contract.store_bench import Bench
+from comfyfleet.ports import Document, DocumentStore
+from comfyfleet.testing.contract.store_bench import StoreBench
 
 _LARGEST = 64 * 1024
 
 
-async def _names(cabinet: Cabinet, drawer: str = "keys", after: str = "", limit: int = 100) -> list[str]:
+async def _names(
+    cabinet: DocumentStore, drawer: str = "keys", after: str = "", limit: int = 100
+) -> list[str]:
     return [each.name for each in await cabinet.listing(drawer, after, limit)]
 
 
-class CabinetContract:
+class DocumentStoreContract:
     """An empty `cabinet` is given by whoever is held to this; unless it says, its store's."""
 
     @pytest.fixture
-    def cabinet(self, bench: Bench) -> Cabinet:
+    def cabinet(self, bench: StoreBench) -> DocumentStore:
         return bench.store.cabinet
 
-    async def test_a_document_is_written_only_over_the_version_that_was_read(self, cabinet: Cabinet) -> None:
+    async def test_a_document_is_written_only_over_the_version_that_was_read(
+        self, cabinet: DocumentStore
+    ) -> None:
         assert await cabinet.get("keys", "a") is None
         assert not await cabinet.put("keys", "a", b"early", version=1), "there is none to write over"
         assert await cabinet.put("keys", "a", b"1", version=0)
@@ -36,7 +40,7 @@ class CabinetContract:
         assert await cabinet.put("keys", "b", b"1", version=None)
         assert await cabinet.listing("keys") == [Document("a", b"3", 3), Document("b", b"1", 1)]
 
-    async def test_what_is_refused_leaves_everything_as_it_was(self, cabinet: Cabinet) -> None:
+    async def test_what_is_refused_leaves_everything_as_it_was(self, cabinet: DocumentStore) -> None:
         assert await cabinet.put("keys", "a", b"1", version=0)
         before = await cabinet.listing("keys")
         assert not await cabinet.put("keys", "a", b"2", version=7)
@@ -47,7 +51,7 @@ class CabinetContract:
             assert refused.value.code in (RefusalCode.TOO_LARGE, RefusalCode.INVALID_REQUEST)
         assert await cabinet.listing("keys") == before
 
-    async def test_of_those_who_read_the_same_version_one_writes(self, cabinet: Cabinet) -> None:
+    async def test_of_those_who_read_the_same_version_one_writes(self, cabinet: DocumentStore) -> None:
         for version in range(3):
             wins = await asyncio.gather(
                 *(cabinet.put("keys", "a", b"%d" % number, version=version) for number in range(8))
@@ -56,7 +60,7 @@ class CabinetContract:
             kept = await cabinet.get("keys", "a")
             assert kept == Document("a", b"%d" % wins.index(True), version + 1)
 
-    async def test_writers_that_take_turns_lose_no_count(self, cabinet: Cabinet) -> None:
+    async def test_writers_that_take_turns_lose_no_count(self, cabinet: DocumentStore) -> None:
         assert await cabinet.put("keys", "count", b"0", version=0)
 
         async def add_one() -> None:
@@ -69,7 +73,7 @@ class CabinetContract:
         await asyncio.gather(*(add_one() for _ in range(6)))
         assert await cabinet.get("keys", "count") == Document("count", b"6", 7)
 
-    async def test_one_of_many_removes_it_and_a_new_one_begins_anew(self, cabinet: Cabinet) -> None:
+    async def test_one_of_many_removes_it_and_a_new_one_begins_anew(self, cabinet: DocumentStore) -> None:
         assert await cabinet.put("keys", "a", b"1", version=0)
         assert await cabinet.put("keys", "a", b"2", version=1)
         assert sum(await asyncio.gather(*(cabinet.remove("keys", "a") for _ in range(4)))) == 1
@@ -79,7 +83,9 @@ class CabinetContract:
         assert await cabinet.put("keys", "a", b"3", version=0)
         assert await cabinet.get("keys", "a") == Document("a", b"3", 1)
 
-    async def test_lists_are_in_the_order_of_names_and_go_on_after_any_name(self, cabinet: Cabinet) -> None:
+    async def test_lists_are_in_the_order_of_names_and_go_on_after_any_name(
+        self, cabinet: DocumentStore
+    ) -> None:
         names = ["Z", "a", "a/1", "a/10", "a/2", "b", "é", "日本", "😀"]
         for name in reversed(names):
             assert await cabinet.put("keys", name, name.encode(), version=0)
@@ -97,7 +103,7 @@ class CabinetContract:
         with pytest.raises(Refusal):
             await cabinet.listing("keys", after="nul\0")
 
-    async def test_drawers_are_those_with_something_in_them(self, cabinet: Cabinet) -> None:
+    async def test_drawers_are_those_with_something_in_them(self, cabinet: DocumentStore) -> None:
         assert await cabinet.drawers() == []
         for drawer in ("keys", "audit"):
             assert await cabinet.put(drawer, "a", b"1", version=0)
@@ -105,7 +111,7 @@ class CabinetContract:
         assert await cabinet.remove("audit", "a")
         assert await cabinet.drawers() == ["keys"]
 
-    async def test_any_bytes_up_to_the_bound_come_back_as_they_are(self, cabinet: Cabinet) -> None:
+    async def test_any_bytes_up_to_the_bound_come_back_as_they_are(self, cabinet: DocumentStore) -> None:
         for name, body in {
             "empty": b"",
             "all": bytes(range(256)),
@@ -114,7 +120,7 @@ class CabinetContract:
             assert await cabinet.put("keys", name, body, version=0)
             assert await cabinet.get("keys", name) == Document(name, body, 1)
 
-    async def test_a_name_that_none_can_have_is_not_there(self, cabinet: Cabinet) -> None:
+    async def test_a_name_that_none_can_have_is_not_there(self, cabinet: DocumentStore) -> None:
         for name in ("", "nul\0", "x" * 10_000):
             assert await cabinet.get("keys", name) is None
             assert not await cabinet.remove("keys", name)

@@ -7,7 +7,7 @@ from math import inf
 
 import msgspec
 
-from comfyfleet.model.dispatch import Change, LeaseRef, Standing
+from comfyfleet.model.dispatch import Change, LeaseRef, Readiness
 from comfyfleet.model.ids import TenantId
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.testing.contract.store_bench import (
@@ -16,7 +16,7 @@ from comfyfleet.testing.contract.store_bench import (
     SLOW,
     A,
     B,
-    Bench,
+    StoreBench,
     completion,
     release,
     tenant,
@@ -25,10 +25,10 @@ from comfyfleet.testing.contract.store_bench import (
 ANN, BOB, EVE = tenant("ann"), tenant("bob"), tenant("eve")
 
 
-class SharingContract:
+class FairShareContract:
     # terms
 
-    async def test_terms_are_kept_until_they_are_removed(self, bench: Bench) -> None:
+    async def test_terms_are_kept_until_they_are_removed(self, bench: StoreBench) -> None:
         shares = bench.store.shares
         assert await shares.terms() == []
         bob = TenantTerms(BOB, 2.5, 7, bench.clock.now() + 60)
@@ -44,7 +44,7 @@ class SharingContract:
         assert await shares.terms() == [changed]
         assert (await shares.of(ANN)).terms is None
 
-    async def test_without_terms_nobody_is_charged(self, bench: Bench) -> None:
+    async def test_without_terms_nobody_is_charged(self, bench: StoreBench) -> None:
         first = await bench.enqueue(tenant=ANN)
         await bench.enqueue(tenant=BOB)
         second = await bench.enqueue(tenant=ANN)
@@ -57,10 +57,10 @@ class SharingContract:
         await bench.enqueue(tenant=EVE)
         assert [each.weight for each in await bench.candidates(A, FAST, 1)] == [0.0]
 
-    async def test_what_waits_and_runs_is_counted_when_the_first_terms_come(self, bench: Bench) -> None:
+    async def test_what_waits_and_runs_is_counted_when_the_first_terms_come(self, bench: StoreBench) -> None:
         await bench.leased(tenant=ANN)
         await bench.enqueue(tenant=ANN)
-        await bench.enqueue(tenant=ANN, standing=Standing.DELAYED, wake_at=bench.clock.now() + 5)
+        await bench.enqueue(tenant=ANN, standing=Readiness.DELAYED, wake_at=bench.clock.now() + 5)
         await bench.leased(tenant=BOB)
         await bench.store.shares.put_terms(TenantTerms(BOB, max_leased=1))
         ann, bob = await bench.store.shares.of(ANN), await bench.store.shares.of(BOB)
@@ -70,7 +70,7 @@ class SharingContract:
 
     # charges
 
-    async def test_a_lease_is_charged_by_the_weight_and_put_right_at_its_end(self, bench: Bench) -> None:
+    async def test_a_lease_is_charged_by_the_weight_and_put_right_at_its_end(self, bench: StoreBench) -> None:
         shares = bench.store.shares
         await shares.put_terms(TenantTerms(ANN, weight=2.0))
         ref = await self._lease(bench, ANN, charge_s=30.0)
@@ -79,7 +79,7 @@ class SharingContract:
         assert await self._times(bench, ANN) == (25.0, 0.0)
 
     async def test_virtual_time_never_falls_and_an_overcharge_is_deducted_from_the_next(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=30.0)
@@ -90,13 +90,13 @@ class SharingContract:
         await bench.store.write(completion(ref, 40.0))
         assert await self._times(bench, ANN) == (42.0, 0.0)
 
-    async def test_where_nobody_says_how_long_it_took_the_estimate_stands(self, bench: Bench) -> None:
+    async def test_where_nobody_says_how_long_it_took_the_estimate_stands(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=30.0)
         await bench.store.write(completion(ref))
         assert await self._times(bench, ANN) == (30.0, 0.0)
 
-    async def test_who_has_no_terms_is_charged_too_once_somebody_has(self, bench: Bench) -> None:
+    async def test_who_has_no_terms_is_charged_too_once_somebody_has(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         await self._lease(bench, BOB, charge_s=30.0)
         assert await self._times(bench, BOB) == (30.0, 0.0)
@@ -104,7 +104,7 @@ class SharingContract:
         await self._lease(bench, BOB, charge_s=30.0)
         assert await self._times(bench, BOB) == (60.0, 0.0)
 
-    async def test_leases_follow_the_charges_at_once(self, bench: Bench) -> None:
+    async def test_leases_follow_the_charges_at_once(self, bench: StoreBench) -> None:
         """Also where one step finishes a job and takes the next, and where the tenant has many lanes."""
         await bench.store.shares.put_terms(TenantTerms(BOB, weight=3.0))
         for number in range(8):
@@ -113,7 +113,7 @@ class SharingContract:
             await bench.enqueue(tenant=BOB)
         assert await self._leases(bench, 8) == [ANN, BOB, BOB, BOB, ANN, BOB, BOB, BOB]
 
-    async def test_one_call_that_finishes_and_leases_charges_both(self, bench: Bench) -> None:
+    async def test_one_call_that_finishes_and_leases_charges_both(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=10.0)
         await bench.enqueue(tenant=BOB)
@@ -129,7 +129,7 @@ class SharingContract:
     # who begins
 
     async def test_a_tenant_that_begins_to_wait_starts_with_the_least_served_that_runs(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         await self._lease(bench, ANN, charge_s=50.0)
@@ -142,7 +142,9 @@ class SharingContract:
         await bench.enqueue(tenant=EVE)
         assert await self._times(bench, EVE) == (50.0, 0.0)
 
-    async def test_where_nobody_runs_it_starts_with_the_least_served_that_waits(self, bench: Bench) -> None:
+    async def test_where_nobody_runs_it_starts_with_the_least_served_that_waits(
+        self, bench: StoreBench
+    ) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         for name, seconds in ((ANN, 40.0), (BOB, 60.0)):
             await bench.store.shares.charge(name, seconds)
@@ -154,7 +156,7 @@ class SharingContract:
         assert await self._times(bench, EVE) == (60.0, 0.0)
 
     async def test_one_that_waits_for_what_nobody_runs_does_not_hold_the_others_back(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         await bench.enqueue(FOR_FAST, tenant=ANN)
@@ -164,7 +166,7 @@ class SharingContract:
         assert await self._times(bench, EVE) == (70.0, 0.0)
 
     async def test_where_nobody_else_has_anything_it_starts_with_who_was_served_most(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=50.0)
@@ -172,7 +174,7 @@ class SharingContract:
         await bench.enqueue(tenant=BOB)
         assert await self._times(bench, BOB) == (50.0, 0.0)
 
-    async def test_a_job_that_goes_back_to_its_lane_begins_nothing(self, bench: Bench) -> None:
+    async def test_a_job_that_goes_back_to_its_lane_begins_nothing(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN))
         ref = await self._lease(bench, ANN, charge_s=1.0)
         await self._lease(bench, BOB, charge_s=90.0)
@@ -184,7 +186,7 @@ class SharingContract:
 
     # caps
 
-    async def test_a_tenant_at_its_cap_is_not_seen_and_not_leased(self, bench: Bench) -> None:
+    async def test_a_tenant_at_its_cap_is_not_seen_and_not_leased(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=2))
         first, second, third = [await bench.enqueue(tenant=ANN) for _ in range(3)]
         other = await bench.enqueue(tenant=BOB)
@@ -205,7 +207,7 @@ class SharingContract:
         assert await bench.peek() == [third.job_id]
         assert await self._leases(bench, 2) == [ANN]
 
-    async def test_a_cap_counts_whatever_ends_a_lease(self, bench: Bench) -> None:
+    async def test_a_cap_counts_whatever_ends_a_lease(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
         leased, ref = await bench.leased(tenant=ANN)
         other = await bench.enqueue(tenant=ANN)
@@ -226,7 +228,7 @@ class SharingContract:
         assert taken is not None
         assert taken.dispatch.job_id == last.job_id
 
-    async def test_a_cap_that_is_changed_counts_at_once(self, bench: Bench) -> None:
+    async def test_a_cap_that_is_changed_counts_at_once(self, bench: StoreBench) -> None:
         shares = bench.store.shares
         await bench.leased(tenant=ANN)
         await shares.put_terms(TenantTerms(ANN, max_leased=1))
@@ -239,7 +241,7 @@ class SharingContract:
         await shares.remove_terms(ANN)
         assert await bench.lease_next() is not None
 
-    async def test_many_at_once_never_pass_a_cap(self, bench: Bench) -> None:
+    async def test_many_at_once_never_pass_a_cap(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=3))
         jobs = [await bench.enqueue(tenant=ANN) for _ in range(8)]
         asked = [bench.store.lease_next(bench.offer()) for _ in range(6)]
@@ -248,7 +250,7 @@ class SharingContract:
         assert len(taken) == 3
         assert (await bench.store.shares.of(ANN)).leased == 3
 
-    async def test_one_that_was_at_its_cap_starts_anew_with_its_next_lease(self, bench: Bench) -> None:
+    async def test_one_that_was_at_its_cap_starts_anew_with_its_next_lease(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
         ref = await self._lease(bench, ANN, charge_s=1.0)
         waiting = await bench.enqueue(tenant=ANN)
@@ -264,7 +266,7 @@ class SharingContract:
 
     # holds
 
-    async def test_a_tenant_that_is_held_gets_nothing_until_its_time(self, bench: Bench) -> None:
+    async def test_a_tenant_that_is_held_gets_nothing_until_its_time(self, bench: StoreBench) -> None:
         shares = bench.store.shares
         waiting = await bench.enqueue(tenant=ANN)
         other = await bench.enqueue(tenant=BOB)
@@ -279,7 +281,7 @@ class SharingContract:
         assert await bench.store.lease(waiting.job_id, bench.offer()) is not None
         assert await bench.peek() == [other.job_id]
 
-    async def test_a_hold_that_is_over_shows_the_tenant_to_whoever_looks(self, bench: Bench) -> None:
+    async def test_a_hold_that_is_over_shows_the_tenant_to_whoever_looks(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN, held_until=bench.clock.now() + 10))
         waiting = await bench.enqueue(tenant=ANN)
         assert await bench.lease_next() is None
@@ -288,7 +290,7 @@ class SharingContract:
         assert await bench.peek(B, SLOW) == [waiting.job_id]
         assert await bench.lease_next() is not None
 
-    async def test_a_hold_without_end_is_lifted_by_hand(self, bench: Bench) -> None:
+    async def test_a_hold_without_end_is_lifted_by_hand(self, bench: StoreBench) -> None:
         shares = bench.store.shares
         await bench.enqueue(tenant=ANN)
         await shares.put_terms(TenantTerms(ANN, held_until=inf))
@@ -297,7 +299,7 @@ class SharingContract:
         await shares.put_terms(TenantTerms(ANN))
         assert await bench.lease_next() is not None
 
-    async def test_what_runs_while_its_tenant_is_held_may_end(self, bench: Bench) -> None:
+    async def test_what_runs_while_its_tenant_is_held_may_end(self, bench: StoreBench) -> None:
         await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
         _, ref = await bench.leased(tenant=ANN)
         await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1, held_until=inf))
@@ -307,7 +309,7 @@ class SharingContract:
 
     # waking
 
-    async def test_whoever_waits_is_told_when_a_tenant_comes_free(self, bench: Bench) -> None:
+    async def test_whoever_waits_is_told_when_a_tenant_comes_free(self, bench: StoreBench) -> None:
         told = asyncio.Event()
         await bench.store.shares.put_terms(TenantTerms(ANN, max_leased=1))
         _, ref = await bench.leased(tenant=ANN)
@@ -326,7 +328,7 @@ class SharingContract:
         await asyncio.wait_for(told.wait(), 5)
 
     @staticmethod
-    async def _lease(bench: Bench, name: TenantId, charge_s: float) -> LeaseRef:
+    async def _lease(bench: StoreBench, name: TenantId, charge_s: float) -> LeaseRef:
         job = await bench.enqueue(tenant=name)
         offer = msgspec.structs.replace(bench.offer(), charge_s=charge_s)
         written = await bench.store.lease(job.job_id, offer)
@@ -335,7 +337,7 @@ class SharingContract:
 
     @staticmethod
     async def _leases(
-        bench: Bench, count: int = 10, worker: object = A, profile: object = FAST, charge_s: float = 10.0
+        bench: StoreBench, count: int = 10, worker: object = A, profile: object = FAST, charge_s: float = 10.0
     ) -> list[TenantId]:
         """Whose jobs are leased one after the other, as far as any are."""
         tenants = []
@@ -348,6 +350,6 @@ class SharingContract:
         return tenants
 
     @staticmethod
-    async def _times(bench: Bench, name: TenantId) -> tuple[float, float]:
+    async def _times(bench: StoreBench, name: TenantId) -> tuple[float, float]:
         share = await bench.store.shares.of(name)
         return share.virtual_time, share.credit

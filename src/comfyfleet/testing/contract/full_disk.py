@@ -14,17 +14,27 @@ import msgspec
 import pytest
 
 from comfyfleet.model.block import Block, BlockReason, Pair
-from comfyfleet.model.calls import WholeJob
+from comfyfleet.model.calls import JobSnapshot
 from comfyfleet.model.dispatch import Change, Phase
 from comfyfleet.model.errors import Fault
 from comfyfleet.model.ids import ProfileKey
 from comfyfleet.model.requirement import RequirementClass, Requirements
 from comfyfleet.model.tenant import TenantTerms
 from comfyfleet.model.worker import Capabilities, Service, WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Lesson, LessonDelta
-from comfyfleet.ports import Movable, Store
+from comfyfleet.model.workflow_stats import WorkflowStats, WorkflowStatsDelta
+from comfyfleet.ports import Store, TransferableStore
 from comfyfleet.testing.contract.job_transfer import renamed
-from comfyfleet.testing.contract.store_bench import FAST, HASH, SLOW, A, B, Bench, OnBench, completion, tenant
+from comfyfleet.testing.contract.store_bench import (
+    FAST,
+    HASH,
+    SLOW,
+    A,
+    B,
+    StoreBench,
+    UsesBench,
+    completion,
+    tenant,
+)
 
 NoRoom = Callable[[Store], AbstractAsyncContextManager[None]]
 """Inside, whatever the store writes is refused by what it writes to: a full disk, a server out of memory."""
@@ -34,7 +44,7 @@ Step = Callable[[], Awaitable[object]]
 WORKER = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
 
 
-async def steps_of(bench: Bench) -> dict[str, Step]:
+async def steps_of(bench: StoreBench) -> dict[str, Step]:
     """Every call that writes, each of them ready to succeed."""
     store = bench.store
     await store.put_worker(WORKER)
@@ -58,8 +68,8 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
     own = await store.facts(waiting.job_id)
     record = await store.records.get(waiting.job_id)
     assert record is not None
-    moved = renamed(WholeJob(waiting, record, tuple(own), ()), "moved")
-    moving = cast("Movable", store).moving if hasattr(store, "moving") else None
+    moved = renamed(JobSnapshot(waiting, record, tuple(own), ()), "moved")
+    moving = cast("TransferableStore", store).moving if hasattr(store, "moving") else None
     return {
         **(
             {}
@@ -87,12 +97,12 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
         "add_worker": lambda: store.add_worker(msgspec.structs.replace(WORKER, worker_id=B)),
         "replace_worker": lambda: store.replace_worker(WORKER),
         "note_worker": lambda: store.note_worker(A, WorkerDelta(completed=1)),
-        "learn": lambda: store.learn(LessonDelta(HASH, "card", 1.0, 0.2, 8)),
+        "learn": lambda: store.learn(WorkflowStatsDelta(HASH, "card", 1.0, 0.2, 8)),
         "remove_worker": lambda: store.remove_worker(A),
         "put_block": lambda: store.put_block(block),
         "lift": lambda: store.lift([Pair(A, "counted")]),
         "expired_blocks": store.expired_blocks,
-        "put_lesson": lambda: store.put_lesson(Lesson(HASH, {}, 12.0)),
+        "put_lesson": lambda: store.put_lesson(WorkflowStats(HASH, {}, 12.0)),
         "charge": lambda: store.shares.charge(tenant("default"), 5.0),
         "put_terms": lambda: store.shares.put_terms(TenantTerms(tenant("ann"), 2.0, 1)),
         "pause_queue": lambda: store.pause_queue(True),
@@ -102,9 +112,9 @@ async def steps_of(bench: Bench) -> dict[str, Step]:
     }
 
 
-class RefusingContract(OnBench):
+class FullDiskContract(UsesBench):
     async def test_a_medium_that_takes_no_writes_leaves_everything_as_it_was(
-        self, bench: Bench, no_room: NoRoom
+        self, bench: StoreBench, no_room: NoRoom
     ) -> None:
         steps = await steps_of(bench)
         # It makes room: a store may let it through.
@@ -117,7 +127,7 @@ class RefusingContract(OnBench):
             assert await _state(bench) == before, name
 
     async def test_with_room_again_everything_that_was_refused_goes_through(
-        self, bench: Bench, no_room: NoRoom
+        self, bench: StoreBench, no_room: NoRoom
     ) -> None:
         waiting = await bench.enqueue()
         _, ref = await bench.leased()
@@ -138,7 +148,7 @@ class RefusingContract(OnBench):
         assert [fact.number for fact in facts] == [1, 2, 3]
 
 
-async def _state(bench: Bench) -> dict[str, Any]:
+async def _state(bench: StoreBench) -> dict[str, Any]:
     """Without the polls of leases that were refused, which nobody holds."""
     state = await bench.state()
     state["polls"] = [found for found in state["polls"] if found is not None]

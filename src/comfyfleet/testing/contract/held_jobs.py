@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from comfyfleet.model.dispatch import Change, Phase, Standing
-from comfyfleet.testing.contract.store_bench import Bench, completion
+from comfyfleet.model.dispatch import Change, Phase, Readiness
+from comfyfleet.testing.contract.store_bench import StoreBench, completion
 
 
-class HoldingContract:
-    async def test_a_held_job_is_queued_and_in_no_lane_until_it_is_let_go(self, bench: Bench) -> None:
+class HeldJobContract:
+    async def test_a_held_job_is_queued_and_in_no_lane_until_it_is_let_go(self, bench: StoreBench) -> None:
         look_at = bench.clock.now() + 5
-        held = await bench.enqueue(is_held=True, standing=Standing.DELAYED, wake_at=look_at)
+        held = await bench.enqueue(is_held=True, standing=Readiness.DELAYED, wake_at=look_at)
         other = await bench.enqueue()
         assert held.is_held and await bench.store.load(held.job_id) == held
         assert await bench.peek() == [other.job_id]
@@ -18,7 +18,7 @@ class HoldingContract:
         assert (counts.waiting, counts.delayed, counts.by_phase[Phase.QUEUED]) == (1, 1, 2)
         await bench.clock.advance(5)
         assert await bench.store.due(10) == [held], "a sweep finds it by itself"
-        free = Change(is_held=False, standing=Standing.IN_LANE, wake_at=None)
+        free = Change(is_held=False, standing=Readiness.IN_LANE, wake_at=None)
         assert await bench.change(held, free) is not None
         assert await bench.change(held, free) is None, "who read the same may not do it again"
         assert await bench.peek() == [held.job_id, other.job_id], "at the place of its age"
@@ -26,7 +26,7 @@ class HoldingContract:
         assert taken is not None and (taken.job_id, taken.is_held) == (held.job_id, False)
 
     async def test_a_mark_on_a_job_stays_through_lease_and_end_and_spoils_no_report(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         waiting = await bench.enqueue()
         marked = await bench.change(waiting, Change(is_awaited=True))
@@ -39,7 +39,7 @@ class HoldingContract:
         assert found == ended.dispatch
 
     async def test_a_running_job_is_marked_under_its_lease_and_its_worker_reports_as_before(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         running, ref = await bench.leased()
         assert await bench.change(running, Change(is_awaited=True)) is not None

@@ -6,16 +6,16 @@ from typing import Any, cast
 
 import msgspec
 
-from comfyfleet.model.calls import WholeJob
-from comfyfleet.model.dispatch import TOMBSTONE_S, Change, Dispatch, Phase, Standing
+from comfyfleet.model.calls import JobSnapshot
+from comfyfleet.model.dispatch import TOMBSTONE_S, Change, Dispatch, Phase, Readiness
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.job import JobResult
-from comfyfleet.model.workflow_stats import Duration, Lesson
-from comfyfleet.ports import Movable, Moving
+from comfyfleet.model.workflow_stats import MeanDuration, WorkflowStats
+from comfyfleet.ports import JobTransfer, TransferableStore
 from comfyfleet.testing.contract.store_bench import (
     B,
-    Bench,
-    OnBench,
+    StoreBench,
+    UsesBench,
     completion,
     failure,
     release,
@@ -24,21 +24,21 @@ from comfyfleet.testing.contract.store_bench import (
 )
 
 
-async def whole(bench: Bench, job_id: JobId) -> WholeJob:
+async def whole(bench: StoreBench, job_id: JobId) -> JobSnapshot:
     store = bench.store
     dispatch, job = await store.load(job_id), await store.records.get(job_id)
     assert dispatch is not None and job is not None
-    return WholeJob(dispatch, job, tuple(await store.facts(job_id)), tuple(await store.attempts(job_id)))
+    return JobSnapshot(dispatch, job, tuple(await store.facts(job_id)), tuple(await store.attempts(job_id)))
 
 
-def moving(bench: Bench) -> Moving:
-    return cast("Movable", bench.store).moving
+def moving(bench: StoreBench) -> JobTransfer:
+    return cast("TransferableStore", bench.store).moving
 
 
-def renamed(kept: WholeJob, name: str, **changes: Any) -> WholeJob:
+def renamed(kept: JobSnapshot, name: str, **changes: Any) -> JobSnapshot:
     """The same history under another id."""
     job_id = JobId(name)
-    return WholeJob(
+    return JobSnapshot(
         msgspec.structs.replace(kept.dispatch, job_id=job_id, **changes),
         msgspec.structs.replace(kept.job, job_id=job_id, reference=None),
         tuple(msgspec.structs.replace(fact, job_id=job_id) for fact in kept.facts),
@@ -49,15 +49,15 @@ def renamed(kept: WholeJob, name: str, **changes: Any) -> WholeJob:
     )
 
 
-class MovingContract(OnBench):
-    async def _tried(self, bench: Bench, **fields: Any) -> WholeJob:
+class JobTransferContract(UsesBench):
+    async def _tried(self, bench: StoreBench, **fields: Any) -> JobSnapshot:
         """A job that waits for its second attempt."""
         _, ref = await bench.leased(**fields)
         assert await bench.store.write(release(ref)) is not None
         return await whole(bench, ref.job_id)
 
     async def test_a_job_that_is_let_go_and_taken_in_again_is_whole_and_stands_at_the_end(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         kept = await self._tried(bench, reference="mine", priority=3, tenant=tenant("ann"), payload_bytes=700)
         before = await bench.state()
@@ -78,7 +78,7 @@ class MovingContract(OnBench):
         after = await bench.state()
         assert {**after, "jobs": None} == {**before, "jobs": None}
 
-    async def test_jobs_taken_in_stand_in_their_order_behind_what_is_here(self, bench: Bench) -> None:
+    async def test_jobs_taken_in_stand_in_their_order_behind_what_is_here(self, bench: StoreBench) -> None:
         template = await self._tried(bench)
         jobs = [renamed(template, name) for name in ("z", "a", "m")]
         assert await moving(bench).adopt(jobs) is not None
@@ -89,7 +89,7 @@ class MovingContract(OnBench):
         listed = await bench.store.records.listing(tenant=None, phase=None, limit=10, after=None)
         assert [job.job_id for job in listed][1:4] == ["z", "a", "m"]
 
-    async def test_a_job_taken_in_goes_on_where_it_stopped(self, bench: Bench) -> None:
+    async def test_a_job_taken_in_goes_on_where_it_stopped(self, bench: StoreBench) -> None:
         kept = renamed(await self._tried(bench), "moved")
         assert await bench.lease_next() is not None
         assert await moving(bench).adopt([kept]) is not None
@@ -106,7 +106,7 @@ class MovingContract(OnBench):
         numbers = [fact.number for fact in await bench.store.facts(taken.job_id)]
         assert numbers == list(range(1, len(kept.facts) + 3))
 
-    async def test_jobs_that_have_ended_come_with_what_came_of_them(self, bench: Bench) -> None:
+    async def test_jobs_that_have_ended_come_with_what_came_of_them(self, bench: StoreBench) -> None:
         _, done = await bench.leased(reference="done")
         result = JobResult(outputs={"9": {"images": [{"filename": "ü.png"}]}})
         end = completion(done)
@@ -137,7 +137,7 @@ class MovingContract(OnBench):
         assert await bench.change(adopted[1], retry) is not None
         assert await bench.peek() == [broken.job_id]
 
-    async def test_what_is_apart_moves_with_what_is_to_be_settled(self, bench: Bench) -> None:
+    async def test_what_is_apart_moves_with_what_is_to_be_settled(self, bench: StoreBench) -> None:
         waiting = await bench.enqueue(is_apart=True)
         _, done = await bench.leased(is_apart=True)
         ended = await bench.store.write(completion(done))
@@ -162,10 +162,10 @@ class MovingContract(OnBench):
         assert await bench.store.purge(Phase.COMPLETED, now, 10) == 0
         assert await bench.store.purge(Phase.FAILED, now, 10) == 1
 
-    async def test_what_stands_aside_still_does_and_falls_due_at_its_time(self, bench: Bench) -> None:
+    async def test_what_stands_aside_still_does_and_falls_due_at_its_time(self, bench: StoreBench) -> None:
         at = bench.clock.now() + 50
-        delayed = await bench.enqueue(standing=Standing.DELAYED, not_before=at, wake_at=at)
-        paused = await bench.enqueue(standing=Standing.PAUSED)
+        delayed = await bench.enqueue(standing=Readiness.DELAYED, not_before=at, wake_at=at)
+        paused = await bench.enqueue(standing=Readiness.PAUSED)
         kept = [await whole(bench, each.job_id) for each in (delayed, paused)]
         before = await bench.store.counts()
         assert await moving(bench).discard([delayed, paused]) == [True, True]
@@ -175,7 +175,9 @@ class MovingContract(OnBench):
         assert await bench.store.next_due() == at
         assert await bench.peek() == []
 
-    async def test_a_job_that_is_known_here_is_answered_and_not_taken_in_again(self, bench: Bench) -> None:
+    async def test_a_job_that_is_known_here_is_answered_and_not_taken_in_again(
+        self, bench: StoreBench
+    ) -> None:
         kept = await self._tried(bench, reference="mine")
         stranger = renamed(kept, "stranger")
         twin = msgspec.structs.replace(stranger, job=msgspec.structs.replace(stranger.job, reference="mine"))
@@ -190,7 +192,7 @@ class MovingContract(OnBench):
         assert await moving(bench).adopt([new]) == answer[2:]
         assert (await bench.store.counts()).waiting == 2
 
-    async def test_an_unknown_class_keeps_the_whole_page_out(self, bench: Bench) -> None:
+    async def test_an_unknown_class_keeps_the_whole_page_out(self, bench: StoreBench) -> None:
         kept = await self._tried(bench)
         before = await bench.state()
         page = [renamed(kept, "good"), renamed(kept, "bad", class_key=unknown_class())]
@@ -200,7 +202,7 @@ class MovingContract(OnBench):
         ended = renamed(kept, "ended", class_key=unknown_class(), phase=Phase.CANCELLED)
         assert await moving(bench).adopt([ended]) is not None, "what has ended needs no class"
 
-    async def test_a_job_that_changed_or_is_leased_is_not_let_go(self, bench: Bench) -> None:
+    async def test_a_job_that_changed_or_is_leased_is_not_let_go(self, bench: StoreBench) -> None:
         read = await bench.enqueue()
         assert await bench.change(read, Change(priority=1)) is not None
         leased, ref = await bench.leased()
@@ -212,7 +214,7 @@ class MovingContract(OnBench):
         assert await bench.state() == before
         assert await bench.store.write(completion(ref)) is not None
 
-    async def test_an_emptied_store_is_as_good_as_a_new_one(self, bench: Bench) -> None:
+    async def test_an_emptied_store_is_as_good_as_a_new_one(self, bench: StoreBench) -> None:
         jobs: list[Dispatch] = [await bench.enqueue(workflow_hash=WorkflowHash(name)) for name in "abca"]
         assert await moving(bench).discard(jobs) == [True] * 4
         assert await bench.lease_next() is None
@@ -221,9 +223,12 @@ class MovingContract(OnBench):
         assert await bench.peek() == [fresh.job_id]
         assert await bench.store.position(fresh.job_id) == 0
 
-    async def test_lessons_and_virtual_times_can_be_read(self, bench: Bench) -> None:
+    async def test_lessons_and_virtual_times_can_be_read(self, bench: StoreBench) -> None:
         assert await moving(bench).lessons() == []
-        lessons = [Lesson(WorkflowHash(name), {"card": Duration(3.0, 1)}, 24.0) for name in ("x", "b", "x")]
+        lessons = [
+            WorkflowStats(WorkflowHash(name), {"card": MeanDuration(3.0, 1)}, 24.0)
+            for name in ("x", "b", "x")
+        ]
         for lesson in lessons:
             await bench.store.put_lesson(lesson)
         assert await moving(bench).lessons() == lessons[1:]

@@ -16,7 +16,7 @@ from comfyfleet.model.dispatch import (
     Dispatch,
     LeaseRef,
     Phase,
-    Standing,
+    Readiness,
     Stop,
     Write,
 )
@@ -34,7 +34,7 @@ from comfyfleet.testing.contract.store_bench import (
     SLOW,
     A,
     B,
-    Bench,
+    StoreBench,
     completion,
     failure,
     release,
@@ -45,11 +45,11 @@ from comfyfleet.testing.contract.store_bench import (
 RAISED = RequirementClass(Requirements(models=("other",)))
 
 
-class LeasingContract:
+class LeaseContract:
     # the table
 
     async def test_a_class_or_profile_that_saw_an_old_version_of_the_table_is_refused(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         old = (await bench.store.table()).version
         assert await bench.store.put_class(RAISED, [FAST], version=old)
@@ -61,7 +61,7 @@ class LeasingContract:
             ProfileKey("new"), [RAISED.key], version=(await bench.store.table()).version
         )
 
-    async def test_a_profile_that_comes_later_sees_what_already_waits(self, bench: Bench) -> None:
+    async def test_a_profile_that_comes_later_sees_what_already_waits(self, bench: StoreBench) -> None:
         job = await bench.enqueue(FOR_FAST)
         table = await bench.store.table()
         late = ProfileKey("late")
@@ -71,7 +71,7 @@ class LeasingContract:
         assert await bench.peek(B, late) == []
         assert late not in (await bench.store.table()).profiles
 
-    async def test_a_job_of_an_unknown_class_is_not_taken_in(self, bench: Bench) -> None:
+    async def test_a_job_of_an_unknown_class_is_not_taken_in(self, bench: StoreBench) -> None:
         known = await bench.enqueue()
         before = await bench.state()
         stranger = msgspec.structs.replace(known, job_id=JobId("stranger"), class_key=unknown_class())
@@ -83,7 +83,9 @@ class LeasingContract:
         assert await bench.store.records.by_reference(stranger.tenant, "r") is None
         assert await bench.state() == before
 
-    async def test_a_second_job_under_one_reference_is_answered_with_the_first(self, bench: Bench) -> None:
+    async def test_a_second_job_under_one_reference_is_answered_with_the_first(
+        self, bench: StoreBench
+    ) -> None:
         first = await bench.enqueue()
         named = msgspec.structs.replace(first, job_id=JobId("named"))
         job = Job(named.job_id, named.tenant, HASH, 0.0, Submission({}), reference="r")
@@ -98,7 +100,7 @@ class LeasingContract:
 
     # choosing
 
-    async def test_a_profile_sees_only_the_classes_that_fit_it(self, bench: Bench) -> None:
+    async def test_a_profile_sees_only_the_classes_that_fit_it(self, bench: StoreBench) -> None:
         picky, easy = await bench.enqueue(FOR_FAST), await bench.enqueue(FOR_BOTH)
         assert await bench.peek(A, FAST) == [picky.job_id, easy.job_id]
         assert await bench.peek(B, SLOW) == [easy.job_id]
@@ -108,7 +110,7 @@ class LeasingContract:
         assert await bench.lease_next(B, SLOW) is None
 
     async def test_a_lease_by_name_is_refused_to_a_profile_that_may_not_take_the_class(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         """The job may have moved to another class since it was seen."""
         picky = await bench.enqueue(FOR_FAST)
@@ -117,7 +119,7 @@ class LeasingContract:
         assert await bench.store.lease(picky.job_id, offer) is None
         assert await bench.state() == before
 
-    async def test_the_order_is_priority_then_the_tenants_time_then_age(self, bench: Bench) -> None:
+    async def test_the_order_is_priority_then_the_tenants_time_then_age(self, bench: StoreBench) -> None:
         first = await bench.enqueue(tenant=tenant("ann"))
         second = await bench.enqueue(tenant=tenant("bob"))
         urgent = await bench.enqueue(priority=1, tenant=tenant("ann"))
@@ -130,7 +132,7 @@ class LeasingContract:
             each.job_id for each in (urgent, second, first, low)
         ]
 
-    async def test_peek_takes_nothing_and_leaves_out_what_it_is_told_to(self, bench: Bench) -> None:
+    async def test_peek_takes_nothing_and_leaves_out_what_it_is_told_to(self, bench: StoreBench) -> None:
         await bench.enqueue(workflow_hash=WorkflowHash("x"))
         other = await bench.enqueue(workflow_hash=WorkflowHash("y"))
         before = await bench.state()
@@ -138,7 +140,7 @@ class LeasingContract:
         assert await bench.state() == before
 
     async def test_positions_count_those_of_higher_priority_and_the_older_of_the_same(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         first, second = await bench.enqueue(), await bench.enqueue(FOR_FAST)
         urgent = await bench.enqueue(priority=5)
@@ -149,7 +151,7 @@ class LeasingContract:
         assert await bench.store.position(second.job_id) == 1
         assert await bench.store.position(JobId("nobody")) is None
 
-    async def test_a_paused_queue_gives_nothing_and_keeps_everything(self, bench: Bench) -> None:
+    async def test_a_paused_queue_gives_nothing_and_keeps_everything(self, bench: StoreBench) -> None:
         job = await bench.enqueue()
         await bench.store.pause_queue(True)
         assert await bench.store.is_queue_paused()
@@ -159,22 +161,22 @@ class LeasingContract:
         await bench.store.pause_queue(False)
         assert await bench.peek() == [job.job_id]
 
-    @pytest.mark.parametrize("standing", [Standing.DELAYED, Standing.PAUSED])
+    @pytest.mark.parametrize("standing", [Readiness.DELAYED, Readiness.PAUSED])
     async def test_what_stands_aside_is_not_leased_until_it_stands_in_its_lane(
-        self, bench: Bench, standing: Standing
+        self, bench: StoreBench, standing: Readiness
     ) -> None:
         aside = await bench.enqueue(standing=standing)
         later = await bench.enqueue()
         assert await bench.peek() == [later.job_id]
         assert await bench.store.lease(aside.job_id, bench.offer()) is None
         assert await bench.store.position(aside.job_id) is None
-        assert await bench.change(aside, Change(standing=Standing.IN_LANE)) is not None
+        assert await bench.change(aside, Change(standing=Readiness.IN_LANE)) is not None
         assert await bench.peek() == [aside.job_id, later.job_id]
 
     # leases
 
     async def test_a_lease_is_numbered_short_until_acknowledged_and_recorded_as_an_attempt(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         dispatch, ref = await bench.leased()
         now = bench.clock.now()
@@ -198,7 +200,7 @@ class LeasingContract:
         assert await bench.store.leases_of() == []
 
     async def test_a_leased_job_is_not_leased_again_and_a_returned_one_gets_the_next_number(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         _, ref = await bench.leased()
         later = await bench.enqueue()
@@ -211,7 +213,9 @@ class LeasingContract:
         outcomes = [attempt.outcome for attempt in await bench.store.attempts(ref.job_id)]
         assert outcomes == [AttemptOutcome.RELEASED, AttemptOutcome.RUNNING]
 
-    async def test_a_poll_asked_again_finds_its_lease_for_as_long_as_it_lives(self, bench: Bench) -> None:
+    async def test_a_poll_asked_again_finds_its_lease_for_as_long_as_it_lives(
+        self, bench: StoreBench
+    ) -> None:
         job = await bench.enqueue()
         offer = bench.offer(poll="mine")
         assert await bench.store.leased_by_poll(offer.poll_id) is None
@@ -239,7 +243,7 @@ class LeasingContract:
         ids=str,
     )
     async def test_a_lease_with_any_part_wrong_guards_nothing_and_changes_nothing(
-        self, bench: Bench, wrong: dict[str, Any]
+        self, bench: StoreBench, wrong: dict[str, Any]
     ) -> None:
         _, ref = await bench.leased()
         forged: LeaseRef = msgspec.structs.replace(ref, **wrong)
@@ -254,7 +258,7 @@ class LeasingContract:
         assert await bench.store.write(completion(ref)) is not None
 
     async def test_a_write_over_an_old_revision_or_an_unknown_class_changes_nothing(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         job = await bench.enqueue()
         moved = await bench.change(job, Change(priority=3))
@@ -268,7 +272,7 @@ class LeasingContract:
         assert await bench.store.write(Write(JobId("nobody"), AtRevision(0), Change())) is None
         assert await bench.state() == before
 
-    async def test_a_write_is_all_of_it_at_once(self, bench: Bench) -> None:
+    async def test_a_write_is_all_of_it_at_once(self, bench: StoreBench) -> None:
         dispatch, ref = await bench.leased()
         await bench.store.put_block(Block(A, dispatch.job_id, BlockReason.JOB, 1, 1e12))
         block = Block(A, HASH, BlockReason.FAILURES, 1, 1e12)
@@ -283,7 +287,7 @@ class LeasingContract:
         assert job.phase is Phase.FAILED
 
     async def test_a_change_of_priority_or_class_moves_a_waiting_job_and_keeps_its_age(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         first, second = await bench.enqueue(), await bench.enqueue()
         moved = await bench.change(second, Change(priority=1))
@@ -294,7 +298,7 @@ class LeasingContract:
         assert await bench.peek() == [first.job_id, second.job_id]
         assert await bench.peek(B, SLOW) == [first.job_id]
 
-    async def test_finishing_and_leasing_the_next_is_one_step(self, bench: Bench) -> None:
+    async def test_finishing_and_leasing_the_next_is_one_step(self, bench: StoreBench) -> None:
         _, ref = await bench.leased()
         waiting = await bench.enqueue()
         finished, taken = await bench.store.finish_and_lease_next(completion(ref), bench.offer())
@@ -310,7 +314,7 @@ class LeasingContract:
 
     # heartbeats and what falls due
 
-    async def test_a_heartbeat_extends_and_never_shortens(self, bench: Bench) -> None:
+    async def test_a_heartbeat_extends_and_never_shortens(self, bench: StoreBench) -> None:
         _, ref = await bench.leased()
         now = bench.clock.now()
         for ttl_s, end in ((60.0, now + 60), (5.0, now + 60)):
@@ -335,7 +339,7 @@ class LeasingContract:
         ],
     )
     async def test_a_heartbeat_answers_each_lease_and_tells_that_a_job_is_to_be_stopped(
-        self, bench: Bench, asked: Change, taken_back: Change
+        self, bench: StoreBench, asked: Change, taken_back: Change
     ) -> None:
         dispatch, ref = await bench.leased()
         _, other = await bench.leased()
@@ -352,7 +356,7 @@ class LeasingContract:
         assert (state.is_alive, state.is_to_stop) == (True, False)
 
     async def test_what_is_due_is_found_at_exactly_its_time_and_stays_due_until_written(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         now = bench.clock.now()
         late = await bench.enqueue(wake_at=now + 20)
@@ -371,7 +375,7 @@ class LeasingContract:
         assert len(await bench.store.due(1)) == 1
 
     async def test_what_is_due_comes_in_pages_each_of_which_begins_behind_the_last(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         """Several fall due at one time, and none of them is written meanwhile."""
         now = bench.clock.now()
@@ -390,7 +394,7 @@ class LeasingContract:
         assert await bench.change(in_order[1], Change(wake_at=None)) is not None
         assert await bench.store.due(10, in_order[1]) == in_order[2:]
 
-    async def test_a_lease_falls_due_at_its_end_and_a_finished_job_never(self, bench: Bench) -> None:
+    async def test_a_lease_falls_due_at_its_end_and_a_finished_job_never(self, bench: StoreBench) -> None:
         dispatch, ref = await bench.leased(wake_at=bench.clock.now() + 50)
         assert await bench.store.next_due() == bench.clock.now() + 10
         await bench.clock.advance(10)
@@ -399,13 +403,15 @@ class LeasingContract:
         assert await bench.store.next_due() is None
         assert await bench.store.due(10) == []
 
-    async def test_a_moment_that_comes_earlier_is_noticed(self, bench: Bench) -> None:
+    async def test_a_moment_that_comes_earlier_is_noticed(self, bench: StoreBench) -> None:
         now = bench.clock.now()
         job = await bench.enqueue(wake_at=now + 50)
         assert await bench.change(job, Change(wake_at=now + 1)) is not None
         assert await bench.store.next_due() == now + 1
 
-    async def test_a_worker_is_leased_to_under_the_profile_it_has_and_no_other(self, bench: Bench) -> None:
+    async def test_a_worker_is_leased_to_under_the_profile_it_has_and_no_other(
+        self, bench: StoreBench
+    ) -> None:
         """Whoever matched it may not have heard that it registered anew."""
         store, job = bench.store, await bench.enqueue()
         await store.put_worker(_worker(SLOW))
@@ -425,7 +431,9 @@ class LeasingContract:
         await store.remove_worker(A)
         assert await bench.lease_next(A, SLOW) is not None, "of one that is not known nothing is known"
 
-    async def test_of_workers_that_are_offered_together_each_has_its_own_profile(self, bench: Bench) -> None:
+    async def test_of_workers_that_are_offered_together_each_has_its_own_profile(
+        self, bench: StoreBench
+    ) -> None:
         jobs = {(await bench.enqueue()).job_id for _ in range(3)}
         await bench.store.put_worker(_worker(SLOW))
         offers = [bench.offer(worker, FAST) for worker in (B, A, B, A)]

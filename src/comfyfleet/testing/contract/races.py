@@ -8,22 +8,24 @@ from typing import Any
 import msgspec
 import pytest
 
-from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase, Standing
+from comfyfleet.model.dispatch import AttemptOutcome, Change, Phase, Readiness
 from comfyfleet.model.fact import FactDraft, FactKind
-from comfyfleet.testing.contract.store_bench import A, B, Bench, completion, failure, release
+from comfyfleet.testing.contract.store_bench import A, B, StoreBench, completion, failure, release
 
 
-class RacingContract:
+class RaceContract:
     # who is first
 
-    async def test_of_two_jobs_under_one_reference_in_one_turn_one_is_taken_in(self, bench: Bench) -> None:
+    async def test_of_two_jobs_under_one_reference_in_one_turn_one_is_taken_in(
+        self, bench: StoreBench
+    ) -> None:
         first, second = await asyncio.gather(bench.enqueue(reference="mine"), bench.enqueue(reference="mine"))
         assert first == second
         assert (await bench.store.counts()).waiting == 1
         found = await bench.store.records.by_reference(first.tenant, "mine")
         assert found is not None and found.job_id == first.job_id
 
-    async def test_a_cancel_that_comes_first_leaves_nothing_for_the_report(self, bench: Bench) -> None:
+    async def test_a_cancel_that_comes_first_leaves_nothing_for_the_report(self, bench: StoreBench) -> None:
         dispatch, ref = await bench.leased()
         assert await bench.cancel(dispatch) is not None
         before = await bench.state()
@@ -37,14 +39,14 @@ class RacingContract:
         (attempt,) = await bench.store.attempts(ref.job_id)
         assert attempt.outcome is AttemptOutcome.CANCELLED
 
-    async def test_a_cancel_that_comes_after_the_report_changes_nothing(self, bench: Bench) -> None:
+    async def test_a_cancel_that_comes_after_the_report_changes_nothing(self, bench: StoreBench) -> None:
         dispatch, ref = await bench.leased()
         assert await bench.store.write(completion(ref)) is not None
         before = await bench.state()
         assert await bench.cancel(dispatch) is None, "it was read before the report"
         assert await bench.state() == before
 
-    async def test_a_cancel_of_a_waiting_job_and_its_lease_have_one_winner(self, bench: Bench) -> None:
+    async def test_a_cancel_of_a_waiting_job_and_its_lease_have_one_winner(self, bench: StoreBench) -> None:
         waiting = await bench.enqueue()
         taken = await bench.store.lease(waiting.job_id, bench.offer())
         assert taken is not None
@@ -52,7 +54,7 @@ class RacingContract:
         assert await bench.cancel(taken.dispatch) is not None
         assert await bench.store.lease(waiting.job_id, bench.offer(B)) is None
 
-    async def test_of_two_reports_on_one_lease_the_second_changes_nothing(self, bench: Bench) -> None:
+    async def test_of_two_reports_on_one_lease_the_second_changes_nothing(self, bench: StoreBench) -> None:
         _, ref = await bench.leased()
         assert await bench.store.write(failure(ref)) is not None
         before = await bench.state()
@@ -61,7 +63,9 @@ class RacingContract:
         after = await bench.state()
         assert after | {"polls": None} == before | {"polls": None}
 
-    async def test_a_lease_that_has_run_out_is_good_until_somebody_writes_its_end(self, bench: Bench) -> None:
+    async def test_a_lease_that_has_run_out_is_good_until_somebody_writes_its_end(
+        self, bench: StoreBench
+    ) -> None:
         """Time alone changes nothing: whoever writes first, the worker or the engine that noticed, has won."""
         _, ref = await bench.leased()
         await bench.clock.advance(1000)
@@ -76,7 +80,7 @@ class RacingContract:
 
     @pytest.mark.parametrize("delay", [None, 5.0])
     async def test_a_job_that_is_tried_again_returns_to_its_own_place(
-        self, bench: Bench, delay: float | None
+        self, bench: StoreBench, delay: float | None
     ) -> None:
         _, ref = await bench.leased()
         later = await bench.enqueue()
@@ -84,7 +88,7 @@ class RacingContract:
         back = Change(
             phase=Phase.QUEUED,
             lease=None,
-            standing=Standing.IN_LANE if delay is None else Standing.DELAYED,
+            standing=Readiness.IN_LANE if delay is None else Readiness.DELAYED,
             not_before=wake_at,
             wake_at=wake_at,
             charged=1,
@@ -96,7 +100,7 @@ class RacingContract:
             assert await bench.peek() == [later.job_id]
             await bench.clock.advance(delay)
             (due,) = await bench.store.due(10)
-            awake = Change(standing=Standing.IN_LANE, wake_at=None, not_before=None)
+            awake = Change(standing=Readiness.IN_LANE, wake_at=None, not_before=None)
             assert await bench.change(due, awake) is not None
         assert await bench.peek() == [ref.job_id, later.job_id]
         taken = await bench.lease_next(B)
@@ -104,7 +108,7 @@ class RacingContract:
         assert (taken.job_id, taken.charged, taken.failed_on) == (ref.job_id, 1, (A,))
 
     async def test_a_new_round_is_the_same_job_at_its_old_place_with_leases_that_go_on(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         _, ref = await bench.leased(reference="mine")
         later = await bench.enqueue()
@@ -132,10 +136,10 @@ class RacingContract:
         assert (record.job_id, record.round) == (ref.job_id, 2)
 
     async def test_a_delayed_job_falls_due_at_its_time_and_takes_the_place_of_its_age(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         at = bench.clock.now() + 5
-        delayed = await bench.enqueue(standing=Standing.DELAYED, not_before=at, wake_at=at)
+        delayed = await bench.enqueue(standing=Readiness.DELAYED, not_before=at, wake_at=at)
         later = await bench.enqueue()
         assert (await bench.store.counts()).delayed == 1
         assert await bench.store.next_due() == at
@@ -145,6 +149,6 @@ class RacingContract:
         assert await bench.lease_next() is None, "a store does not decide that its time has come"
         assert [each.job_id for each in await bench.store.due(10)] == [delayed.job_id]
         third = await bench.enqueue()
-        assert await bench.change(delayed, Change(standing=Standing.IN_LANE, wake_at=None)) is not None
+        assert await bench.change(delayed, Change(standing=Readiness.IN_LANE, wake_at=None)) is not None
         assert await bench.peek() == [delayed.job_id, third.job_id]
         assert await bench.store.position(later.job_id) is None

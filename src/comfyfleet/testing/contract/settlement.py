@@ -10,30 +10,39 @@ from typing import Any
 import msgspec
 
 from comfyfleet.model.block import Block, BlockReason
-from comfyfleet.model.dispatch import TOMBSTONE_S, Change, Dispatch, HeldBy, Phase, Standing, Write, Written
+from comfyfleet.model.dispatch import (
+    TOMBSTONE_S,
+    Change,
+    Dispatch,
+    HeldBy,
+    Phase,
+    Readiness,
+    Write,
+    WriteResult,
+)
 from comfyfleet.model.ids import JobId
-from comfyfleet.testing.contract.store_bench import QUEUED, A, Bench, completion, failure, unknown_class
+from comfyfleet.testing.contract.store_bench import QUEUED, A, StoreBench, completion, failure, unknown_class
 
-RETRIED = Change(phase=Phase.QUEUED, round=2, standing=Standing.IN_LANE, settled_at=None)
+RETRIED = Change(phase=Phase.QUEUED, round=2, standing=Readiness.IN_LANE, settled_at=None)
 
 
-async def ended(bench: Bench, write: Any = completion, **fields: Any) -> Dispatch:
+async def ended(bench: StoreBench, write: Any = completion, **fields: Any) -> Dispatch:
     _, ref = await bench.leased(**fields)
     written = await bench.store.write(write(ref))
     assert written is not None
     return written.dispatch
 
 
-async def settle(bench: Bench, dispatch: Dispatch) -> Dispatch:
+async def settle(bench: StoreBench, dispatch: Dispatch) -> Dispatch:
     written = await bench.change(dispatch, Change(settled_at=bench.clock.now()))
     assert written is not None
     return written.dispatch
 
 
-class SettlingContract:
+class SettlementContract:
     # ends that are to be settled
 
-    async def test_whatever_ends_apart_is_listed_by_id_and_nothing_else_is(self, bench: Bench) -> None:
+    async def test_whatever_ends_apart_is_listed_by_id_and_nothing_else_is(self, bench: StoreBench) -> None:
         await ended(bench)
         await bench.leased(is_apart=True)
         await bench.enqueue(is_apart=True)
@@ -57,7 +66,7 @@ class SettlingContract:
         assert await bench.store.unsettled(2, after=found[1].job_id) == found[2:4]
         assert await bench.store.unsettled(9, after=found[-1].job_id) == []
 
-    async def test_they_are_listed_in_the_order_of_ids_and_not_of_ends(self, bench: Bench) -> None:
+    async def test_they_are_listed_in_the_order_of_ids_and_not_of_ends(self, bench: StoreBench) -> None:
         leased = [await bench.leased(is_apart=True) for _ in range(3)]
         for place in (1, 2, 0):
             assert await bench.store.write(completion(leased[place][1])) is not None
@@ -65,7 +74,7 @@ class SettlingContract:
         assert [each.job_id for each in found] == [dispatch.job_id for dispatch, _ in leased]
 
     async def test_what_is_settled_is_listed_no_more_and_nothing_else_of_it_changes(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         over, other = await ended(bench, is_apart=True), await ended(bench, failure, is_apart=True)
         store = bench.store
@@ -74,7 +83,7 @@ class SettlingContract:
         now = bench.clock.now()
         settled = await bench.change(over, Change(settled_at=now))
         after = msgspec.structs.replace(over, settled_at=now, revision=over.revision + 1)
-        assert settled == Written(after, ())
+        assert settled == WriteResult(after, ())
         assert await store.load(over.job_id) == after
         assert await store.unsettled(10) == [other]
         assert await bench.change(over, Change(settled_at=now)) is None, "somebody has written it since"
@@ -84,7 +93,7 @@ class SettlingContract:
         assert await store.records.get(over.job_id) == record
         assert await store.dead_letter(10) == [other]
 
-    async def test_a_round_that_is_opened_again_is_listed_at_its_own_end(self, bench: Bench) -> None:
+    async def test_a_round_that_is_opened_again_is_listed_at_its_own_end(self, bench: StoreBench) -> None:
         for is_settled in (True, False):
             over = await ended(bench, failure, is_apart=True)
             if is_settled:
@@ -101,7 +110,7 @@ class SettlingContract:
 
     # what is kept, and for how long
 
-    async def test_an_unsettled_end_is_not_purged_and_holds_up_nobody(self, bench: Bench) -> None:
+    async def test_an_unsettled_end_is_not_purged_and_holds_up_nobody(self, bench: StoreBench) -> None:
         for write, phase in ((completion, Phase.COMPLETED), (failure, Phase.FAILED)):
             first = await ended(bench, write, is_apart=True)
             plain = await ended(bench, write)
@@ -115,7 +124,7 @@ class SettlingContract:
             assert (await bench.store.counts()).by_phase[phase] == 1
         assert await bench.store.dead_letter(10) == [first], "it failed, settled or not"
 
-    async def test_a_settled_end_is_kept_until_no_relay_can_be_on_its_way(self, bench: Bench) -> None:
+    async def test_a_settled_end_is_kept_until_no_relay_can_be_on_its_way(self, bench: StoreBench) -> None:
         over = await ended(bench, failure, is_apart=True, reference="mine")
         await bench.clock.advance(1e6)
         await settle(bench, over)
@@ -132,7 +141,7 @@ class SettlingContract:
         assert await bench.store.dead_letter(10) == await bench.store.unsettled(10) == []
         assert (await bench.store.counts()).by_phase == dict.fromkeys(Phase, 0)
 
-    async def test_more_young_ends_than_a_purge_may_take_hide_no_old_one(self, bench: Bench) -> None:
+    async def test_more_young_ends_than_a_purge_may_take_hide_no_old_one(self, bench: StoreBench) -> None:
         for _ in range(5):
             await settle(bench, await ended(bench, is_apart=True))
         plain = [await ended(bench) for _ in range(3)]
@@ -146,9 +155,9 @@ class SettlingContract:
     # enqueued again
 
     async def test_an_enqueue_that_is_repeated_answers_what_is_there_and_changes_nothing(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
-        waiting = await bench.enqueue(is_apart=True, reference="mine", standing=Standing.PAUSED)
+        waiting = await bench.enqueue(is_apart=True, reference="mine", standing=Readiness.PAUSED)
         leased, _ = await bench.leased(is_apart=True)
         over = await ended(bench, is_apart=True)
         settled = await settle(bench, await ended(bench, failure, is_apart=True))
@@ -158,12 +167,12 @@ class SettlingContract:
             for more in ({}, {"class_key": unknown_class()}, {"wake_at": 5.0, "priority": 9}):
                 first = msgspec.structs.replace(known, **{**fields, **more})
                 job = bench.job(first, "another reference")
-                assert await bench.store.enqueue(first, job, QUEUED) == Written(known, ())
+                assert await bench.store.enqueue(first, job, QUEUED) == WriteResult(known, ())
             assert await bench.store.records.by_reference(known.tenant, "another reference") is None
         assert await bench.state() == before
 
     async def test_a_job_whose_earlier_rounds_are_gone_comes_with_the_number_of_its_round(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         queued = await bench.enqueue(is_apart=True, round=3)
         assert queued.round == 3
@@ -179,13 +188,13 @@ class SettlingContract:
         record = await bench.store.records.get(ref.job_id)
         assert record is not None and record.round == 3
 
-    async def test_an_end_can_come_before_its_job_and_keeps_it_out(self, bench: Bench) -> None:
+    async def test_an_end_can_come_before_its_job_and_keeps_it_out(self, bench: StoreBench) -> None:
         counts = await bench.store.counts()
         tombstone = await bench.enqueue(is_apart=True, phase=Phase.CANCELLED)
         assert await bench.store.unsettled(10) == [tombstone]
         assert await bench.peek() == [] and await bench.lease_next() is None
         late = msgspec.structs.replace(tombstone, phase=Phase.QUEUED, sequence=0)
-        assert await bench.store.enqueue(late, bench.job(late), QUEUED) == Written(tombstone, ())
+        assert await bench.store.enqueue(late, bench.job(late), QUEUED) == WriteResult(tombstone, ())
         assert (await bench.store.counts()).by_phase[Phase.CANCELLED] == 1
         await settle(bench, tombstone)
         await bench.clock.advance(TOMBSTONE_S + 1)
@@ -194,7 +203,7 @@ class SettlingContract:
 
     # many at once
 
-    async def test_many_are_looked_up_in_the_order_they_are_asked_for(self, bench: Bench) -> None:
+    async def test_many_are_looked_up_in_the_order_they_are_asked_for(self, bench: StoreBench) -> None:
         waiting, over = await bench.enqueue(), await ended(bench, is_apart=True)
         leased, _ = await bench.leased()
         names = [over.job_id, JobId("nobody"), leased.job_id, waiting.job_id, over.job_id]

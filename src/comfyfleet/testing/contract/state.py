@@ -8,18 +8,12 @@ import msgspec
 import pytest
 
 from comfyfleet.model.block import EVERY_WORKER, Block, BlockReason, Pair, tenant_target
-from comfyfleet.model.dispatch import (
-    Change,
-    HeldBy,
-    Phase,
-    Standing,
-    Write,
-)
+from comfyfleet.model.dispatch import Change, HeldBy, Phase, Readiness, Write
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import JobId, WorkflowHash
 from comfyfleet.model.job import Attachment, Job, JobResult, Submission
 from comfyfleet.model.worker import Capabilities, Service, WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Duration, Lesson
+from comfyfleet.model.workflow_stats import MeanDuration, WorkflowStats
 from comfyfleet.testing.contract.store_bench import (
     FAST,
     HASH,
@@ -27,7 +21,7 @@ from comfyfleet.testing.contract.store_bench import (
     SLOW,
     A,
     B,
-    Bench,
+    StoreBench,
     completion,
     failure,
     release,
@@ -37,14 +31,14 @@ from comfyfleet.testing.contract.store_bench import (
 ANN, BOB = tenant("ann"), tenant("bob")
 
 
-class KeepingContract:
+class StateContract:
     keeps_digests = True
     """Whether a dispatch keeps the digest of its payload. A store that encrypts payloads keeps none."""
 
     # facts, attempts, counts
 
     async def test_facts_are_numbered_from_one_without_a_gap_in_the_write_that_makes_them(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         dispatch, ref = await bench.leased()
         several = (FactDraft(FactKind.LATE), FactDraft(FactKind.PRIORITY_CHANGED, {"priority": 3}))
@@ -63,7 +57,7 @@ class KeepingContract:
         assert await bench.store.facts(ref.job_id, after=5) == []
         assert await bench.store.facts(JobId("nobody")) == []
 
-    async def test_the_ceiling_of_a_priority_is_kept_and_changed(self, bench: Bench) -> None:
+    async def test_the_ceiling_of_a_priority_is_kept_and_changed(self, bench: StoreBench) -> None:
         dispatch = await bench.enqueue(priority_ceiling=-7)
         for ceiling in (None, 0, 12):
             assert await bench.store.load(dispatch.job_id) == dispatch
@@ -71,7 +65,9 @@ class KeepingContract:
             assert written is not None and written.dispatch.priority_ceiling == ceiling
             dispatch = written.dispatch
 
-    async def test_a_late_report_is_noted_on_its_own_attempt_and_nowhere_else(self, bench: Bench) -> None:
+    async def test_a_late_report_is_noted_on_its_own_attempt_and_nowhere_else(
+        self, bench: StoreBench
+    ) -> None:
         _, ref = await bench.leased()
         await bench.store.mark_late(ref)
         (running,) = await bench.store.attempts(ref.job_id)
@@ -81,9 +77,9 @@ class KeepingContract:
         await bench.store.mark_late(ref)
         assert [each.reported_late for each in await bench.store.attempts(ref.job_id)] == [True, False]
 
-    async def test_counts_follow_every_move(self, bench: Bench) -> None:
-        await bench.enqueue(standing=Standing.PAUSED)
-        await bench.enqueue(standing=Standing.DELAYED)
+    async def test_counts_follow_every_move(self, bench: StoreBench) -> None:
+        await bench.enqueue(standing=Readiness.PAUSED)
+        await bench.enqueue(standing=Readiness.DELAYED)
         await bench.enqueue()
         _, finished = await bench.leased()
         assert await bench.store.write(completion(finished)) is not None
@@ -104,7 +100,7 @@ class KeepingContract:
         assert (await bench.store.counts()).by_phase[Phase.LEASED] == 0
 
     async def test_the_digest_of_a_payload_stays_with_its_dispatch_until_it_is_changed(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         first: bytes | None = bytes(range(32))
         second: bytes | None = bytes(range(224, 256))
@@ -124,13 +120,13 @@ class KeepingContract:
             loaded = await bench.store.load(dispatch.job_id)
             assert loaded is not None and loaded.payload_sha256 == kept
 
-    async def test_the_payloads_of_open_jobs_are_weighed_together(self, bench: Bench) -> None:
+    async def test_the_payloads_of_open_jobs_are_weighed_together(self, bench: StoreBench) -> None:
         async def weight() -> int:
             return (await bench.store.counts()).payload_bytes
 
         dispatch, ref = await bench.leased(payload_bytes=1)
-        await bench.enqueue(payload_bytes=20, standing=Standing.PAUSED)
-        await bench.enqueue(payload_bytes=300, standing=Standing.DELAYED)
+        await bench.enqueue(payload_bytes=20, standing=Readiness.PAUSED)
+        await bench.enqueue(payload_bytes=300, standing=Readiness.DELAYED)
         waiting = await bench.enqueue(payload_bytes=5_000_000_000)
         assert await weight() == 5_000_000_321
         assert await bench.store.write(completion(ref)) is not None
@@ -147,7 +143,7 @@ class KeepingContract:
         failed = await bench.store.write(failure(taken.lease_ref()))
         assert failed is not None
         assert await weight() == 320
-        again = Change(phase=Phase.QUEUED, round=2, standing=Standing.IN_LANE)
+        again = Change(phase=Phase.QUEUED, round=2, standing=Readiness.IN_LANE)
         assert await bench.change(failed.dispatch, again, job={"phase": Phase.QUEUED}) is not None
         assert await weight() == 4320
         await bench.clock.advance(60)
@@ -155,7 +151,7 @@ class KeepingContract:
         assert await weight() == 4320
 
     async def test_the_dead_letter_lists_the_failed_in_pages_until_they_are_retried(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         failed = []
         for _ in range(3):
@@ -168,7 +164,7 @@ class KeepingContract:
         assert await bench.change(failed[0], Change(phase=Phase.QUEUED, round=2)) is not None
         assert await bench.store.dead_letter(10) == failed[1:]
 
-    async def test_purging_forgets_what_ended_before_and_nothing_else(self, bench: Bench) -> None:
+    async def test_purging_forgets_what_ended_before_and_nothing_else(self, bench: StoreBench) -> None:
         old, ref = await bench.leased(reference="mine")
         assert await bench.store.write(completion(ref)) is not None
         retried = await bench.enqueue()
@@ -189,7 +185,7 @@ class KeepingContract:
         assert await bench.peek() == [retried.job_id]
         assert (await bench.store.counts()).by_phase[Phase.COMPLETED] == 1
 
-    async def test_a_purge_has_a_bound(self, bench: Bench) -> None:
+    async def test_a_purge_has_a_bound(self, bench: StoreBench) -> None:
         for _ in range(3):
             _, ref = await bench.leased()
             assert await bench.store.write(completion(ref)) is not None
@@ -199,7 +195,9 @@ class KeepingContract:
 
     # records
 
-    async def test_records_are_listed_in_pages_by_submission_phase_and_tenant(self, bench: Bench) -> None:
+    async def test_records_are_listed_in_pages_by_submission_phase_and_tenant(
+        self, bench: StoreBench
+    ) -> None:
         jobs = [await bench.enqueue(tenant=tenant(name)) for name in ("ann", "bob", "ann")]
         records = bench.store.records
 
@@ -215,7 +213,7 @@ class KeepingContract:
         assert await bench.lease_next() is not None
         assert await listed(phase=Phase.LEASED) == ids[:1]
 
-    async def test_pages_go_back_from_the_newest_as_they_go_forth(self, bench: Bench) -> None:
+    async def test_pages_go_back_from_the_newest_as_they_go_forth(self, bench: StoreBench) -> None:
         jobs = [await bench.enqueue(tenant=tenant(name)) for name in ("ann", "bob", "ann", "bob")]
         records = bench.store.records
 
@@ -244,7 +242,7 @@ class KeepingContract:
             assert await listed(phase=phase, after=between, limit=1) == [second], "an id that is not there"
         assert await listed(after=JobId("zzzzzzzz-zzzz")) == await listed()
 
-    async def test_pages_lose_nobody_whose_id_sorts_before_an_older_one(self, bench: Bench) -> None:
+    async def test_pages_lose_nobody_whose_id_sorts_before_an_older_one(self, bench: StoreBench) -> None:
         template = await bench.enqueue()
         for name in ("z-first", "a-second"):
             dispatch = msgspec.structs.replace(template, job_id=JobId(name))
@@ -253,7 +251,7 @@ class KeepingContract:
         page = await bench.store.records.listing(tenant=None, phase=None, limit=9, after=JobId("z-first"))
         assert [job.job_id for job in page] == ["a-second"]
 
-    async def test_a_page_may_begin_at_an_id_that_is_not_there(self, bench: Bench) -> None:
+    async def test_a_page_may_begin_at_an_id_that_is_not_there(self, bench: StoreBench) -> None:
         first, second = [await bench.enqueue() for _ in range(2)]
         between = JobId(first.job_id + "!")
         assert first.job_id < between < second.job_id, "ids grow with time"
@@ -264,14 +262,16 @@ class KeepingContract:
             whole = await records.listing(tenant=None, phase=phase, limit=9, after=JobId("00000000-0000"))
             assert [job.job_id for job in whole] == [first.job_id, second.job_id]
 
-    async def test_a_reference_is_its_tenants_own(self, bench: Bench) -> None:
+    async def test_a_reference_is_its_tenants_own(self, bench: StoreBench) -> None:
         job = await bench.enqueue(tenant=tenant("ann"), reference="mine")
         found = await bench.store.records.by_reference(tenant("ann"), "mine")
         assert found is not None
         assert found.job_id == job.job_id
         assert await bench.store.records.by_reference(tenant("bob"), "mine") is None
 
-    async def test_a_priority_changed_in_the_record_stays_there_and_moves_the_job(self, bench: Bench) -> None:
+    async def test_a_priority_changed_in_the_record_stays_there_and_moves_the_job(
+        self, bench: StoreBench
+    ) -> None:
         first, second = await bench.enqueue(), await bench.enqueue()
         raised = await bench.change(second, Change(priority=5), job={"priority": 5})
         assert raised is not None
@@ -292,7 +292,7 @@ class KeepingContract:
         assert await bench.store.write(completion(leased.lease_ref())) is not None
         assert await kept() == 0, "the end of the job does not forget it"
 
-    async def test_what_a_worker_calls_its_run_is_kept_however_long(self, bench: Bench) -> None:
+    async def test_what_a_worker_calls_its_run_is_kept_however_long(self, bench: StoreBench) -> None:
         _, ref = await bench.leased()
         name = "p" * 70_000
         assert (
@@ -307,7 +307,7 @@ class KeepingContract:
 
     @pytest.mark.parametrize("takes_another", [False, True])
     async def test_a_payload_replaced_at_the_end_is_the_one_that_is_kept(
-        self, bench: Bench, takes_another: bool
+        self, bench: StoreBench, takes_another: bool
     ) -> None:
         attached = Attachment("cat.png", b"\0\xff" * 100, "1", "image")
         submission = Submission(
@@ -335,7 +335,7 @@ class KeepingContract:
 
     # workers, blocks, lessons
 
-    async def test_a_worker_is_kept_replaced_and_removed_with_its_blocks(self, bench: Bench) -> None:
+    async def test_a_worker_is_kept_replaced_and_removed_with_its_blocks(self, bench: StoreBench) -> None:
         worker = WorkerRecord(A, Capabilities((Service("comfyui"),)), FAST, 1, 0.0, 0.0)
         await bench.store.put_worker(worker)
         busier = msgspec.structs.replace(worker, slots=2)
@@ -365,7 +365,7 @@ class KeepingContract:
         assert await bench.store.workers() == [worker]
 
     async def test_a_blocked_pair_is_not_leased_and_its_worker_takes_what_comes_next(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         blocked = await bench.enqueue()
         kept_off = await bench.enqueue(workflow_hash=WorkflowHash("other"))
@@ -381,7 +381,7 @@ class KeepingContract:
         assert taken.job_id == free.job_id
         assert await bench.lease_next(A) is None
 
-    async def test_a_tenants_block_leaves_out_its_own_jobs_and_nobody_elses(self, bench: Bench) -> None:
+    async def test_a_tenants_block_leaves_out_its_own_jobs_and_nobody_elses(self, bench: StoreBench) -> None:
         # In front of all others, so that a look must step over it.
         blocked = await bench.enqueue(tenant=ANN, priority=1)
         of_bob = await bench.enqueue(tenant=BOB)
@@ -403,7 +403,7 @@ class KeepingContract:
         last = await bench.lease_next(A)
         assert last is not None and last.job_id == blocked.job_id
 
-    async def test_what_is_blocked_for_every_worker_no_worker_gets(self, bench: Bench) -> None:
+    async def test_what_is_blocked_for_every_worker_no_worker_gets(self, bench: StoreBench) -> None:
         refused = await bench.enqueue(tenant=ANN, priority=1)
         of_bob = await bench.enqueue(tenant=BOB)
         target = tenant_target(HASH, ANN)
@@ -421,7 +421,7 @@ class KeepingContract:
         assert await bench.peek(A) == await bench.peek(B) == [refused.job_id]
 
     async def test_a_count_below_the_threshold_blocks_nobody_and_survives_being_read(
-        self, bench: Bench
+        self, bench: StoreBench
     ) -> None:
         job = await bench.enqueue()
         counting = Block(A, HASH, BlockReason.FAILURES, 2)
@@ -433,7 +433,7 @@ class KeepingContract:
             assert await bench.peek() == [job.job_id]
         assert await bench.store.next_block_end() is None
 
-    async def test_a_block_ends_at_exactly_its_time_and_is_answered_once(self, bench: Bench) -> None:
+    async def test_a_block_ends_at_exactly_its_time_and_is_answered_once(self, bench: StoreBench) -> None:
         job = await bench.enqueue()
         end = bench.clock.now() + 8
         short = Block(A, HASH, BlockReason.FAILURES, 1, end)
@@ -451,7 +451,7 @@ class KeepingContract:
         assert await bench.store.blocks() == [long]
         assert await bench.store.next_block_end() == end + 8
 
-    async def test_a_block_put_again_ends_at_its_new_time(self, bench: Bench) -> None:
+    async def test_a_block_put_again_ends_at_its_new_time(self, bench: StoreBench) -> None:
         now = bench.clock.now()
         for end in (now + 5, now + 50):
             await bench.store.put_block(Block(A, HASH, BlockReason.FAILURES, 1, end))
@@ -459,7 +459,7 @@ class KeepingContract:
         assert await bench.store.expired_blocks() == []
         assert await bench.store.next_block_end() == now + 50
 
-    async def test_lifting_answers_what_was_there(self, bench: Bench) -> None:
+    async def test_lifting_answers_what_was_there(self, bench: StoreBench) -> None:
         job = await bench.enqueue()
         block = Block(A, HASH, BlockReason.INVENTORY, 1, 1e12, ("x",))
         await bench.store.put_block(block)
@@ -467,13 +467,13 @@ class KeepingContract:
         assert await bench.store.lift([Pair(A, HASH)]) == []
         assert await bench.peek() == [job.job_id]
 
-    async def test_lessons_are_remembered(self, bench: Bench) -> None:
+    async def test_lessons_are_remembered(self, bench: StoreBench) -> None:
         assert await bench.store.get_lesson(HASH) is None
-        lesson = Lesson(HASH, {"card": Duration(3.0, 1)}, 24.0, {ANN: 48.0})
+        lesson = WorkflowStats(HASH, {"card": MeanDuration(3.0, 1)}, 24.0, {ANN: 48.0})
         await bench.store.put_lesson(lesson)
         assert await bench.store.get_lesson(HASH) == lesson
 
-    async def test_an_empty_change_under_a_lease_keeps_the_lease(self, bench: Bench) -> None:
+    async def test_an_empty_change_under_a_lease_keeps_the_lease(self, bench: StoreBench) -> None:
         dispatch, ref = await bench.leased()
         written = await bench.store.write(Write(ref.job_id, HeldBy(ref), Change(), job={"prompt_id": "p"}))
         assert written is not None

@@ -7,12 +7,14 @@ import asyncio
 import msgspec
 
 from comfyfleet.model.worker import Capabilities, LiveState, Service, WorkerDelta, WorkerRecord
-from comfyfleet.model.workflow_stats import Duration, Lesson, LessonDelta
-from comfyfleet.testing.contract.store_bench import FAST, HASH, A, Bench, tenant
+from comfyfleet.model.workflow_stats import MeanDuration, WorkflowStats, WorkflowStatsDelta
+from comfyfleet.testing.contract.store_bench import FAST, HASH, A, StoreBench, tenant
 
 
-class LearningContract:
-    async def test_totals_are_added_to_and_undo_nothing_that_is_written_meanwhile(self, bench: Bench) -> None:
+class StatisticsContract:
+    async def test_totals_are_added_to_and_undo_nothing_that_is_written_meanwhile(
+        self, bench: StoreBench
+    ) -> None:
         """By whoever read the record before."""
         worker = WorkerRecord(
             A, Capabilities((Service("comfyui"),)), FAST, 1, 1.0, 5.0, completed=3, busy_s=0.1
@@ -31,19 +33,22 @@ class LearningContract:
         await asyncio.gather(*(bench.store.note_worker(A, WorkerDelta(completed=1)) for _ in range(20)))
         assert await bench.store.workers() == [msgspec.structs.replace(noted, completed=25)]
 
-    async def test_what_several_learn_at_once_is_all_kept(self, bench: Bench) -> None:
+    async def test_what_several_learn_at_once_is_all_kept(self, bench: StoreBench) -> None:
         store = bench.store
-        first = LessonDelta(HASH, "card", 3.0, 0.2, 2)
-        assert await store.learn(first) == Lesson(HASH, {"card": Duration(3.0, 1)})
-        runs = [LessonDelta(HASH, "card", 3.0, 0.2, 2) for _ in range(20)]
+        first = WorkflowStatsDelta(HASH, "card", 3.0, 0.2, 2)
+        assert await store.learn(first) == WorkflowStats(HASH, {"card": MeanDuration(3.0, 1)})
+        runs = [WorkflowStatsDelta(HASH, "card", 3.0, 0.2, 2) for _ in range(20)]
         small = [
-            LessonDelta(HASH, tenant=tenant("ann"), memory_gb=gb, most_tenants=2) for gb in (8.0, 24.0, 12.0)
+            WorkflowStatsDelta(HASH, tenant=tenant("ann"), memory_gb=gb, most_tenants=2)
+            for gb in (8.0, 24.0, 12.0)
         ]
         await asyncio.gather(*(store.learn(delta) for delta in (*runs, *small)))
-        known = Lesson(HASH, {"card": Duration(3.0, 21)}, memory_by_tenant={tenant("ann"): 24.0})
+        known = WorkflowStats(HASH, {"card": MeanDuration(3.0, 21)}, memory_by_tenant={tenant("ann"): 24.0})
         assert await store.get_lesson(HASH) == known
-        after = await store.learn(LessonDelta(HASH, "card", 8.0, 0.2, 2))
-        assert after.durations == {"card": Duration(3.0 + 0.2 * 5.0, 22)}, "the newest counts, but not alone"
-        await store.learn(LessonDelta(HASH, "other", 1.0, 0.2, 2))
-        after = await store.learn(LessonDelta(HASH, "third", 1.0, 0.2, 2))
+        after = await store.learn(WorkflowStatsDelta(HASH, "card", 8.0, 0.2, 2))
+        assert after.durations == {"card": MeanDuration(3.0 + 0.2 * 5.0, 22)}, (
+            "the newest counts, but not alone"
+        )
+        await store.learn(WorkflowStatsDelta(HASH, "other", 1.0, 0.2, 2))
+        after = await store.learn(WorkflowStatsDelta(HASH, "third", 1.0, 0.2, 2))
         assert set(after.durations) == {"card", "other"}, "no more than are wanted"

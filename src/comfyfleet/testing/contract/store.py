@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from comfyfleet.testing.contract.differential import DifferentialContract
-from comfyfleet.testing.contract.documents import CabinetContract
-from comfyfleet.testing.contract.fair_share import SharingContract
-from comfyfleet.testing.contract.held_jobs import HoldingContract
-from comfyfleet.testing.contract.leases import LeasingContract
-from comfyfleet.testing.contract.races import RacingContract
-from comfyfleet.testing.contract.settlement import SettlingContract
-from comfyfleet.testing.contract.state import KeepingContract
-from comfyfleet.testing.contract.statistics import LearningContract
-from comfyfleet.testing.contract.store_bench import OnBench
+from comfyfleet.testing.contract.documents import DocumentStoreContract
+from comfyfleet.testing.contract.fair_share import FairShareContract
+from comfyfleet.testing.contract.held_jobs import HeldJobContract
+from comfyfleet.testing.contract.leases import LeaseContract
+from comfyfleet.testing.contract.races import RaceContract
+from comfyfleet.testing.contract.settlement import SettlementContract
+from comfyfleet.testing.contract.state import StateContract
+from comfyfleet.testing.contract.statistics import StatisticsContract
+from comfyfleet.testing.contract.store_bench import UsesBench
 
 
 class StoreContract(
-    LeasingContract,
-    KeepingContract,
-    LearningContract,
-    RacingContract,
-    CabinetContract,
-    HoldingContract,
-    SettlingContract,
-    SharingContract,
+    LeaseContract,
+    StateContract,
+    StatisticsContract,
+    RaceContract,
+    DocumentStoreContract,
+    HeldJobContract,
+    SettlementContract,
+    FairShareContract,
     DifferentialContract,
-    OnBench,
+    UsesBench,
 ):
     """Needs one fixture, `make_store`: an empty store under the clock it is given, not yet opened."""

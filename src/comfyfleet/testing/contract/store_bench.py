@@ -20,7 +20,7 @@ from comfyfleet.model.dispatch import (
     LeaseRef,
     Phase,
     Write,
-    Written,
+    WriteResult,
 )
 from comfyfleet.model.fact import FactDraft, FactKind
 from comfyfleet.model.ids import (
@@ -49,7 +49,7 @@ HASH = WorkflowHash("hash")
 QUEUED = (FactDraft(FactKind.QUEUED),)
 
 
-class Bench:
+class StoreBench:
     def __init__(self, make_store: MakeStore) -> None:
         self.clock = ManualClock()
         self.store = make_store(self.clock)
@@ -122,10 +122,10 @@ class Bench:
     ) -> list[Candidate]:
         return await self.store.peek(Peek(profile, worker, slots, 32, 30.0, skip))
 
-    async def change(self, dispatch: Dispatch, change: Change, **more: Any) -> Written | None:
+    async def change(self, dispatch: Dispatch, change: Change, **more: Any) -> WriteResult | None:
         return await self.store.write(Write(dispatch.job_id, AtRevision(dispatch.revision), change, **more))
 
-    async def cancel(self, dispatch: Dispatch) -> Written | None:
+    async def cancel(self, dispatch: Dispatch) -> WriteResult | None:
         end = None if dispatch.lease is None else AttemptEnd(AttemptOutcome.CANCELLED)
         return await self.change(
             dispatch,
@@ -167,10 +167,10 @@ class Bench:
         }
 
 
-class OnBench:
+class UsesBench:
     @pytest.fixture
-    async def bench(self, make_store: MakeStore) -> AsyncIterator[Bench]:
-        bench = Bench(make_store)
+    async def bench(self, make_store: MakeStore) -> AsyncIterator[StoreBench]:
+        bench = StoreBench(make_store)
         await bench.open()
         yield bench
         await bench.store.close()

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from comfyfleet.model.ids import TenantId
-from comfyfleet.ports import Cabinet
+from comfyfleet.ports import DocumentStore
 from comfyfleet.tenancy.database.port import TenantDatabase
-from comfyfleet.testing.contract.documents import CabinetContract
+from comfyfleet.testing.contract.documents import DocumentStoreContract
 
 _OURS, _THEIRS = TenantId("acme"), TenantId("borg")
 
 
-class TenantDocumentsContract(CabinetContract):
+class TenantDocumentsContract(DocumentStoreContract):
     @pytest.fixture
     async def database(self, connect: Callable[[], TenantDatabase]) -> AsyncIterator[TenantDatabase]:
         database = connect()
@@ -23,7 +23,7 @@ class TenantDocumentsContract(CabinetContract):
         await database.close()
 
     @pytest.fixture
-    def cabinet(self, database: TenantDatabase) -> Cabinet:
+    def cabinet(self, database: TenantDatabase) -> DocumentStore:
         return database.cabinet(_OURS)
 
     async def test_documents_are_seen_by_their_tenant_alone(

@@ -9,11 +9,11 @@ from comfyfleet.model.dispatch import Phase
 from comfyfleet.model.ids import TenantId, WorkerId, WorkflowHash
 from comfyfleet.model.ledger import Account, FlatPrice, HoldId, Outcome, Receipt, RunEntry, UsageBy, UsageLine
 from comfyfleet.policy import accounting
-from comfyfleet.testing.contract.ledger_driver import ACME, BORG, DONE, KNOWN, REFUSED, SHORT, Teller
+from comfyfleet.testing.contract.ledger_driver import ACME, BORG, DONE, KNOWN, REFUSED, SHORT, LedgerDriver
 
 
-class TenantBooksContract:
-    async def test_what_rounds_took_is_listed_once_each_in_their_order(self, teller: Teller) -> None:
+class TenantLedgerContract:
+    async def test_what_rounds_took_is_listed_once_each_in_their_order(self, teller: LedgerDriver) -> None:
         holds = [await teller.submit(0) for _ in range(3)]
         runs = [
             RunEntry(
@@ -39,7 +39,7 @@ class TenantBooksContract:
         assert [msgspec.structs.replace(each, number=0) for each in (*first, *rest)] == runs
         assert await teller.database.runs(BORG, after=0, limit=2) == []
 
-    async def test_a_job_has_a_receipt_for_each_of_its_rounds(self, teller: Teller) -> None:
+    async def test_a_job_has_a_receipt_for_each_of_its_rounds(self, teller: LedgerDriver) -> None:
         await teller.grant(100)
         opening = msgspec.structs.replace(teller.opening(80), price=FlatPrice(80))
         hold, job_id = opening.hold, opening.job.job_id
@@ -59,7 +59,7 @@ class TenantBooksContract:
         assert await teller.database.receipts(ACME, job_id, limit=1) == [last]
         assert await teller.database.receipts(BORG, job_id, limit=9) == []
 
-    async def test_grants_are_listed_by_their_ids(self, teller: Teller) -> None:
+    async def test_grants_are_listed_by_their_ids(self, teller: LedgerDriver) -> None:
         for name, tenant in (("b", ACME), ("a", ACME), ("c", BORG)):
             await teller.grant(5, tenant, name)
         listed = await teller.database.grants(ACME, after=None, limit=9)
@@ -71,7 +71,7 @@ class TenantBooksContract:
         assert await teller.database.grant_of(ACME, "b") == listed[1]
         assert await teller.database.grant_of(ACME, "c") is None
 
-    async def test_what_rounds_took_is_added_up_by_what_is_asked_for(self, teller: Teller) -> None:
+    async def test_what_rounds_took_is_added_up_by_what_is_asked_for(self, teller: LedgerDriver) -> None:
         took = [
             # tenant, workflow, worker, when, phase, GPU milliseconds, cost
             (ACME, "a", "gpu-1", 86_399.9, Phase.COMPLETED, 1_000, 5),
@@ -113,7 +113,7 @@ class TenantBooksContract:
     # forgetting
 
     async def test_old_jobs_are_forgotten_with_their_references_and_the_book_stays(
-        self, teller: Teller
+        self, teller: LedgerDriver
     ) -> None:
         database = teller.database
         await teller.grant(100)
@@ -139,14 +139,14 @@ class TenantBooksContract:
         assert late.outcome is KNOWN and late.settlement is not None and late.settlement.consumed == 4
         assert (await database.open_round(teller.opening(10, reference="mine"))).outcome is DONE
 
-    async def test_a_job_that_goes_on_again_is_not_old(self, teller: Teller) -> None:
+    async def test_a_job_that_goes_on_again_is_not_old(self, teller: LedgerDriver) -> None:
         hold = await teller.submit(0)
         await teller.end(hold, Phase.FAILED)
         assert (await teller.retry(hold)).outcome is DONE
         assert await teller.database.ended_jobs(Phase.FAILED, 9.0, 9) == []
         assert await teller.database.forget_jobs([hold.hold_id.job_id], 9.0) == 0
 
-    async def test_forgetting_goes_page_by_page_the_oldest_first(self, teller: Teller) -> None:
+    async def test_forgetting_goes_page_by_page_the_oldest_first(self, teller: LedgerDriver) -> None:
         for _ in range(3):
             await teller.end(await teller.submit(0), Phase.CANCELLED)
         first = await teller.database.ended_jobs(Phase.CANCELLED, 9.0, 2)
@@ -156,7 +156,7 @@ class TenantBooksContract:
 
     # the book
 
-    async def test_a_correction_never_takes_what_is_held(self, teller: Teller) -> None:
+    async def test_a_correction_never_takes_what_is_held(self, teller: LedgerDriver) -> None:
         await teller.grant(100)
         await teller.submit(80)
         down = accounting.posting_of(accounting.adjust("a1", ACME, -21, 4.0, "too much"))
@@ -167,13 +167,13 @@ class TenantBooksContract:
         assert await teller.database.adjust(other) is REFUSED
         assert await teller.database.account(ACME) == Account(ACME, 80, 80)
 
-    async def test_a_grant_that_is_repeated_is_given_once(self, teller: Teller) -> None:
+    async def test_a_grant_that_is_repeated_is_given_once(self, teller: LedgerDriver) -> None:
         assert [await teller.grant(5, grant_id="once") for _ in range(2)] == [DONE, KNOWN]
         assert await teller.grant(6, grant_id="once") is REFUSED, "another one under its name"
         assert await teller.grant(5, BORG, grant_id="once") is DONE, "ids are the tenant's own"
         assert await teller.database.account(ACME) == Account(ACME, 5)
 
-    async def test_a_statement_reads_on_behind_the_last_number(self, teller: Teller) -> None:
+    async def test_a_statement_reads_on_behind_the_last_number(self, teller: LedgerDriver) -> None:
         await teller.grant(100)
         await teller.grant(7, BORG)
         hold = await teller.submit(10)
@@ -183,7 +183,7 @@ class TenantBooksContract:
         assert [each.kind for each in (*first, *rest)] == ["grant", "reserve", "consume"]
         assert [each.balance for each in (*first, *rest)] == [100, 0, -10]
 
-    async def test_holds_that_are_open_for_long_are_found(self, teller: Teller) -> None:
+    async def test_holds_that_are_open_for_long_are_found(self, teller: LedgerDriver) -> None:
         await teller.submit(0)
         settled = await teller.submit(0)
         await teller.end(settled, Phase.FAILED)

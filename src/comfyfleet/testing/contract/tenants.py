@@ -1,6 +1,6 @@
 """What every tenant database keeps to, as tests for any: subclass `TenantDatabaseContract` and give it `connect`.
 
-A `Teller` (`ledger_driver.py`) plays the part of engine and policy.
+A `LedgerDriver` (`ledger_driver.py`) plays the part of engine and policy.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from comfyfleet.model.ids import JobId, TenantId
 from comfyfleet.model.job import Job, JobResult, Submission
 from comfyfleet.model.ledger import Account, FlatPrice, HoldId, Outcome
 from comfyfleet.policy import accounting
-from comfyfleet.tenancy.database.port import Ended, Opened, Opening, OpenRound, TenantDatabase
-from comfyfleet.testing.contract.ledger_driver import ACME, BORG, DONE, KNOWN, REFUSED, SHORT, Teller
+from comfyfleet.tenancy.database.port import OpenRound, RoundEnded, RoundStart, RoundStarted, TenantDatabase
+from comfyfleet.testing.contract.ledger_driver import ACME, BORG, DONE, KNOWN, REFUSED, SHORT, LedgerDriver
 from comfyfleet.testing.contract.tenant_documents import TenantDocumentsContract
-from comfyfleet.testing.contract.tenant_ledger import TenantBooksContract
+from comfyfleet.testing.contract.tenant_ledger import TenantLedgerContract
 
 Connect = Callable[[], TenantDatabase]
 """Each call is another process' view of the same database, which was empty at the beginning and is not yet opened."""
 
 
-class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
+class TenantDatabaseContract(TenantLedgerContract, TenantDocumentsContract):
     @pytest.fixture
-    async def teller(self, connect: Connect) -> AsyncIterator[Teller]:
+    async def teller(self, connect: Connect) -> AsyncIterator[LedgerDriver]:
         database = connect()
         await database.open()
-        teller = Teller(database)
+        teller = LedgerDriver(database)
         yield teller
         await teller.check(ACME, BORG)
         # Another by now, perhaps: a test may have opened it anew.
@@ -39,37 +39,37 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
 
     # S1
 
-    async def test_a_job_comes_back_as_it_was_submitted(self, teller: Teller) -> None:
+    async def test_a_job_comes_back_as_it_was_submitted(self, teller: LedgerDriver) -> None:
         await teller.grant(100)
         opening = teller.opening(30, reference="mine")
         opened = await teller.database.open_round(opening)
-        assert opened == Opened(DONE, Account(ACME, 100, 30), opening.job)
+        assert opened == RoundStarted(DONE, Account(ACME, 100, 30), opening.job)
         assert await teller.database.get(opening.job.job_id) == opening.job
         assert await teller.database.by_reference(ACME, "mine") == opening.job
         assert await teller.database.by_reference(BORG, "mine") is None
         assert await teller.database.hold(opening.hold.hold_id) == opening.hold
 
-    async def test_a_job_the_account_does_not_cover_leaves_nothing_behind(self, teller: Teller) -> None:
+    async def test_a_job_the_account_does_not_cover_leaves_nothing_behind(self, teller: LedgerDriver) -> None:
         await teller.grant(100)
         await teller.submit(60)
         opening = teller.opening(41)
-        assert await teller.database.open_round(opening) == Opened(SHORT, Account(ACME, 100, 60))
+        assert await teller.database.open_round(opening) == RoundStarted(SHORT, Account(ACME, 100, 60))
         assert await teller.database.get(opening.job.job_id) is None
         assert await teller.database.hold(opening.hold.hold_id) is None
         assert len(await teller.database.outbox(is_sent=False, after=None, limit=10)) == 1
         assert (await teller.database.open_round(teller.opening(40))).outcome is DONE
 
-    async def test_a_book_that_was_begun_is_known_from_one_that_was_not(self, teller: Teller) -> None:
+    async def test_a_book_that_was_begun_is_known_from_one_that_was_not(self, teller: LedgerDriver) -> None:
         await teller.database.begin_book(BORG)
         assert await teller.database.has_book(BORG) and not await teller.database.has_book(ACME)
         await teller.database.close_book(BORG, 1)
         assert await teller.database.has_book(BORG)
 
-    async def test_a_job_that_costs_nothing_needs_no_account(self, teller: Teller) -> None:
+    async def test_a_job_that_costs_nothing_needs_no_account(self, teller: LedgerDriver) -> None:
         await teller.submit(0)
         assert await teller.database.account(ACME) == Account(ACME)
 
-    async def test_open_rounds_are_counted_for_each_tenant_up_to_a_bound(self, teller: Teller) -> None:
+    async def test_open_rounds_are_counted_for_each_tenant_up_to_a_bound(self, teller: LedgerDriver) -> None:
         first, *_ = [await teller.submit(0) for _ in range(3)]
         await teller.submit(0, BORG)
         assert [await teller.database.count_open(ACME, most) for most in (0, 2, 3, 9)] == [0, 2, 3, 3]
@@ -79,7 +79,7 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         assert await teller.database.count_open(ACME, 9) == 3
         assert await teller.database.count_open(BORG, 9) == 1
 
-    async def test_a_submit_that_is_repeated_is_known_and_holds_once(self, teller: Teller) -> None:
+    async def test_a_submit_that_is_repeated_is_known_and_holds_once(self, teller: LedgerDriver) -> None:
         await teller.grant(100)
         opening = teller.opening(80, reference="mine")
         await teller.database.open_round(opening)
@@ -89,18 +89,20 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         assert (other.outcome, other.job) == (KNOWN, opening.job), "whatever the account covers"
 
     async def test_an_id_that_another_tenant_has_is_refused_without_a_word_about_it(
-        self, teller: Teller
+        self, teller: LedgerDriver
     ) -> None:
         await teller.submit(0)
         opened = await teller.database.open_round(teller.opening(0, BORG, job_id=JobId("job-000001")))
         assert (opened.outcome, opened.job) == (REFUSED, None)
 
-    async def test_credits_that_are_pending_fund_nothing(self, teller: Teller) -> None:
+    async def test_credits_that_are_pending_fund_nothing(self, teller: LedgerDriver) -> None:
         for grant_id in ("paid", "bounced"):
             pending = accounting.grant(grant_id, ACME, 100, 1.0, is_pending=True)
             assert await teller.database.grant(pending, None) is DONE
             assert await teller.database.grant(pending, None) is KNOWN
-        assert await teller.database.open_round(teller.opening(1)) == Opened(SHORT, Account(ACME, 0, 0, 200))
+        assert await teller.database.open_round(teller.opening(1)) == RoundStarted(
+            SHORT, Account(ACME, 0, 0, 200)
+        )
         assert await teller.grant(100, grant_id="paid") is REFUSED, "it is to be confirmed"
         more = accounting.posting_of(accounting.grant("paid", ACME, 101, 5.0))
         assert await teller.database.confirm(more) is REFUSED, "not what was promised"
@@ -116,7 +118,7 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         assert (await teller.database.open_round(teller.opening(100))).outcome is DONE
 
     async def test_of_two_spends_at_the_same_instant_one_is_short(
-        self, teller: Teller, connect: Connect
+        self, teller: LedgerDriver, connect: Connect
     ) -> None:
         another = connect()
         await another.open()
@@ -134,7 +136,7 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
 
     # S2, S3, L2
 
-    async def test_the_outbox_gives_what_is_to_be_sent_page_by_page(self, teller: Teller) -> None:
+    async def test_the_outbox_gives_what_is_to_be_sent_page_by_page(self, teller: LedgerDriver) -> None:
         holds = [await teller.submit(0) for _ in range(5)]
         first = await teller.database.outbox(is_sent=False, after=None, limit=3)
         rest = await teller.database.outbox(is_sent=False, after=first[-1].hold_id, limit=3)
@@ -147,7 +149,7 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         assert await teller.database.send_again(sent.hold_id)
         assert len(await teller.database.outbox(is_sent=False, after=None, limit=9)) == 5
 
-    async def test_what_has_ended_is_closed_and_is_never_sent_again(self, teller: Teller) -> None:
+    async def test_what_has_ended_is_closed_and_is_never_sent_again(self, teller: LedgerDriver) -> None:
         hold = await teller.submit(0)
         other = await teller.submit(0)
         rounds = [hold.hold_id, other.hold_id, HoldId(other.hold_id.job_id, 2)]
@@ -160,7 +162,7 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
             other.hold_id
         ]
 
-    async def test_a_round_is_open_until_it_has_ended(self, teller: Teller) -> None:
+    async def test_a_round_is_open_until_it_has_ended(self, teller: LedgerDriver) -> None:
         hold = await teller.submit(0)
         assert await teller.is_open(hold.hold_id)
         assert not await teller.is_open(HoldId(hold.hold_id.job_id, 2))
@@ -168,7 +170,7 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         await teller.end(hold, Phase.FAILED)
         assert not await teller.is_open(hold.hold_id)
 
-    async def test_a_job_is_leased_with_its_payload_as_it_is_by_then(self, teller: Teller) -> None:
+    async def test_a_job_is_leased_with_its_payload_as_it_is_by_then(self, teller: LedgerDriver) -> None:
         opening = teller.opening(0)
         await teller.database.open_round(opening)
         assert await teller.database.leasable(opening.hold.hold_id) == opening.job
@@ -185,7 +187,9 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
 
     # T1
 
-    async def test_what_an_attempt_left_counts_when_the_round_ends_with_it(self, teller: Teller) -> None:
+    async def test_what_an_attempt_left_counts_when_the_round_ends_with_it(
+        self, teller: LedgerDriver
+    ) -> None:
         await teller.grant(100)
         price = FlatPrice(10)
         opening = msgspec.structs.replace(teller.opening(10), price=price)
@@ -206,7 +210,9 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         job = await teller.database.get(hold_id.job_id)
         assert job is not None and job.result == ending.changes["result"], "what comes late changes nothing"
 
-    async def test_a_completed_round_takes_what_it_cost_and_returns_the_rest(self, teller: Teller) -> None:
+    async def test_a_completed_round_takes_what_it_cost_and_returns_the_rest(
+        self, teller: LedgerDriver
+    ) -> None:
         await teller.grant(100)
         hold = await teller.submit(80)
         ended = await teller.end(hold, Phase.COMPLETED, 30)
@@ -217,30 +223,30 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         assert job.result == JobResult({"9": {"images": []}}) and job.payload.workflow
 
     @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.CANCELLED])
-    async def test_any_other_end_gives_everything_back(self, teller: Teller, phase: Phase) -> None:
+    async def test_any_other_end_gives_everything_back(self, teller: LedgerDriver, phase: Phase) -> None:
         await teller.grant(100)
         hold = await teller.submit(80)
         await teller.end(hold, phase, 30)
         assert await teller.database.account(ACME) == Account(ACME, 100)
 
-    async def test_a_hold_is_settled_once_whoever_says_what_later(self, teller: Teller) -> None:
+    async def test_a_hold_is_settled_once_whoever_says_what_later(self, teller: LedgerDriver) -> None:
         await teller.grant(100)
         hold = await teller.submit(80)
         first = await teller.end(hold, Phase.COMPLETED, 30, "first")
-        assert await teller.end(hold, Phase.COMPLETED, 30, "first") == Ended(KNOWN, first.settlement)
-        assert await teller.end(hold, Phase.CANCELLED, 0, "second") == Ended(KNOWN, first.settlement)
+        assert await teller.end(hold, Phase.COMPLETED, 30, "first") == RoundEnded(KNOWN, first.settlement)
+        assert await teller.end(hold, Phase.CANCELLED, 0, "second") == RoundEnded(KNOWN, first.settlement)
         assert await teller.database.forget_events(10.0, 10) == 2
-        assert await teller.end(hold, Phase.FAILED, 0, "first") == Ended(KNOWN, first.settlement)
+        assert await teller.end(hold, Phase.FAILED, 0, "first") == RoundEnded(KNOWN, first.settlement)
         assert await teller.database.account(ACME) == Account(ACME, 70)
 
-    async def test_an_event_is_taken_in_once(self, teller: Teller) -> None:
+    async def test_an_event_is_taken_in_once(self, teller: LedgerDriver) -> None:
         first, second = await teller.submit(0), await teller.submit(0)
         assert (await teller.end(first, Phase.FAILED, 0, "event")).outcome is DONE
-        assert await teller.end(second, Phase.FAILED, 0, "event") == Ended(KNOWN, None)
+        assert await teller.end(second, Phase.FAILED, 0, "event") == RoundEnded(KNOWN, None)
         assert await teller.is_open(second.hold_id)
 
     async def test_of_two_settlements_at_the_same_instant_one_stands(
-        self, teller: Teller, connect: Connect
+        self, teller: LedgerDriver, connect: Connect
     ) -> None:
         another = connect()
         await another.open()
@@ -259,15 +265,17 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         finally:
             await another.close()
 
-    async def test_an_end_of_something_unknown_is_refused_and_may_come_again(self, teller: Teller) -> None:
+    async def test_an_end_of_something_unknown_is_refused_and_may_come_again(
+        self, teller: LedgerDriver
+    ) -> None:
         opening = teller.opening(0)
-        assert await teller.end(opening.hold, Phase.FAILED) == Ended(REFUSED, None)
+        assert await teller.end(opening.hold, Phase.FAILED) == RoundEnded(REFUSED, None)
         await teller.database.open_round(opening)
         assert (await teller.end(opening.hold, Phase.FAILED)).outcome is DONE
 
     # rounds
 
-    async def test_a_retry_by_hand_has_a_hold_of_its_own(self, teller: Teller) -> None:
+    async def test_a_retry_by_hand_has_a_hold_of_its_own(self, teller: LedgerDriver) -> None:
         await teller.grant(100)
         hold = await teller.submit(80)
         assert (await teller.retry(hold)).outcome is REFUSED, "the first round goes on"
@@ -283,7 +291,9 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         await teller.end(again, Phase.COMPLETED, 80)
         assert await teller.database.account(ACME) == Account(ACME, 20)
 
-    async def test_a_retry_the_account_does_not_cover_leaves_the_job_as_it_was(self, teller: Teller) -> None:
+    async def test_a_retry_the_account_does_not_cover_leaves_the_job_as_it_was(
+        self, teller: LedgerDriver
+    ) -> None:
         await teller.grant(100)
         hold = await teller.submit(80)
         await teller.end(hold, Phase.FAILED)
@@ -292,21 +302,21 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         job = await teller.database.get(hold.hold_id.job_id)
         assert job is not None and (job.round, job.phase) == (1, Phase.FAILED)
 
-    async def test_no_round_is_left_out(self, teller: Teller) -> None:
+    async def test_no_round_is_left_out(self, teller: LedgerDriver) -> None:
         hold = await teller.submit(0)
         await teller.end(hold, Phase.FAILED)
         third = teller.opening(0, job_id=hold.hold_id.job_id, round_=3)
         assert (await teller.database.open_round(third)).outcome is REFUSED
         assert (await teller.retry(hold)).outcome is DONE
 
-    async def test_a_completed_job_has_no_further_round(self, teller: Teller) -> None:
+    async def test_a_completed_job_has_no_further_round(self, teller: LedgerDriver) -> None:
         hold = await teller.submit(0)
         await teller.end(hold, Phase.COMPLETED)
         assert (await teller.retry(hold)).outcome is REFUSED
 
     # reading
 
-    async def test_jobs_are_listed_by_tenant_and_phase_either_way(self, teller: Teller) -> None:
+    async def test_jobs_are_listed_by_tenant_and_phase_either_way(self, teller: LedgerDriver) -> None:
         holds = [await teller.submit(0, tenant) for tenant in (ACME, BORG, ACME, ACME)]
         await teller.end(holds[2], Phase.FAILED)
         names = [each.hold_id.job_id for each in holds]
@@ -322,7 +332,9 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         assert await listed(None, None, True) == [names[3], names[2]]
         assert await listed(Phase.FAILED, None, False) == [names[2]]
 
-    async def test_what_was_answered_is_there_after_a_restart(self, teller: Teller, connect: Connect) -> None:
+    async def test_what_was_answered_is_there_after_a_restart(
+        self, teller: LedgerDriver, connect: Connect
+    ) -> None:
         await teller.grant(100)
         hold = await teller.submit(80)
         await teller.database.close()
@@ -332,7 +344,7 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
         ended = await teller.end(hold, Phase.COMPLETED, 80)
         assert ended.settlement is not None and ended.settlement.outcome is Outcome.CONSUMED
 
-    async def test_a_caller_that_gives_up_leaves_all_or_nothing(self, teller: Teller) -> None:
+    async def test_a_caller_that_gives_up_leaves_all_or_nothing(self, teller: LedgerDriver) -> None:
         await teller.grant(1000)
         for waits in range(12):
             opening = teller.opening(10)
@@ -345,10 +357,10 @@ class TenantDatabaseContract(TenantBooksContract, TenantDocumentsContract):
             assert await teller.is_open(opening.hold.hold_id) == is_there
             await teller.check()
 
-    async def test_what_cannot_be_kept_is_refused_and_changes_nothing(self, teller: Teller) -> None:
+    async def test_what_cannot_be_kept_is_refused_and_changes_nothing(self, teller: LedgerDriver) -> None:
         opening = teller.opening(0)
         payload = Submission({"1": {"value": 2**80}})
         job = Job(opening.job.job_id, ACME, opening.job.workflow_hash, 2.0, payload)
         with pytest.raises(Refusal):
-            await teller.database.open_round(Opening(job, opening.hold, opening.posting, opening.dispatch))
+            await teller.database.open_round(RoundStart(job, opening.hold, opening.posting, opening.dispatch))
         assert await teller.database.get(job.job_id) is None

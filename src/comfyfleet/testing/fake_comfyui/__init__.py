@@ -5,15 +5,16 @@ and can be made to fail in every way a real server fails. It needs Pillow: `pip 
 """
 
 from comfyfleet.testing.fake_comfyui.catalogue import InputSpec, NodeClass, node_class_from_object_info
-from comfyfleet.testing.fake_comfyui.clock import Clock, HandClock, ScaledClock
+from comfyfleet.testing.fake_comfyui.clock import FakeClock, HandClock, ScaledClock
 from comfyfleet.testing.fake_comfyui.faults import Faults, NodeFault
 from comfyfleet.testing.fake_comfyui.server import FakeComfyUI
 from comfyfleet.testing.fake_comfyui.settings import FakeSettings
-from comfyfleet.testing.fake_comfyui.stats import FakeStats, PromptRun
+from comfyfleet.testing.fake_comfyui.stats import FakePromptRun, FakeStats
 
 __all__ = [
-    "Clock",
+    "FakeClock",
     "FakeComfyUI",
+    "FakePromptRun",
     "FakeSettings",
     "FakeStats",
     "Faults",
@@ -21,7 +22,6 @@ __all__ = [
     "InputSpec",
     "NodeClass",
     "NodeFault",
-    "PromptRun",
     "ScaledClock",
     "node_class_from_object_info",
 ]

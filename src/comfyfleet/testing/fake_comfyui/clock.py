@@ -16,7 +16,7 @@ from typing import Protocol
 _SETTLE_TURNS = 40
 
 
-class Clock(Protocol):
+class FakeClock(Protocol):
     """What the fake needs of time."""
 
     def now(self) -> float:

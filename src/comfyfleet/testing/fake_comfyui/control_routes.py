@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import web
 
 from comfyfleet.testing.fake_comfyui.faults import ACTIONS
-from comfyfleet.testing.fake_comfyui.machine import Machine
+from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 
 PREFIX = "/fake/"
 # An answer needs a moment to leave before a crash cuts its connection.
@@ -22,7 +22,7 @@ _ANSWER_FIRST_S = 0.05
 class ControlRoutes:
     """Handlers for whoever plays with the fake."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: FakeMachine) -> None:
         self._machine = machine
 
     def routes(self) -> list[web.RouteDef]:

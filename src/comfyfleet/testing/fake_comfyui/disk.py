@@ -27,7 +27,7 @@ class SavePlace(msgspec.Struct, frozen=True):
     subfolder: str
 
 
-class Disk:
+class FakeDisk:
     """Three folders under one base; a base that was made here is removed again."""
 
     def __init__(self, base_folder: str | None) -> None:

@@ -19,9 +19,9 @@ from comfyfleet.testing.fake_comfyui.errors import Interrupted, NodeError, OutOf
 from comfyfleet.testing.fake_comfyui.faults import THREAD_KILLERS
 from comfyfleet.testing.fake_comfyui.graph import Schedule, is_link, never_the_same, signatures
 from comfyfleet.testing.fake_comfyui.lab_behaviours import lab_behaviours
-from comfyfleet.testing.fake_comfyui.machine import Machine
+from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 from comfyfleet.testing.fake_comfyui.prompt_queue import Item
-from comfyfleet.testing.fake_comfyui.run import NodeCall, NodeResult, Run
+from comfyfleet.testing.fake_comfyui.run import FakeRun, NodeCall, NodeResult
 from comfyfleet.testing.fake_comfyui.values import Blocker
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class _Kept(msgspec.Struct, frozen=True):
 class Executor:
     """The single worker of a server process, with its cache."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: FakeMachine) -> None:
         self._machine = machine
         self._behaviours = core_behaviours() | lab_behaviours()
         self._cache: dict[str, _Kept] = {}
@@ -78,7 +78,7 @@ class Executor:
         machine = self._machine
         _, prompt_id, graph, public_data, outputs, hidden = item
         line = machine.stats.starts(prompt_id, machine.clock.now())
-        run = Run(machine, prompt_id, graph, {**public_data, **hidden})
+        run = FakeRun(machine, prompt_id, graph, {**public_data, **hidden})
         machine.is_interrupted = False
         machine.sockets.client_id = run.extra_data.get("client_id")
         run.tell("execution_start", {"prompt_id": prompt_id})
@@ -102,7 +102,7 @@ class Executor:
         machine.queue.finish(task, result, status)
         run.tell_client("executing", {"node": None, "prompt_id": prompt_id})
 
-    def _forget_all_but(self, run: Run, keys: set[str]) -> None:
+    def _forget_all_but(self, run: FakeRun, keys: set[str]) -> None:
         # ComfyUI keeps the results of the last prompt only, and so does its fake.
         self._cache = {key: kept for key, kept in self._cache.items() if key in keys}
         present = {(node_id, node["class_type"]) for node_id, node in run.graph.items()}
@@ -148,7 +148,7 @@ class Executor:
 class _Course:
     """The way of one prompt through its nodes."""
 
-    def __init__(self, executor: Executor, run: Run, keys: dict[str, str]) -> None:
+    def __init__(self, executor: Executor, run: FakeRun, keys: dict[str, str]) -> None:
         self._executor = executor
         self._run = run
         self._machine = run.machine

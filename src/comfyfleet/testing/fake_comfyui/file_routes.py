@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from comfyfleet.testing.fake_comfyui import pictures
-from comfyfleet.testing.fake_comfyui.machine import Machine
+from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 
 _NEVER_SHOWN = ("text/html", "text/html-sandboxed", "application/xhtml+xml", "text/javascript", "text/css")
 
@@ -22,7 +22,7 @@ _NEVER_SHOWN = ("text/html", "text/html-sandboxed", "application/xhtml+xml", "te
 class FileRoutes:
     """Handlers that work on one machine's disk."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: FakeMachine) -> None:
         self._machine = machine
         self._disk = machine.disk
 

@@ -13,7 +13,7 @@ from comfyfleet.testing.fake_comfyui.stats import FakeStats
 from comfyfleet.testing.fake_comfyui.values import FakeModel
 
 
-class Gpu:
+class FakeGpu:
     """Models on a card, the least recently used first."""
 
     def __init__(self, vram_gb: float, stats: FakeStats) -> None:

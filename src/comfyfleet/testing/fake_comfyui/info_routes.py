@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from comfyfleet.testing.fake_comfyui.machine import Machine
+from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 from comfyfleet.testing.fake_comfyui.settings import GIGABYTE
 
 _HOME = "/srv/comfyui"
@@ -51,7 +51,7 @@ _NOT_MODELS = ("configs", "custom_nodes")
 class InfoRoutes:
     """Handlers that only read."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: FakeMachine) -> None:
         self._machine = machine
 
     def twins(self) -> list[web.RouteDef]:

@@ -13,30 +13,30 @@ import uuid
 from typing import Any
 
 from comfyfleet.testing.fake_comfyui.catalogue import INPUT_IMAGES, make_catalogue
-from comfyfleet.testing.fake_comfyui.clock import Clock
-from comfyfleet.testing.fake_comfyui.disk import Disk
+from comfyfleet.testing.fake_comfyui.clock import FakeClock
+from comfyfleet.testing.fake_comfyui.disk import FakeDisk
 from comfyfleet.testing.fake_comfyui.faults import Faults
-from comfyfleet.testing.fake_comfyui.gpu import Gpu
+from comfyfleet.testing.fake_comfyui.gpu import FakeGpu
 from comfyfleet.testing.fake_comfyui.known_nodes import known_node_classes
 from comfyfleet.testing.fake_comfyui.prompt_queue import PromptQueue
 from comfyfleet.testing.fake_comfyui.settings import FakeSettings, behaviour_of, parse_version
 from comfyfleet.testing.fake_comfyui.signal import Signal
-from comfyfleet.testing.fake_comfyui.sockets import Sockets
+from comfyfleet.testing.fake_comfyui.sockets import FakeSockets
 from comfyfleet.testing.fake_comfyui.stats import FakeStats
 from comfyfleet.testing.fake_comfyui.validation import Validator
 
 _TEMP_LETTERS = "abcdefghijklmnopqrstuvxyz"
 
 
-class Machine:
+class FakeMachine:
     """The memory of one server process."""
 
     def __init__(
         self,
         settings: FakeSettings,
         *,
-        clock: Clock,
-        disk: Disk,
+        clock: FakeClock,
+        disk: FakeDisk,
         faults: Faults,
         stats: FakeStats,
         first_number: int,
@@ -51,9 +51,9 @@ class Machine:
         self.signal = Signal()
         self.loop_is_free = asyncio.Event()
         self.loop_is_free.set()
-        self.sockets = Sockets(faults, self.loop_is_free)
+        self.sockets = FakeSockets(faults, self.loop_is_free)
         self.queue = PromptQueue(self.sockets, self.signal)
-        self.gpu = Gpu(settings.vram_gb, stats)
+        self.gpu = FakeGpu(settings.vram_gb, stats)
         known = known_node_classes(parse_version(settings.version))
         self.catalogue = make_catalogue(known, settings.node_classes, settings.extra_node_classes)
         self.validator = Validator(self.catalogue, self.list_names, disk, self.behaviour)

@@ -10,7 +10,7 @@ import heapq
 from typing import Any
 
 from comfyfleet.testing.fake_comfyui.signal import Signal
-from comfyfleet.testing.fake_comfyui.sockets import Sockets
+from comfyfleet.testing.fake_comfyui.sockets import FakeSockets
 
 Item = tuple[float, str, dict[str, Any], dict[str, Any], list[str], dict[str, Any]]
 """Number, prompt id, graph, extra data, output node ids, hidden keys."""
@@ -26,7 +26,7 @@ def public_part(item: Item) -> list[Any]:
 class PromptQueue:
     """The queue of one server process."""
 
-    def __init__(self, sockets: Sockets, signal: Signal) -> None:
+    def __init__(self, sockets: FakeSockets, signal: Signal) -> None:
         self._sockets = sockets
         self._signal = signal
         self.pending: list[Item] = []

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from comfyfleet.testing.fake_comfyui import jobs
-from comfyfleet.testing.fake_comfyui.machine import Machine
+from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 from comfyfleet.testing.fake_comfyui.prompt_queue import public_part
 from comfyfleet.testing.fake_comfyui.validation import problem
 
@@ -23,7 +23,7 @@ HIDDEN_KEYS = ("auth_token_comfy_org", "api_key_comfy_org")
 class PromptRoutes:
     """Handlers that work on one machine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: FakeMachine) -> None:
         self._machine = machine
         self._queue = machine.queue
 

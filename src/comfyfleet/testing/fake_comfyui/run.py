@@ -14,7 +14,7 @@ import msgspec
 from comfyfleet.testing.fake_comfyui import pictures
 from comfyfleet.testing.fake_comfyui.catalogue import NodeClass
 from comfyfleet.testing.fake_comfyui.errors import Interrupted
-from comfyfleet.testing.fake_comfyui.machine import Machine
+from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 from comfyfleet.testing.fake_comfyui.sockets import (
     JPEG,
     PNG,
@@ -33,11 +33,11 @@ class NodeResult(msgspec.Struct, frozen=True, kw_only=True):
     """New nodes; `values` are then links to them."""
 
 
-class Run:
+class FakeRun:
     """A prompt in execution."""
 
     def __init__(
-        self, machine: Machine, prompt_id: str, graph: dict[str, Any], extra_data: dict[str, Any]
+        self, machine: FakeMachine, prompt_id: str, graph: dict[str, Any], extra_data: dict[str, Any]
     ) -> None:
         self.machine = machine
         self.prompt_id = prompt_id
@@ -151,7 +151,7 @@ class Run:
 class NodeCall:
     """One execution of one node, as its behaviour sees it."""
 
-    def __init__(self, run: Run, node_id: str, inputs: dict[str, Any], temp_name: str) -> None:
+    def __init__(self, run: FakeRun, node_id: str, inputs: dict[str, Any], temp_name: str) -> None:
         self.run = run
         self.machine = run.machine
         self.node_id = node_id

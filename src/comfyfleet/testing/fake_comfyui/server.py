@@ -19,15 +19,15 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from comfyfleet.testing.fake_comfyui.catalogue import make_catalogue
-from comfyfleet.testing.fake_comfyui.clock import Clock, ScaledClock
+from comfyfleet.testing.fake_comfyui.clock import FakeClock, ScaledClock
 from comfyfleet.testing.fake_comfyui.control_routes import PREFIX, ControlRoutes
-from comfyfleet.testing.fake_comfyui.disk import Disk
+from comfyfleet.testing.fake_comfyui.disk import FakeDisk
 from comfyfleet.testing.fake_comfyui.execution import Executor
 from comfyfleet.testing.fake_comfyui.faults import ACTIONS, Faults, path_meets
 from comfyfleet.testing.fake_comfyui.file_routes import FileRoutes
 from comfyfleet.testing.fake_comfyui.info_routes import InfoRoutes
 from comfyfleet.testing.fake_comfyui.known_nodes import known_node_classes
-from comfyfleet.testing.fake_comfyui.machine import Machine
+from comfyfleet.testing.fake_comfyui.machine import FakeMachine
 from comfyfleet.testing.fake_comfyui.pictures import require_pillow
 from comfyfleet.testing.fake_comfyui.prompt_routes import PromptRoutes
 from comfyfleet.testing.fake_comfyui.settings import FakeSettings, parse_version
@@ -49,15 +49,15 @@ class FakeComfyUI:
         self,
         settings: FakeSettings | None = None,
         *,
-        clock: Clock | None = None,
+        clock: FakeClock | None = None,
         faults: Faults | None = None,
     ) -> None:
         self.settings = settings if settings is not None else FakeSettings()
         self.faults = faults if faults is not None else Faults()
         self.stats = FakeStats()
         self._clock = clock if clock is not None else ScaledClock(self.settings.time_scale)
-        self._disk: Disk | None = None
-        self._machine: Machine | None = None
+        self._disk: FakeDisk | None = None
+        self._machine: FakeMachine | None = None
         self._runner: web.AppRunner | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._actions: set[asyncio.Task[None]] = set()
@@ -91,7 +91,7 @@ class FakeComfyUI:
         return f"http://{self._host}:{self._port}"
 
     @property
-    def disk(self) -> Disk:
+    def disk(self) -> FakeDisk:
         """Where its files are; valid between start and stop."""
         if self._disk is None:
             raise RuntimeError("the fake ComfyUI has no disk before it was started: await start() first")
@@ -107,7 +107,7 @@ class FakeComfyUI:
         require_pillow()
         self._is_stopping.clear()
         is_first_life = self._disk is None
-        disk = self._disk if self._disk is not None else Disk(self.settings.base_folder)
+        disk = self._disk if self._disk is not None else FakeDisk(self.settings.base_folder)
         try:
             await self._listen(disk, host, port)
         except BaseException:
@@ -116,9 +116,9 @@ class FakeComfyUI:
             raise
         self._disk = disk
 
-    async def _listen(self, disk: Disk, host: str, port: int) -> None:
+    async def _listen(self, disk: FakeDisk, host: str, port: int) -> None:
         disk.empty_temp()
-        machine = Machine(
+        machine = FakeMachine(
             self.settings,
             clock=self._clock,
             disk=disk,
@@ -190,7 +190,7 @@ class FakeComfyUI:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await runner.cleanup()
 
-    async def _publish(self, machine: Machine) -> None:
+    async def _publish(self, machine: FakeMachine) -> None:
         try:
             await machine.sockets.publish()
         except TypeError as error:
@@ -226,7 +226,7 @@ class FakeComfyUI:
         task.add_done_callback(self._actions.discard)
 
 
-def _make_app(machine: Machine) -> web.Application:
+def _make_app(machine: FakeMachine) -> web.Application:
     app = web.Application(
         client_max_size=machine.settings.max_upload_bytes,
         middlewares=[_own_faults(machine), _same_origin],
@@ -241,7 +241,7 @@ def _make_app(machine: Machine) -> web.Application:
     return app
 
 
-def _own_faults(machine: Machine) -> Middleware:
+def _own_faults(machine: FakeMachine) -> Middleware:
     @web.middleware
     async def apply(request: web.Request, handler: Handler) -> web.StreamResponse:
         faults = machine.faults
@@ -265,7 +265,7 @@ def _own_faults(machine: Machine) -> Middleware:
     return apply
 
 
-async def _endless(request: web.Request, machine: Machine) -> web.StreamResponse:
+async def _endless(request: web.Request, machine: FakeMachine) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "application/json"})
     await response.prepare(request)
     await response.write(b'{"a": "')

@@ -29,7 +29,7 @@ Message = tuple[str, Any, str | None]
 _HUGE_PIECE = 1 << 16
 
 
-class Sockets:
+class FakeSockets:
     """The connected clients, by client id."""
 
     def __init__(self, faults: Faults, loop_is_free: asyncio.Event) -> None:

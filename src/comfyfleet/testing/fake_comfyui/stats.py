@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class PromptRun(msgspec.Struct, kw_only=True):
+class FakePromptRun(msgspec.Struct, kw_only=True):
     """One start of one prompt; `ended_at` stays None when the server died first."""
 
     prompt_id: str
@@ -24,7 +24,7 @@ class FakeStats(msgspec.Struct, kw_only=True):
     prompts_accepted: int = 0
     prompts_run: dict[str, int] = msgspec.field(default_factory=dict)
     """How often each prompt id was started."""
-    prompt_log: list[PromptRun] = msgspec.field(default_factory=list)
+    prompt_log: list[FakePromptRun] = msgspec.field(default_factory=list)
     nodes_executed: int = 0
     nodes_by_class: dict[str, int] = msgspec.field(default_factory=dict)
     model_loads: int = 0
@@ -38,10 +38,10 @@ class FakeStats(msgspec.Struct, kw_only=True):
     requests: dict[str, int] = msgspec.field(default_factory=dict)
     """How often each path was asked for."""
 
-    def starts(self, prompt_id: str, now: float) -> PromptRun:
+    def starts(self, prompt_id: str, now: float) -> FakePromptRun:
         """Note the start of a prompt and give back its line in the log."""
         self.prompts_run[prompt_id] = self.prompts_run.get(prompt_id, 0) + 1
-        run = PromptRun(prompt_id=prompt_id, started_at=now)
+        run = FakePromptRun(prompt_id=prompt_id, started_at=now)
         self.prompt_log.append(run)
         return run
 

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from comfyfleet.testing.fake_comfyui.catalogue import INPUT_IMAGES, InputSpec, ListNames, NodeClass
-from comfyfleet.testing.fake_comfyui.disk import Disk
+from comfyfleet.testing.fake_comfyui.disk import FakeDisk
 from comfyfleet.testing.fake_comfyui.settings import Behaviour
 
 _LIST_SHOWN_MAX = 20
 _FRAME = '  File "/srv/comfyui/execution.py", line {line}, in {function}\n    <source line>\n'
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ValidationResult(msgspec.Struct, frozen=True, kw_only=True):
     """Outputs that may run, and the errors; a prompt with at least one good output is accepted."""
 
     outputs: tuple[str, ...] = ()
@@ -47,14 +47,14 @@ class Validator:
     """Validates prompts against the installed classes, models and input files."""
 
     def __init__(
-        self, catalogue: dict[str, NodeClass], list_names: ListNames, disk: Disk, behaviour: Behaviour
+        self, catalogue: dict[str, NodeClass], list_names: ListNames, disk: FakeDisk, behaviour: Behaviour
     ) -> None:
         self._catalogue = catalogue
         self._list_names = list_names
         self._disk = disk
         self._behaviour = behaviour
 
-    def validate(self, prompt: Any, targets: Any | None) -> Verdict:
+    def validate(self, prompt: Any, targets: Any | None) -> ValidationResult:
         """Judge a prompt; raises (and so makes a 500) where the real server does."""
         if self._behaviour.is_recent and isinstance(prompt, list):
             raise TypeError("list indices must be integers or slices, not str")
@@ -62,13 +62,13 @@ class Validator:
         for node_id in prompt:
             refusal = self._unknown_node(node_id, prompt[node_id])
             if refusal is not None:
-                return Verdict(error=refusal)
+                return ValidationResult(error=refusal)
             if self._catalogue[prompt[node_id]["class_type"]].output_node and (
                 targets is None or node_id in targets
             ):
                 outputs.append(node_id)
         if not outputs:
-            return Verdict(error=problem("prompt_no_outputs", "Prompt has no outputs"))
+            return ValidationResult(error=problem("prompt_no_outputs", "Prompt has no outputs"))
         return _Judgement(self._catalogue, self._list_names, self._disk, self._behaviour, prompt).judge(
             outputs
         )
@@ -117,7 +117,7 @@ class _Judgement:
         self,
         catalogue: dict[str, NodeClass],
         list_names: ListNames,
-        disk: Disk,
+        disk: FakeDisk,
         behaviour: Behaviour,
         prompt: dict[str, Any],
     ) -> None:
@@ -129,7 +129,7 @@ class _Judgement:
         self._results: dict[str, _Result] = {}
         self._blocks_for_s = 0.0
 
-    def judge(self, outputs: list[str]) -> Verdict:
+    def judge(self, outputs: list[str]) -> ValidationResult:
         good: list[str] = []
         texts: list[str] = []
         node_errors: dict[str, Any] = {}
@@ -156,7 +156,7 @@ class _Judgement:
             error = problem(
                 "prompt_outputs_failed_validation", "Prompt outputs failed validation", "\n".join(texts)
             )
-        return Verdict(
+        return ValidationResult(
             outputs=tuple(good), error=error, node_errors=node_errors, blocks_for_s=self._blocks_for_s
         )
 

@@ -11,15 +11,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Literal
 
-from comfyfleet.model.calls import LeasedJob, Report, RunningAttempt
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.calls import LeasedJob, ProgressReport, RunningAttempt
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult
 from comfyfleet.model.worker import Capabilities, LiveState, Service
 from comfyfleet.ports import Inventory
 
-Reporter = Callable[[Report], None]
+Reporter = Callable[[ProgressReport], None]
 Behaviour = Callable[[LeasedJob, Reporter], Awaitable[JobResult]]
 Sleep = Callable[[float], Awaitable[object]]
 
@@ -43,11 +43,11 @@ def takes(
     """Completes after a time, with the news a real run gives: accepted, started, each step."""
 
     async def behave(job: LeasedJob, report: Reporter) -> JobResult:
-        report(Report(job.ref, NewsKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
-        report(Report(job.ref, NewsKind.STARTED))
+        report(ProgressReport(job.ref, ProgressKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
+        report(ProgressReport(job.ref, ProgressKind.STARTED))
         for step in range(steps):
             await sleep(seconds / steps)
-            report(Report(job.ref, NewsKind.PROGRESS, {"value": step + 1, "max": steps}))
+            report(ProgressReport(job.ref, ProgressKind.PROGRESS, {"value": step + 1, "max": steps}))
         if not steps:
             await sleep(seconds)
         return result
@@ -74,8 +74,8 @@ def hangs() -> Behaviour:
     """Runs until it is cancelled."""
 
     async def behave(job: LeasedJob, report: Reporter) -> JobResult:
-        report(Report(job.ref, NewsKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
-        report(Report(job.ref, NewsKind.STARTED))
+        report(ProgressReport(job.ref, ProgressKind.ACCEPTED, {"prompt_id": prompt_id_of(job.attempt_id)}))
+        report(ProgressReport(job.ref, ProgressKind.STARTED))
         await asyncio.Event().wait()
         raise AssertionError("nobody sets this event")
 

@@ -20,15 +20,24 @@ import aiohttp
 from yarl import URL
 
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import Grant, PartPlan
-from comfyfleet.wire.files import Part, parts_of, pieces_of, place, refusal_by_link, resolved, sha256_of, told
+from comfyfleet.model.file import FileGrant, PartPlan
+from comfyfleet.wire.files import (
+    FilePart,
+    parts_of,
+    pieces_of,
+    place,
+    refusal_by_link,
+    resolved,
+    sha256_of,
+    told,
+)
 from comfyfleet.worker.job_files import side_by_side
 
 _PIECE = 1 << 20
 _MAX_REFUSAL = 1 << 16
 
 
-class Links:
+class FileTransfer:
     """Closing twice is harmless."""
 
     def __init__(self, hub: str, *, connect_s: float, quiet_s: float, trust: ssl.SSLContext | None) -> None:
@@ -63,7 +72,9 @@ class Links:
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise Fault(f"a file did not arrive from {place(url)}: {told(error)}") from error
 
-    async def put(self, link: str, path: Path, headers: Mapping[str, str], part: Part | None = None) -> None:
+    async def put(
+        self, link: str, path: Path, headers: Mapping[str, str], part: FilePart | None = None
+    ) -> None:
         """`headers`: those that the link was made for. The whole file, or a part of it."""
         url = resolved(self.hub, link)
         # A part has no type; one that was not signed must not be sent.
@@ -94,7 +105,7 @@ class Links:
         return self._session
 
 
-async def _read(content: BinaryIO, part: Part) -> AsyncIterator[bytes]:
+async def _read(content: BinaryIO, part: FilePart) -> AsyncIterator[bytes]:
     pieces = pieces_of(content, part)
     while piece := await asyncio.to_thread(next, pieces, b""):
         yield piece
@@ -103,15 +114,15 @@ async def _read(content: BinaryIO, part: Part) -> AsyncIterator[bytes]:
 _TRIES = 5
 _BASE_S = 0.25
 
-LinkOf = Callable[[Part, str], Awaitable[Grant]]
+LinkOf = Callable[[FilePart, str], Awaitable[FileGrant]]
 """Asks for a link to a part of this SHA-256."""
 
 
-async def put_parts(links: Links, path: Path, size: int, plan: PartPlan, link_of: LinkOf) -> None:
+async def put_parts(links: FileTransfer, path: Path, size: int, plan: PartPlan, link_of: LinkOf) -> None:
     await side_by_side([_put(links, path, part, link_of) for part in parts_of(size, plan)])
 
 
-async def _put(links: Links, path: Path, part: Part, link_of: LinkOf) -> None:
+async def _put(links: FileTransfer, path: Path, part: FilePart, link_of: LinkOf) -> None:
     digest = await asyncio.to_thread(_digest, path, part)
     for tries_left in reversed(range(_TRIES)):
         try:
@@ -129,6 +140,6 @@ async def _put(links: Links, path: Path, part: Part, link_of: LinkOf) -> None:
         await asyncio.sleep(_BASE_S * (1 << (_TRIES - tries_left)) * random.random())
 
 
-def _digest(path: Path, part: Part) -> str:
+def _digest(path: Path, part: FilePart) -> str:
     with path.open("rb") as content:
         return sha256_of(content, part)

@@ -20,20 +20,20 @@ import aiohttp
 import msgspec
 
 from comfyfleet.model.calls import (
-    Beat,
     Command,
     Completion,
     FailureReport,
+    HeartbeatReply,
     LeasedJob,
     Poll,
+    ProgressReport,
     RegisterWorker,
     Release,
-    Report,
-    Settled,
+    ReportReply,
 )
 from comfyfleet.model.dispatch import LeaseRef, Phase
 from comfyfleet.model.errors import Fault, Refusal, RefusalCode
-from comfyfleet.model.file import Grant, InputFile
+from comfyfleet.model.file import FileGrant, InputFile
 from comfyfleet.model.ids import ProfileKey, WorkerId
 from comfyfleet.model.job import OutputFile
 from comfyfleet.model.node_classes import NodeCatalog
@@ -43,10 +43,10 @@ from comfyfleet.ports import OutputSource
 from comfyfleet.tracing import traceparent
 from comfyfleet.wire import files
 from comfyfleet.wire import worker as wire
-from comfyfleet.wire.files import Part
+from comfyfleet.wire.files import FilePart
 from comfyfleet.wire.problems import refusal_in
 from comfyfleet.worker.job_files import measured
-from comfyfleet.worker.transports.file_transfer import Links, put_parts
+from comfyfleet.worker.transports.file_transfer import FileTransfer, put_parts
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class HttpWorkerApi:
         self._hashes: dict[WorkerId, str] = {}
         self._knows_nodes: dict[WorkerId, bool | None] = {}
         self._session: aiohttp.ClientSession | None = None
-        self._links = Links(self._url, connect_s=answer_s, quiet_s=_QUIET_S, trust=trust)
+        self._links = FileTransfer(self._url, connect_s=answer_s, quiet_s=_QUIET_S, trust=trust)
         self._keeps_none_until = 0.0
         self._tells_instance = True
 
@@ -161,28 +161,28 @@ class HttpWorkerApi:
         content = await self._send("poll", body, wait_s)
         return None if content is None else wire.leased_job(_decode(content, wire.LeaseAnswer))
 
-    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> Beat:
+    async def heartbeat(self, worker_id: WorkerId, refs: Sequence[LeaseRef]) -> HeartbeatReply:
         body = wire.HeartbeatBody(worker_id, tuple(map(wire.lease_body, refs)))
-        return wire.beat(await self._ask("heartbeat", body, wire.BeatAnswer))
+        return wire.beat(await self._ask("heartbeat", body, wire.HeartbeatAnswer))
 
-    async def progress(self, reports: Sequence[Report]) -> Beat:
+    async def progress(self, reports: Sequence[ProgressReport]) -> HeartbeatReply:
         bodies = tuple(
             wire.ReportBody(wire.lease_body(report.ref), report.kind, report.data, report.image)
             for report in reports
         )
-        return wire.beat(await self._ask("progress", wire.ProgressBatch(bodies), wire.BeatAnswer))
+        return wire.beat(await self._ask("progress", wire.ProgressBatch(bodies), wire.HeartbeatAnswer))
 
-    async def complete(self, call: Completion) -> Settled:
+    async def complete(self, call: Completion) -> ReportReply:
         seconds = max(0.0, call.seconds)
         return await self._settle(
             "complete", wire.CompleteBody(wire.lease_body(call.ref), call.result, seconds)
         )
 
-    async def fail(self, call: FailureReport) -> Settled:
+    async def fail(self, call: FailureReport) -> ReportReply:
         seconds = max(0.0, call.seconds)
         return await self._settle("fail", wire.FailBody(wire.lease_body(call.ref), call.failure, seconds))
 
-    async def release(self, call: Release) -> Settled:
+    async def release(self, call: Release) -> ReportReply:
         return await self._settle("release", wire.ReleaseBody(wire.lease_body(call.ref), call.reason))
 
     async def commands(self, worker_id: WorkerId, wait_s: float) -> tuple[Command, ...]:
@@ -206,7 +206,7 @@ class HttpWorkerApi:
                 raise
         # The link has expired: other files came first, or the lease was told again.
         body = wire.HeartbeatBody(job.worker_id, (wire.lease_body(job.ref),), inputs=True)
-        answer = await self._ask("heartbeat", body, wire.BeatAnswer)
+        answer = await self._ask("heartbeat", body, wire.HeartbeatAnswer)
         for each in (each for lease in answer.inputs for each in lease.inputs):
             if each.file_id == file.file_id and each.url is not None:
                 return await self._links.get(each.url, path, file.size)
@@ -241,7 +241,7 @@ class HttpWorkerApi:
                 await self._links.put(granted.link.url, path, granted.link.headers)
             return granted.id
 
-    async def _part(self, ref: LeaseRef, file_id: str, part: Part, digest: str) -> Grant:
+    async def _part(self, ref: LeaseRef, file_id: str, part: FilePart, digest: str) -> FileGrant:
         asked = (files.PartBody(part.number, digest),)
         body = files.WorkerPartsBody(wire.lease_body(ref), file_id, asked)
         (link,) = (await self._ask("parts", body, files.PartGrants)).links
@@ -263,9 +263,9 @@ class HttpWorkerApi:
         self._keeps_none_until = 0.0
         self._tells_instance = True
 
-    async def _settle(self, name: str, body: msgspec.Struct) -> Settled:
-        answer = await self._ask(name, body, wire.SettledAnswer)
-        return Settled(Phase(answer.status), answer.will_retry)
+    async def _settle(self, name: str, body: msgspec.Struct) -> ReportReply:
+        answer = await self._ask(name, body, wire.ReportAnswer)
+        return ReportReply(Phase(answer.status), answer.will_retry)
 
     async def _ask(self, name: str, body: msgspec.Struct, kind: type[T], wait_s: float = 0.0) -> T:
         return _decode(await self._send(name, body, wait_s) or b"", kind)

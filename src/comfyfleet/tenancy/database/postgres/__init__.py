@@ -9,7 +9,7 @@ import psycopg
 
 from comfyfleet.model.errors import Fault
 from comfyfleet.stores.migrations import migrations_of
-from comfyfleet.stores.postgres.connections import Pool, Step
+from comfyfleet.stores.postgres.connections import ConnectionPool, SqlStep
 from comfyfleet.stores.postgres.schema import Schema, migrate
 from comfyfleet.tenancy.database.executor import Work, for_postgres
 from comfyfleet.tenancy.database.sql_database import SqlTenantDatabase
@@ -22,12 +22,12 @@ _TENANTS = Schema("comfyfleet_tenants", 0x74656E616E74)
 
 class PostgresTenantDatabase(SqlTenantDatabase):
     def __init__(self, url: str, *, connections: int = 4) -> None:
-        super().__init__(PostgresCarrier(url, connections))
+        super().__init__(PostgresExecutor(url, connections))
 
 
-class PostgresCarrier:
+class PostgresExecutor:
     def __init__(self, url: str, connections: int) -> None:
-        self._pool = Pool(url, connections)
+        self._pool = ConnectionPool(url, connections)
 
     async def open(self) -> None:
         connection = await self._pool.connect()
@@ -50,14 +50,14 @@ class PostgresCarrier:
         return await self._pool.read(lambda step: _carry_out(step, begin()))
 
     async def snapshot(self, begin: Callable[[], Work[_Answer]]) -> _Answer:
-        async def work(step: Step) -> _Answer:
+        async def work(step: SqlStep) -> _Answer:
             step.add("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
             return await _carry_out(step, begin())
 
         return await self._pool.transact(work)
 
 
-async def _carry_out(step: Step, work: Work[_Answer]) -> _Answer:
+async def _carry_out(step: SqlStep, work: Work[_Answer]) -> _Answer:
     try:
         sql, values = next(work)
         while True:

@@ -28,10 +28,10 @@ _OPENING_WAIT_S = 0.1
 
 class SqliteTenantDatabase(SqlTenantDatabase):
     def __init__(self, path: Path) -> None:
-        super().__init__(SqliteCarrier(path))
+        super().__init__(SqliteExecutor(path))
 
 
-class SqliteCarrier:
+class SqliteExecutor:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenant-database")

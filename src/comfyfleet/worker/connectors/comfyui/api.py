@@ -50,7 +50,7 @@ class Unreachable(Exception):
         self.is_timeout = is_timeout
 
 
-class Refusals:
+class HttpRefusals:
     """For how long a port has been refusing connections, each time it was tried."""
 
     def __init__(self, longest_s: float) -> None:
@@ -70,7 +70,7 @@ class Refusals:
         return now >= self._since + self._longest_s
 
 
-class TooMuch(Unreachable):
+class AnswerTooLarge(Unreachable):
     """The server sends more than it may. What a prompt left may be the reason (`is_of_prompt`), or it is broken."""
 
     def __init__(self, reason: str, *, is_of_prompt: bool = False) -> None:
@@ -78,7 +78,7 @@ class TooMuch(Unreachable):
         self.is_of_prompt = is_of_prompt
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ApiAnswer(msgspec.Struct, frozen=True):
     status: int
     body: Any
     """Parsed where it is JSON, else its text."""
@@ -90,7 +90,7 @@ class Answer(msgspec.Struct, frozen=True):
         return 200 <= self.status < 300
 
 
-class Upload(msgspec.Struct, frozen=True):
+class UploadedImage(msgspec.Struct, frozen=True):
     """A file to place in a folder of the server's."""
 
     filename: str
@@ -102,7 +102,7 @@ class Upload(msgspec.Struct, frozen=True):
     place: Literal["input", "output"] = "input"
 
 
-class Api:
+class ComfyApi:
     """The session with one server, from `open` to `close`."""
 
     def __init__(
@@ -145,43 +145,45 @@ class Api:
             raise RuntimeError("the ComfyUI connector is not open: call open() first")
         return self._session
 
-    async def submit(self, graph: dict[str, Any], prompt_id: str, client_id: str, timeout_s: float) -> Answer:
+    async def submit(
+        self, graph: dict[str, Any], prompt_id: str, client_id: str, timeout_s: float
+    ) -> ApiAnswer:
         # Never a `number`: two prompts with one number and one id kill the server's worker thread.
         body = {"prompt": graph, "prompt_id": prompt_id, "client_id": client_id}
         return await self._ask("POST", "/prompt", timeout_s, json=body)
 
-    async def queue(self) -> Answer:
+    async def queue(self) -> ApiAnswer:
         return await self._ask("GET", "/queue")
 
-    async def history(self, prompt_id: str) -> Answer:
+    async def history(self, prompt_id: str) -> ApiAnswer:
         return await self._ask("GET", f"/history/{quote(prompt_id, safe='')}", is_of_prompt=True)
 
-    async def queue_length(self) -> Answer:
+    async def queue_length(self) -> ApiAnswer:
         return await self._ask("GET", "/prompt")
 
-    async def delete(self, prompt_id: str) -> Answer:
+    async def delete(self, prompt_id: str) -> ApiAnswer:
         return await self._ask("POST", "/queue", json={"delete": [prompt_id]})
 
-    async def forget(self, prompt_id: str) -> Answer:
+    async def forget(self, prompt_id: str) -> ApiAnswer:
         """Its entry in the history."""
         return await self._ask("POST", "/history", json={"delete": [prompt_id]})
 
-    async def interrupt(self, prompt_id: str) -> Answer:
+    async def interrupt(self, prompt_id: str) -> ApiAnswer:
         return await self._ask("POST", "/interrupt", json={"prompt_id": prompt_id})
 
-    async def system_stats(self) -> Answer:
+    async def system_stats(self) -> ApiAnswer:
         return await self._ask("GET", "/system_stats")
 
-    async def get(self, path: str, timeout_s: float) -> Answer:
+    async def get(self, path: str, timeout_s: float) -> ApiAnswer:
         return await self._ask("GET", path, timeout_s)
 
-    async def upload(self, upload: Upload) -> Answer:
+    async def upload(self, upload: UploadedImage) -> ApiAnswer:
         if isinstance(upload.data, bytes):
             return await self._upload(upload, upload.data)
         with await asyncio.to_thread(upload.data.open, "rb") as content:
             return await self._upload(upload, content)
 
-    async def _upload(self, upload: Upload, content: bytes | BinaryIO) -> Answer:
+    async def _upload(self, upload: UploadedImage, content: bytes | BinaryIO) -> ApiAnswer:
         form = aiohttp.FormData()
         form.add_field("image", content, filename=upload.filename, content_type="application/octet-stream")
         form.add_field("subfolder", upload.subfolder)
@@ -215,7 +217,7 @@ class Api:
         *,
         is_of_prompt: bool = False,
         **content: Any,
-    ) -> Answer:
+    ) -> ApiAnswer:
         timeout = self._timeout(self._settings.request_s if timeout_s is None else timeout_s)
         async with (
             _reaching(self.address.base),
@@ -227,12 +229,12 @@ class Api:
             try:
                 body = await self._read(response, self._settings.max_answer_bytes)
                 _count(body, self._settings.max_answer_values)
-            except TooMuch as error:
+            except AnswerTooLarge as error:
                 words = f"it answers {method} {path} with {error}"
                 if not is_of_prompt:
                     self.on_too_much(words)
-                raise TooMuch(words, is_of_prompt=is_of_prompt) from error
-            return Answer(response.status, await read_json(body), len(body))
+                raise AnswerTooLarge(words, is_of_prompt=is_of_prompt) from error
+            return ApiAnswer(response.status, await read_json(body), len(body))
 
     async def _read(self, response: aiohttp.ClientResponse, most: int) -> bytes:
         body = bytearray()
@@ -245,7 +247,7 @@ class Api:
 
 
 async def pieces_of(response: aiohttp.ClientResponse, most: int) -> AsyncIterator[bytes]:
-    """The content as it comes. Raises `TooMuch` as soon as it is known to be more."""
+    """The content as it comes. Raises `AnswerTooLarge` as soon as it is known to be more."""
     packed = response.headers.get("Content-Encoding", "identity").strip().lower()
     if packed not in ("", "identity"):
         raise Unreachable(f"the server answered packed by {packed[:20]!r}, which it was not asked for")
@@ -260,13 +262,13 @@ async def pieces_of(response: aiohttp.ClientResponse, most: int) -> AsyncIterato
     if size > most:
         # Not read to its end: the connection is of no use any more.
         response.close()
-        raise TooMuch(f"more than {most} bytes")
+        raise AnswerTooLarge(f"more than {most} bytes")
 
 
 def _count(body: bytes, most: int) -> None:
     """Signs between values, those in texts too: more values there cannot be."""
     if len(body) > most and body.count(b",") + body.count(b"[") + body.count(b"{") > most:
-        raise TooMuch(f"more than {most} values")
+        raise AnswerTooLarge(f"more than {most} values")
 
 
 def _follows_nobody() -> aiohttp.TraceConfig:

@@ -10,8 +10,8 @@ import asyncio
 
 import msgspec
 
-from comfyfleet.worker.connectors.comfyui.api import Api, Unreachable
-from comfyfleet.worker.connectors.comfyui.prompt_state import Standing, State, look_up
+from comfyfleet.worker.connectors.comfyui.api import ComfyApi, Unreachable
+from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, PromptStatus, look_up
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 INTERRUPTS_BY_ID = (0, 3, 57)
@@ -20,16 +20,16 @@ UNAIMED_REPEAT_S = 2.0
 MAX_INTERVAL_S = 2.0
 
 
-class Stopped(msgspec.Struct, frozen=True):
-    standing: Standing
+class CancelResult(msgspec.Struct, frozen=True):
+    standing: PromptStatus
     """In the end; still waiting or running only when the time was over."""
     was_seen: bool = False
     """The prompt was met waiting or running."""
 
 
 async def stop(
-    api: Api, settings: ComfyUISettings, prompt_id: str, version: tuple[int, ...] | None, within_s: float
-) -> Stopped:
+    api: ComfyApi, settings: ComfyUISettings, prompt_id: str, version: tuple[int, ...] | None, within_s: float
+) -> CancelResult:
     """Raises `Unreachable` when the server gave no answer to the last."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
@@ -38,26 +38,26 @@ async def stop(
     interrupted_at: float | None = None
     was_seen = False
     while True:
-        standing: Standing | None = None
+        standing: PromptStatus | None = None
         try:
             standing = await look_up(api, prompt_id)
-            if standing.state is State.WAITING:
+            if standing.state is PromptState.WAITING:
                 await api.delete(prompt_id)
                 interval_s = settings.cancel_interval_s
-            elif standing.state is State.RUNNING:
+            elif standing.state is PromptState.RUNNING:
                 now = loop.time()
                 # Servers that ignore the id stop whatever runs: it was ours a moment ago, and is asked again each time.
                 if is_aimed or interrupted_at is None or now - interrupted_at >= UNAIMED_REPEAT_S:
                     await api.interrupt(prompt_id)
                     interrupted_at = now
             else:
-                return Stopped(standing, was_seen)
+                return CancelResult(standing, was_seen)
             was_seen = True
         except Unreachable:
             if loop.time() >= deadline:
                 raise
         if standing is not None and loop.time() >= deadline:
-            return Stopped(standing, was_seen)
+            return CancelResult(standing, was_seen)
         await asyncio.sleep(min(interval_s, max(0.01, deadline - loop.time())))
         interval_s = min(interval_s * 1.5, MAX_INTERVAL_S)
 

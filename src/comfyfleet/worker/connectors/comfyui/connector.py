@@ -14,8 +14,8 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
-from comfyfleet.model.calls import LeasedJob, Report, RunningAttempt
-from comfyfleet.model.failure import Failure, FailureKind, FileTooLarge, ServiceFailed, ServiceOccupied
+from comfyfleet.model.calls import LeasedJob, ProgressReport, RunningAttempt
+from comfyfleet.model.failure import Failure, FailureKind, FileTooLarge, ServiceBusy, ServiceFailed
 from comfyfleet.model.ids import prompt_id_of
 from comfyfleet.model.job import JobResult, OutputFile
 from comfyfleet.model.worker import Capabilities, LiveState
@@ -23,18 +23,24 @@ from comfyfleet.model.workflow import InvalidWorkflow, Workflow, parse_workflow,
 from comfyfleet.net.reachability import not_comfyui
 from comfyfleet.ports import Inventory
 from comfyfleet.worker.connectors.comfyui import failures, inventory
-from comfyfleet.worker.connectors.comfyui.api import Api, TooMuch, Unreachable, pieces_of
-from comfyfleet.worker.connectors.comfyui.cancellation import Stopped, parse_version, stop
+from comfyfleet.worker.connectors.comfyui.api import AnswerTooLarge, ComfyApi, Unreachable, pieces_of
+from comfyfleet.worker.connectors.comfyui.cancellation import CancelResult, parse_version, stop
 from comfyfleet.worker.connectors.comfyui.failures import fail
-from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, Machine
-from comfyfleet.worker.connectors.comfyui.listener import Listener
+from comfyfleet.worker.connectors.comfyui.inventory import BootWatch, ServerMachine
+from comfyfleet.worker.connectors.comfyui.listener import WebSocketListener
 from comfyfleet.worker.connectors.comfyui.outputs import SentPictures, read_entry
-from comfyfleet.worker.connectors.comfyui.progress_estimate import Durations
-from comfyfleet.worker.connectors.comfyui.prompt_state import State, look_up
-from comfyfleet.worker.connectors.comfyui.run import Run
+from comfyfleet.worker.connectors.comfyui.progress_estimate import NodeDurations
+from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, look_up
+from comfyfleet.worker.connectors.comfyui.run import PromptExecution
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings, parse_address
-from comfyfleet.worker.connectors.comfyui.submission import Accepted, Submission, Unwanted, place, remove_own
-from comfyfleet.worker.connectors.comfyui.thread_health import Vitality
+from comfyfleet.worker.connectors.comfyui.submission import (
+    AcceptedPrompt,
+    PromptSubmission,
+    UnwantedPrompt,
+    place,
+    remove_own,
+)
+from comfyfleet.worker.connectors.comfyui.thread_health import ThreadHealth
 
 log = logging.getLogger(__name__)
 
@@ -54,17 +60,17 @@ class ComfyUI:
         self.client_id: str | None = None
         """By which the server knows whom to tell of a prompt. One that is the same after a restart of this program
         hears of what the server still runs from before."""
-        self._api = Api(self.address, self.settings, self._sends_too_much)
-        self._listener: Listener | None = None
+        self._api = ComfyApi(self.address, self.settings, self._sends_too_much)
+        self._listener: WebSocketListener | None = None
         self._client_id = ""
-        self._runs: dict[str, Run] = {}
-        self._submits: dict[str, asyncio.Task[Accepted]] = {}
+        self._runs: dict[str, PromptExecution] = {}
+        self._submits: dict[str, asyncio.Task[AcceptedPrompt]] = {}
         self._chores: set[asyncio.Task[Any]] = set()
         self._boot = BootWatch()
         self._losses_seen = 0
-        self._machine: Machine | None = None
-        self._vitality = Vitality(self._api, self.settings)
-        self._durations = Durations()
+        self._machine: ServerMachine | None = None
+        self._vitality = ThreadHealth(self._api, self.settings)
+        self._durations = NodeDurations()
         self._unreached: str | None = None
 
     @property
@@ -89,7 +95,7 @@ class ComfyUI:
         await self._api.open()
         self._client_id = self.client_id or uuid.uuid4().hex
         self._losses_seen = 0
-        self._listener = Listener(
+        self._listener = WebSocketListener(
             self._api, self.settings, self._client_id, self._restarted, self._tell_connection
         )
         self._listener.start()
@@ -157,7 +163,7 @@ class ComfyUI:
         """Those of these node classes and models that the server has by now."""
         return await inventory.find(self._api, self.settings.inventory_s, names)
 
-    async def process_job(self, job: LeasedJob, report: Callable[[Report], None]) -> JobResult:
+    async def process_job(self, job: LeasedJob, report: Callable[[ProgressReport], None]) -> JobResult:
         listener = self._listening()
         prompt_id = prompt_id_of(job.attempt_id)
         if prompt_id in self._runs:
@@ -166,7 +172,7 @@ class ComfyUI:
         # Known from the first step on, so that a cancel finds it at any time.
         patience_s = self._vitality.patience_s
         weights = self._durations.weights(job.workflow_hash, job.workflow)
-        run = self._runs[prompt_id] = Run(
+        run = self._runs[prompt_id] = PromptExecution(
             job, prompt_id, report, self._api, listener, self.settings, patience_s, weights
         )
         listener.attach(prompt_id, run)
@@ -182,7 +188,7 @@ class ComfyUI:
             result = await run.until_end(lambda: self._take_back(prompt_id))
             result = await run.with_pictures(result, f"{self.settings.subfolder}/{prompt_id}")
         except ServiceFailed as failed:
-            if isinstance(failed, ServiceOccupied) and run.ahead is not None:
+            if isinstance(failed, ServiceBusy) and run.ahead is not None:
                 self._vitality.found_occupied(run.ahead, listener.losses)
             elif failed.failure.kind is FailureKind.DEAD_WORKER:
                 self._vitality.found_dead(prompt_id, listener.losses, failed.failure.message)
@@ -268,7 +274,7 @@ class ComfyUI:
                     async for chunk in pieces_of(response, most):
                         write(chunk)
                         size += len(chunk)
-                except TooMuch as error:
+                except AnswerTooLarge as error:
                     words = f"The file {file.filename!r} has {error}, and there is room for no more."
                     if not is_size_told:
                         # A file on a disk has a size: this one may never end.
@@ -282,7 +288,7 @@ class ComfyUI:
 
     # the steps of an attempt
 
-    def _listening(self) -> Listener:
+    def _listening(self) -> WebSocketListener:
         if self._listener is None:
             raise RuntimeError("the ComfyUI connector is not open: call open() first")
         return self._listener
@@ -303,11 +309,13 @@ class ComfyUI:
         except InvalidWorkflow as error:
             raise ServiceFailed(failures.invalid_workflow(error)) from error
 
-    async def _submit(self, run: Run, graph: dict[str, Any], accept_s: float | None) -> Accepted:
+    async def _submit(
+        self, run: PromptExecution, graph: dict[str, Any], accept_s: float | None
+    ) -> AcceptedPrompt:
         if run.is_cancelled:
             raise fail(FailureKind.INTERRUPTED, "The attempt was cancelled before it was submitted.")
         prompt_id = run.prompt_id
-        submission = Submission(self._api, self.settings, graph, prompt_id, self._client_id)
+        submission = PromptSubmission(self._api, self.settings, graph, prompt_id, self._client_id)
         # A task of its own: cut off in the middle, a submit may arrive all the same, and nobody would know.
         task = self._chore(submission.submit(self.settings.accept_s if accept_s is None else accept_s))
         self._submits[prompt_id] = task
@@ -321,7 +329,7 @@ class ComfyUI:
             raise fail(FailureKind.INTERRUPTED, "The attempt was cancelled while it was submitted.")
         try:
             accepted = task.result()
-        except Unwanted as unwanted:
+        except UnwantedPrompt as unwanted:
             await self._take_back(unwanted.prompt_id)
             raise unwanted.failure from unwanted
         except ServiceFailed:
@@ -333,7 +341,7 @@ class ComfyUI:
         return accepted
 
     async def _take_back_when_submitted(
-        self, prompt_id: str, task: asyncio.Task[Accepted], submission: Submission
+        self, prompt_id: str, task: asyncio.Task[AcceptedPrompt], submission: PromptSubmission
     ) -> None:
         await asyncio.wait({task})
         if not task.cancelled() and (task.exception() is None or submission.may_arrive_late):
@@ -348,7 +356,7 @@ class ComfyUI:
                 stopped = await self._stop(prompt_id, deadline - loop.time())
             except Unreachable:
                 return
-            if stopped.was_seen or stopped.standing.state is State.ENDED:
+            if stopped.was_seen or stopped.standing.state is PromptState.ENDED:
                 return
             await asyncio.sleep(min(self.settings.poll_s, max(self.settings.settle_s, 0.05)))
 
@@ -359,14 +367,14 @@ class ComfyUI:
         except Unreachable as error:
             log.warning("prompt %s on %s could not be stopped: %s", prompt_id, self.server_id, error)
 
-    async def _stop(self, prompt_id: str, within_s: float) -> Stopped:
+    async def _stop(self, prompt_id: str, within_s: float) -> CancelResult:
         version = parse_version(self._machine.version) if self._machine is not None else None
         stopped = await stop(self._api, self.settings, prompt_id, version, within_s)
-        if stopped.standing.state is State.RUNNING:
+        if stopped.standing.state is PromptState.RUNNING:
             self._vitality.found_busy(prompt_id, self._listening().losses)
         return stopped
 
-    async def _stop_all_of(self, prompt_id: str) -> Stopped:
+    async def _stop_all_of(self, prompt_id: str) -> CancelResult:
         """Stop the prompt, and again when its submit was still under way."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.settings.cancel_s
@@ -381,7 +389,7 @@ class ComfyUI:
                     FailureKind.CRASHED,
                     f"The server could not be reached to stop prompt {prompt_id}: {error}",
                 ) from error
-            if stopped.standing.state in (State.WAITING, State.RUNNING):
+            if stopped.standing.state in (PromptState.WAITING, PromptState.RUNNING):
                 raise fail(
                     FailureKind.STALL_TIMEOUT,
                     f"Prompt {prompt_id} was asked to stop for {self.settings.cancel_s:g} s and is still "
@@ -389,7 +397,7 @@ class ComfyUI:
                 )
             if submit is None or was_submitted:
                 return stopped
-            if stopped.was_seen or stopped.standing.state is State.ENDED or loop.time() >= deadline:
+            if stopped.was_seen or stopped.standing.state is PromptState.ENDED or loop.time() >= deadline:
                 # It has arrived (or will be swept): nothing more can come of the answer.
                 submit.cancel()
                 if not stopped.was_seen:
@@ -433,7 +441,7 @@ class ComfyUI:
         remembered = self._boot.remembered
         if remembered is not None and losses > self._losses_seen:
             standing = await look_up(self._api, remembered)
-            if standing.state is State.UNKNOWN:
+            if standing.state is PromptState.UNKNOWN:
                 self._restarted()
         self._losses_seen = losses
 

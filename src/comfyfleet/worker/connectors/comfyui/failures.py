@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
+from comfyfleet.model.failure import Failure, FailureKind, ServiceBusy, ServiceFailed
 from comfyfleet.model.workflow import MODEL_EXTENSIONS, RESOURCE_INPUTS, InvalidWorkflow
 
 MAX_WORDS = 2_000
@@ -44,7 +44,7 @@ _FILE_EXTENSIONS = (*_PICTURES, ".wav", ".mp3", ".flac", ".ogg", ".latent", ".gl
 _SEVERITY = (FailureKind.INVALID_WORKFLOW, FailureKind.MISSING_INPUT, FailureKind.MISSING_MODEL)
 
 
-class Complaint(msgspec.Struct, frozen=True):
+class ServerComplaint(msgspec.Struct, frozen=True):
     """One entry of a server's `node_errors`, classified."""
 
     kind: FailureKind
@@ -58,9 +58,9 @@ def fail(kind: FailureKind, message: str) -> ServiceFailed:
     return ServiceFailed(Failure(kind, message))
 
 
-def nobody_there(error: Exception) -> ServiceOccupied:
+def nobody_there(error: Exception) -> ServiceBusy:
     """The prompt was not sent."""
-    return ServiceOccupied(
+    return ServiceBusy(
         Failure(FailureKind.CRASHED, f"The server refuses connections, so its process is gone: {error}")
     )
 
@@ -193,7 +193,7 @@ def looks_like_model(name: str) -> bool:
     return name.lower().endswith(MODEL_EXTENSIONS)
 
 
-def _complaints(node_errors: Mapping[str, Any]) -> Iterator[Complaint]:
+def _complaints(node_errors: Mapping[str, Any]) -> Iterator[ServerComplaint]:
     for node_id, entry in node_errors.items():
         if not isinstance(entry, Mapping):
             continue
@@ -202,7 +202,7 @@ def _complaints(node_errors: Mapping[str, Any]) -> Iterator[Complaint]:
             if isinstance(error, Mapping):
                 kind, missing = _kind_of_complaint(error)
                 words = _join(_text(error.get("message")), _text(error.get("details")))
-                yield Complaint(kind, node_id, _optional_text(entry.get("class_type")), words, missing)
+                yield ServerComplaint(kind, node_id, _optional_text(entry.get("class_type")), words, missing)
 
 
 def _kind_of_complaint(error: Mapping[str, Any]) -> tuple[FailureKind, str | None]:

@@ -18,7 +18,7 @@ import msgspec
 
 from comfyfleet.model.node_classes import NodeCatalog, read_catalog
 from comfyfleet.model.worker import Gpu, Hardware, Memory, Service
-from comfyfleet.worker.connectors.comfyui.api import Answer, Api, TooMuch, Unreachable
+from comfyfleet.worker.connectors.comfyui.api import AnswerTooLarge, ApiAnswer, ComfyApi, Unreachable
 from comfyfleet.worker.connectors.comfyui.cancellation import parse_version
 from comfyfleet.worker.connectors.comfyui.failures import choices_of, looks_like_model
 
@@ -34,7 +34,7 @@ _LAST_UNCHECKED = (0, 7, 0)
 _DEVICE = re.compile(r"^(?:\w+:\d+ )?(?P<name>.*?)(?: : .*)?$")
 
 
-class Machine(msgspec.Struct, frozen=True):
+class ServerMachine(msgspec.Struct, frozen=True):
     """What `/system_stats` tells."""
 
     version: str | None = None
@@ -79,8 +79,8 @@ class BootWatch:
 
 
 async def ask(
-    api: Api, timeout_s: float, providers: tuple[str, ...], max_bytes: int = 1 << 28
-) -> tuple[Service, Machine, NodeCatalog]:
+    api: ComfyApi, timeout_s: float, providers: tuple[str, ...], max_bytes: int = 1 << 28
+) -> tuple[Service, ServerMachine, NodeCatalog]:
     """Raises `Unreachable` when the server does not tell what it is or what nodes it has."""
     budget = _Budget(api, timeout_s, max_bytes)
     stats = await _object(budget, "/system_stats")
@@ -96,7 +96,7 @@ async def ask(
     return await asyncio.to_thread(_read, stats, nodes, [embeddings, *listings], providers)
 
 
-async def find(api: Api, timeout_s: float, names: frozenset[str]) -> frozenset[str]:
+async def find(api: ComfyApi, timeout_s: float, names: frozenset[str]) -> frozenset[str]:
     """Which of these it has, in a few kilobytes: models in the lists of its folders, node classes one by one."""
     budget = _Budget(api, timeout_s, _MAX_FIND_BYTES)
     found = set()
@@ -121,7 +121,7 @@ async def find(api: Api, timeout_s: float, names: frozenset[str]) -> frozenset[s
 
 def _read(
     stats: dict[str, Any], nodes: dict[str, Any], listings: list[list[str]], providers: tuple[str, ...]
-) -> tuple[Service, Machine, NodeCatalog]:
+) -> tuple[Service, ServerMachine, NodeCatalog]:
     machine = read_machine(stats)
     models = combo_models(nodes).union(*listings)
     catalog = read_catalog(nodes, checks_new_style=_checks_new_style(machine.version))
@@ -160,7 +160,7 @@ def combo_models(object_info: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def read_machine(stats: Mapping[str, Any]) -> Machine:
+def read_machine(stats: Mapping[str, Any]) -> ServerMachine:
     system = stats.get("system")
     system = system if isinstance(system, Mapping) else {}
     listing = stats.get("devices")
@@ -170,7 +170,7 @@ def read_machine(stats: Mapping[str, Any]) -> Machine:
         if isinstance(device, Mapping) and device.get("type") != "cpu"
     ]
     version = system.get("comfyui_version")
-    return Machine(
+    return ServerMachine(
         version=version if isinstance(version, str) else None,
         hardware=Hardware(gpu=_gpu(devices), memory=Memory(_sold_gb(system.get("ram_total")))),
         free_vram_gb=_smallest(device.get("vram_free") for device in devices),
@@ -212,19 +212,19 @@ def _size(value: Any) -> float | None:
 class _Budget:
     """What all the lists of a server may have together: there may be hundreds of them."""
 
-    def __init__(self, api: Api, timeout_s: float, most: int) -> None:
+    def __init__(self, api: ComfyApi, timeout_s: float, most: int) -> None:
         self._api = api
         self._timeout_s = timeout_s
         self._most = most
         self._left = most
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> ApiAnswer:
         answer = await self._api.get(path, self._timeout_s)
         self._left -= answer.size
         if self._left < 0:
             words = f"its lists of nodes and models have more than {self._most} bytes together"
             self._api.on_too_much(words)
-            raise TooMuch(words)
+            raise AnswerTooLarge(words)
         return answer
 
 

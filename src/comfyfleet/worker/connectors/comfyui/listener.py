@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 
-from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, Api
+from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, ComfyApi
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 FEATURE_FLAGS = '{"type": "feature_flags", "data": {"supports_preview_metadata": true}}'
@@ -113,7 +113,7 @@ def _is_too_much(frame: aiohttp.WSMessage) -> bool:
     )
 
 
-class Ear(Protocol):
+class MessageHandler(Protocol):
     """Who listens for one prompt id."""
 
     def hear(self, message: Message) -> None: ...
@@ -124,10 +124,10 @@ class Ear(Protocol):
         """News may have been missed: look the prompt up."""
 
 
-class Listener:
+class WebSocketListener:
     def __init__(
         self,
-        api: Api,
+        api: ComfyApi,
         settings: ComfyUISettings,
         client_id: str,
         on_restart: Callable[[], None],
@@ -139,7 +139,7 @@ class Listener:
         self._client_id = client_id
         self._on_restart = on_restart
         self._on_connection = on_connection
-        self._ears: dict[str, Ear] = {}
+        self._ears: dict[str, MessageHandler] = {}
         self._executing: str | None = None
         self._reading: asyncio.Task[None] | None = None
         self._open = asyncio.Event()
@@ -164,7 +164,7 @@ class Listener:
             task.cancel()
             await asyncio.wait({task})
 
-    def attach(self, prompt_id: str, ear: Ear) -> None:
+    def attach(self, prompt_id: str, ear: MessageHandler) -> None:
         self._ears[prompt_id] = ear
         self._hurry.set()
 

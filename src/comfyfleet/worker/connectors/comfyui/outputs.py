@@ -23,7 +23,7 @@ import msgspec
 from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed
 from comfyfleet.model.job import JobResult, NodeTiming, OutputFile
 from comfyfleet.worker.connectors.comfyui import failures
-from comfyfleet.worker.connectors.comfyui.api import Api, Upload
+from comfyfleet.worker.connectors.comfyui.api import ComfyApi, UploadedImage
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 from comfyfleet.worker.connectors.comfyui.submission import upload_patiently
 
@@ -214,7 +214,7 @@ class SentPictures:
 
 
 async def with_pictures(
-    result: JobResult, sent: SentPictures, api: Api, settings: ComfyUISettings, folder: str
+    result: JobResult, sent: SentPictures, api: ComfyApi, settings: ComfyUISettings, folder: str
 ) -> JobResult:
     """The result with what was sent placed among the server's outputs, in this folder. Raises `ServiceFailed`."""
     if (failure := sent.failure()) is not None:
@@ -227,7 +227,7 @@ async def with_pictures(
         for kind, image in pictures:
             numbers[stem] = number = numbers.get(stem, 0) + 1
             name = f"{stem}_{number:05}_.{_ENDINGS.get(kind, 'png')}"
-            await upload_patiently(api, settings, Upload(name, image, folder, place="output"))
+            await upload_patiently(api, settings, UploadedImage(name, image, folder, place="output"))
             records.append({"filename": name, "subfolder": folder, "type": "output"})
         output = {"images": records}
         outputs[node] = {**outputs.get(node, {}), **output}

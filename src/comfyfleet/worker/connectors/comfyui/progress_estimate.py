@@ -37,7 +37,7 @@ _GUESSES = (
 )
 
 
-class Weights(msgspec.Struct, frozen=True):
+class NodeWeights(msgspec.Struct, frozen=True):
     """By node, in parts of the whole."""
 
     by_node: dict[str, float]
@@ -51,7 +51,7 @@ class _Learned(msgspec.Struct, frozen=True):
     """For each step, where it has steps."""
 
 
-class Durations:
+class NodeDurations:
     def __init__(self) -> None:
         self._known: dict[WorkflowHash, dict[str, _Learned]] = {}
 
@@ -73,7 +73,7 @@ class Durations:
             while len(self._known) > MAX_WORKFLOWS:
                 del self._known[next(iter(self._known))]
 
-    def weights(self, workflow_hash: WorkflowHash, graph: Mapping[str, Any]) -> Weights:
+    def weights(self, workflow_hash: WorkflowHash, graph: Mapping[str, Any]) -> NodeWeights:
         nodes = {node_id: node for node_id, node in graph.items() if isinstance(node, Mapping)}
         guessed = {node_id: guess(node) for node_id, node in nodes.items()}
         learned = self._known.get(workflow_hash, {})
@@ -84,9 +84,9 @@ class Durations:
             if node_id in learned and learned[node_id].class_type == node.get("class_type")
         }
         if not known:
-            return Weights(guessed)
+            return NodeWeights(guessed)
         unit_s = sum(known.values()) / sum(guessed[node_id] for node_id in known)
-        return Weights(
+        return NodeWeights(
             {node_id: known.get(node_id, part * unit_s) for node_id, part in guessed.items()},
             are_seconds=True,
         )
@@ -139,7 +139,7 @@ class _Steps:
 
 
 class Forecast:
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: NodeWeights) -> None:
         self._left = dict(weights.by_node)
         """Of nodes that have not ended."""
         self._are_seconds = weights.are_seconds

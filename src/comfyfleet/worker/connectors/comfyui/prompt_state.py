@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from comfyfleet.model.workflow import MAX_NODES, InvalidWorkflow, check_workflow
-from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, Answer, Api, Unreachable
+from comfyfleet.worker.connectors.comfyui.api import LARGE_BODY, ApiAnswer, ComfyApi, Unreachable
 
 # A value that looks like a link was unwrapped by the server: what it lists is a link into nothing.
 _DEADLY = frozenset({"missing_inputs", "linked_node_missing"})
@@ -24,15 +24,15 @@ _DEADLY = frozenset({"missing_inputs", "linked_node_missing"})
 T = TypeVar("T")
 
 
-class State(StrEnum):
+class PromptState(StrEnum):
     UNKNOWN = "unknown"
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
 
 
-class Standing(msgspec.Struct, frozen=True):
-    state: State
+class PromptStatus(msgspec.Struct, frozen=True):
+    state: PromptState
     number: float | None = None
     """The queue number the server gave the prompt."""
     entry: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class Standing(msgspec.Struct, frozen=True):
     """The graph of that prompt is one that ends a server's execution thread."""
 
 
-async def look_up(api: Api, prompt_id: str, *, is_end_told: bool = False) -> Standing:
+async def look_up(api: ComfyApi, prompt_id: str, *, is_end_told: bool = False) -> PromptStatus:
     """Raises `Unreachable` unless the server answered as a ComfyUI does.
 
     Where the end was told the history is asked first: a queue carries the graphs of all who wait and may be large.
@@ -55,22 +55,22 @@ async def look_up(api: Api, prompt_id: str, *, is_end_told: bool = False) -> Sta
         if standing is not None:
             return standing
     standing = await _in_queue(api, find_in_queue, prompt_id)
-    if standing.state is not State.UNKNOWN:
+    if standing.state is not PromptState.UNKNOWN:
         return standing
     return await _in_history(api, prompt_id) or standing
 
 
-async def _in_history(api: Api, prompt_id: str) -> Standing | None:
+async def _in_history(api: ComfyApi, prompt_id: str) -> PromptStatus | None:
     entry = find_in_history(_object(await api.history(prompt_id), "the history"), prompt_id)
-    return None if entry is None else Standing(State.ENDED, _number(entry.get("prompt")), entry)
+    return None if entry is None else PromptStatus(PromptState.ENDED, _number(entry.get("prompt")), entry)
 
 
-async def prompts_of(api: Api) -> tuple[frozenset[str], frozenset[str]]:
+async def prompts_of(api: ComfyApi) -> tuple[frozenset[str], frozenset[str]]:
     """The ids of everybody's prompts that run, and that wait. Raises `Unreachable` as above."""
     return await _in_queue(api, _ids)
 
 
-async def _in_queue(api: Api, find: Callable[..., T], *given: str) -> T:
+async def _in_queue(api: ComfyApi, find: Callable[..., T], *given: str) -> T:
     answer = await api.queue()
     queue = _object(answer, "the queue")
     # Beside the loop: others' graphs stand in it, as large and as many as a server likes.
@@ -82,22 +82,22 @@ def _ids(queue: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(str(item[1]) for item in running), frozenset(str(item[1]) for item in waiting)
 
 
-def find_in_queue(queue: Mapping[str, Any], prompt_id: str) -> Standing:
+def find_in_queue(queue: Mapping[str, Any], prompt_id: str) -> PromptStatus:
     running = _items(queue.get("queue_running"))
     for item in running:
         if item[1] == prompt_id:
-            return Standing(State.RUNNING, _number(item))
+            return PromptStatus(PromptState.RUNNING, _number(item))
     for item in _items(queue.get("queue_pending")):
         if item[1] == prompt_id:
             first = running[0] if running else None
-            return Standing(
-                State.WAITING,
+            return PromptStatus(
+                PromptState.WAITING,
                 _number(item),
                 is_server_idle=first is None,
                 running=None if first is None else str(first[1]),
                 is_running_deadly=first is not None and len(first) > 2 and is_deadly(first[2]),
             )
-    return Standing(State.UNKNOWN, is_server_idle=not running)
+    return PromptStatus(PromptState.UNKNOWN, is_server_idle=not running)
 
 
 def is_deadly(graph: Any) -> bool:
@@ -118,7 +118,7 @@ def find_in_history(history: Mapping[str, Any], prompt_id: str) -> dict[str, Any
     return entry if isinstance(entry, dict) else None
 
 
-def _object(answer: Answer, what: str) -> dict[str, Any]:
+def _object(answer: ApiAnswer, what: str) -> dict[str, Any]:
     if answer.is_ok and isinstance(answer.body, dict):
         return answer.body
     reason = f"the server answered {answer.status} when asked for {what}: {str(answer.body)[:200]}"

@@ -13,33 +13,33 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.calls import LeasedJob, Report
-from comfyfleet.model.fact import NewsKind
-from comfyfleet.model.failure import Failure, FailureKind, ServiceFailed, ServiceOccupied
+from comfyfleet.model.calls import LeasedJob, ProgressReport
+from comfyfleet.model.fact import ProgressKind
+from comfyfleet.model.failure import Failure, FailureKind, ServiceBusy, ServiceFailed
 from comfyfleet.model.job import JobResult
-from comfyfleet.worker.connectors.comfyui.api import Api, Refusals, TooMuch, Unreachable
-from comfyfleet.worker.connectors.comfyui.listener import Listener, Message
+from comfyfleet.worker.connectors.comfyui.api import AnswerTooLarge, ComfyApi, HttpRefusals, Unreachable
+from comfyfleet.worker.connectors.comfyui.listener import Message, WebSocketListener
 from comfyfleet.worker.connectors.comfyui.outputs import read_entry, with_pictures
-from comfyfleet.worker.connectors.comfyui.progress_estimate import Weights
-from comfyfleet.worker.connectors.comfyui.prompt_state import Standing, State, look_up
+from comfyfleet.worker.connectors.comfyui.progress_estimate import NodeWeights
+from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, PromptStatus, look_up
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
-from comfyfleet.worker.connectors.comfyui.thread_health import Ahead
-from comfyfleet.worker.connectors.comfyui.tracker import News, Tracker
+from comfyfleet.worker.connectors.comfyui.thread_health import PromptAhead
+from comfyfleet.worker.connectors.comfyui.tracker import RunTracker, TrackedProgress
 
 
-class Run:
-    """An attempt while this connector looks after it. It is the `Ear` of its prompt id."""
+class PromptExecution:
+    """An attempt while this connector looks after it. It is the `MessageHandler` of its prompt id."""
 
     def __init__(
         self,
         job: LeasedJob,
         prompt_id: str,
-        report: Callable[[Report], None],
-        api: Api,
-        listener: Listener,
+        report: Callable[[ProgressReport], None],
+        api: ComfyApi,
+        listener: WebSocketListener,
         settings: ComfyUISettings,
         patience_s: float | None = None,
-        weights: Weights | None = None,
+        weights: NodeWeights | None = None,
     ) -> None:
         """`patience_s`: how long it waits behind a silent prompt of somebody else's. `weights`: what its nodes take."""
         self.prompt_id = prompt_id
@@ -50,7 +50,7 @@ class Run:
         self._settings = settings
         self.vram_gb: float | None = None
         self._loop = asyncio.get_running_loop()
-        self._tracker = Tracker(
+        self._tracker = RunTracker(
             job.workflow, api.address.base, job.include_outputs, settings.max_message_bytes, weights
         )
         self._wake = asyncio.Event()
@@ -64,8 +64,8 @@ class Run:
         self._had_trouble = False
 
         # What is heard before the submit is answered waits for its place behind "accepted".
-        self._held: list[News] | None = []
-        self._pending: News | None = None
+        self._held: list[TrackedProgress] | None = []
+        self._pending: TrackedProgress | None = None
         self._flush: asyncio.TimerHandle | None = None
         self._reported_at = float("-inf")
 
@@ -77,10 +77,10 @@ class Run:
         self._reopens = 0
         self._idle_since: float | None = None
         self._patience_s = settings.occupied_s if patience_s is None else patience_s
-        self.ahead: Ahead | None = None
+        self.ahead: PromptAhead | None = None
         """Whom it waits behind."""
         self._trouble_since: float | None = None
-        self._refusals = Refusals(settings.refused_s)
+        self._refusals = HttpRefusals(settings.refused_s)
         self._unknown_since: float | None = None
 
     # what others tell the run
@@ -116,9 +116,9 @@ class Run:
         """A cancel has begun: nothing may be submitted any more."""
         self.is_cancelled = True
 
-    def stopped(self, standing: Standing) -> None:
+    def stopped(self, standing: PromptStatus) -> None:
         """A cancel is through: the prompt has ended, or it is no longer there."""
-        self._is_removed = standing.state is State.UNKNOWN
+        self._is_removed = standing.state is PromptState.UNKNOWN
         self._look_now = True
         self._wake.set()
 
@@ -134,7 +134,10 @@ class Run:
         self._accepted_at = self._looked_at = now
         self._quiet_since = max(self._quiet_since, now)
         held, self._held = self._held or [], None
-        for news in [News(NewsKind.ACCEPTED, {"prompt_id": self.prompt_id, "number": number}), *held]:
+        for news in [
+            TrackedProgress(ProgressKind.ACCEPTED, {"prompt_id": self.prompt_id, "number": number}),
+            *held,
+        ]:
             self._tell(news)
 
     def submitting(self) -> None:
@@ -149,7 +152,11 @@ class Run:
         result = await with_pictures(result, sent, self._api, self._settings, folder)
         for node in sent.by_node:
             files = [msgspec.to_builtins(file) for file in result.files if file.node_id == node]
-            self._tell(News(NewsKind.OUTPUT, {"node": node, "output": result.outputs[node], "files": files}))
+            self._tell(
+                TrackedProgress(
+                    ProgressKind.OUTPUT, {"node": node, "output": result.outputs[node], "files": files}
+                )
+            )
         return result
 
     async def until_end(self, stop: Callable[[], Any]) -> JobResult:
@@ -173,7 +180,7 @@ class Run:
                     await stop()
                     outcome = await self._last_word()
                     if outcome is None and is_held_up:
-                        raise ServiceOccupied(overdue)
+                        raise ServiceBusy(overdue)
                     return self._finish(outcome or overdue)
             self._reopen_if_quiet()
 
@@ -202,7 +209,7 @@ class Run:
         try:
             is_end_told = self._tracker.is_end_told
             standing = await look_up(self._api, self.prompt_id, is_end_told=is_end_told)
-        except TooMuch as error:
+        except AnswerTooLarge as error:
             return self._too_much(error)
         except Unreachable as error:
             return self._no_answer(error)
@@ -210,13 +217,13 @@ class Run:
         self._refusals.answered()
         self._looked_at = now = self._loop.time()
         match standing.state:
-            case State.ENDED:
+            case PromptState.ENDED:
                 assert standing.entry is not None
                 await self._await_end_news()
                 return self._read(standing.entry)
-            case State.UNKNOWN:
+            case PromptState.UNKNOWN:
                 return self._gone()
-            case State.RUNNING:
+            case PromptState.RUNNING:
                 self._idle_since = self._unknown_since = self.ahead = None
                 if self._started_at is None:
                     self._started_at = self._sign_at = now
@@ -224,20 +231,22 @@ class Run:
                     self._quiet_since = now + self._settings.end_news_s - self._quiet_s()
                     for news in self._tracker.begin():
                         self._tell(news)
-            case State.WAITING:
+            case PromptState.WAITING:
                 self._unknown_since = None
                 self._idle_since = (self._idle_since or now) if standing.is_server_idle else None
                 self.ahead = self._ahead(standing, now)
         return None
 
-    def _ahead(self, standing: Standing, now: float) -> Ahead | None:
+    def _ahead(self, standing: PromptStatus, now: float) -> PromptAhead | None:
         prompt_id = standing.running
         # Our own runs have timers of their own.
         if prompt_id is None or self._listener.listens_for(prompt_id):
             return None
         since = now if self.ahead is None or self.ahead.prompt_id != prompt_id else self.ahead.since
         sign_at = self._listener.foreign_sign_at(prompt_id)
-        return Ahead(prompt_id, since if sign_at is None else max(since, sign_at), standing.is_running_deadly)
+        return PromptAhead(
+            prompt_id, since if sign_at is None else max(since, sign_at), standing.is_running_deadly
+        )
 
     def _read(self, entry: dict[str, Any]) -> JobResult | Failure:
         return read_entry(
@@ -304,7 +313,7 @@ class Run:
             server_died="process" if error.is_refused and self._started_at is not None else None,
         )
 
-    def _too_much(self, error: TooMuch) -> Failure:
+    def _too_much(self, error: AnswerTooLarge) -> Failure:
         if error.is_of_prompt:
             return Failure(
                 FailureKind.NODE_ERROR,
@@ -368,7 +377,7 @@ class Run:
             return False
         return self._loop.time() >= ahead.since + self._held_up_s(ahead)
 
-    def _held_up_s(self, ahead: Ahead) -> float:
+    def _held_up_s(self, ahead: PromptAhead) -> float:
         """How long a silent prompt of somebody else's may hold ours up: to the end of the start timeout at most, but
         one that was first seen late in it is not to blame for it."""
         longest_s = self._patience_s
@@ -438,11 +447,11 @@ class Run:
 
     # reports
 
-    def _tell(self, news: News) -> None:
+    def _tell(self, news: TrackedProgress) -> None:
         if self._held is not None:
             self._held.append(news)
             return
-        if news.kind is not NewsKind.PROGRESS:
+        if news.kind is not ProgressKind.PROGRESS:
             self._send_pending()
             self._send(news)
             return
@@ -465,10 +474,10 @@ class Run:
             self._reported_at = self._loop.time()
             self._send(news)
 
-    def _send(self, news: News) -> None:
-        data = {"prompt_id": self.prompt_id} if news.kind is NewsKind.STARTED else news.data
+    def _send(self, news: TrackedProgress) -> None:
+        data = {"prompt_id": self.prompt_id} if news.kind is ProgressKind.STARTED else news.data
         try:
-            self._report(Report(self._job.ref, news.kind, data, news.image))
+            self._report(ProgressReport(self._job.ref, news.kind, data, news.image))
         except Exception as error:
             # The listener serves others too: what a receiver of reports raises ends its own attempt only.
             self._broken = self._broken or error

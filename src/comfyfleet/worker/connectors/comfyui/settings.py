@@ -11,12 +11,12 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from comfyfleet.model.worker import ServerBounds
+from comfyfleet.model.worker import ServerLimits
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
-class ComfyUISettings(ServerBounds, frozen=True, kw_only=True):
+class ComfyUISettings(ServerLimits, frozen=True, kw_only=True):
     """All durations are seconds. The defaults suit a server in the same network."""
 
     providers: tuple[str, ...] = ("local",)

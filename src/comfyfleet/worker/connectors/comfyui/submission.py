@@ -31,19 +31,26 @@ from comfyfleet.model.file import FetchedFile
 from comfyfleet.model.job import Attachment
 from comfyfleet.model.workflow import Workflow, with_input
 from comfyfleet.worker.connectors.comfyui import failures
-from comfyfleet.worker.connectors.comfyui.api import Answer, Api, Refusals, TooMuch, Unreachable, Upload
+from comfyfleet.worker.connectors.comfyui.api import (
+    AnswerTooLarge,
+    ApiAnswer,
+    ComfyApi,
+    HttpRefusals,
+    Unreachable,
+    UploadedImage,
+)
 from comfyfleet.worker.connectors.comfyui.failures import fail, nobody_there
-from comfyfleet.worker.connectors.comfyui.prompt_state import State, look_up
+from comfyfleet.worker.connectors.comfyui.prompt_state import PromptState, look_up
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 
-class Accepted(msgspec.Struct, frozen=True):
+class AcceptedPrompt(msgspec.Struct, frozen=True):
     number: float | None
     is_fresh: bool = False
     """The server's own answer to this submit, not what a lookup found."""
 
 
-class Unwanted(Exception):
+class UnwantedPrompt(Exception):
     """The server took the prompt in a way we do not want: it has to be stopped, then the failure stands."""
 
     def __init__(self, prompt_id: str, failure: ServiceFailed) -> None:
@@ -52,11 +59,11 @@ class Unwanted(Exception):
         self.failure = failure
 
 
-class Submission:
+class PromptSubmission:
     """One prompt on its way. `may_arrive_late` tells whether it may turn up on the server after a failure."""
 
     def __init__(
-        self, api: Api, settings: ComfyUISettings, graph: dict[str, Any], prompt_id: str, client_id: str
+        self, api: ComfyApi, settings: ComfyUISettings, graph: dict[str, Any], prompt_id: str, client_id: str
     ) -> None:
         self._api = api
         self._settings = settings
@@ -65,11 +72,11 @@ class Submission:
         self._client_id = client_id
         self.may_arrive_late = False
 
-    async def submit(self, accept_s: float) -> Accepted:
-        """Raises `ServiceFailed` or `Unwanted`."""
+    async def submit(self, accept_s: float) -> AcceptedPrompt:
+        """Raises `ServiceFailed` or `UnwantedPrompt`."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        refusals = Refusals(self._settings.refused_s)
+        refusals = HttpRefusals(self._settings.refused_s)
         while True:
             try:
                 known = await self._known()
@@ -77,7 +84,7 @@ class Submission:
                     return known
                 left_s = max(0.05, began + accept_s - loop.time())
                 return await self._post(left_s, accept_s)
-            except TooMuch as error:
+            except AnswerTooLarge as error:
                 raise fail(FailureKind.DEAD_WORKER, f"The server cannot be used: {error}.") from error
             except Unreachable as error:
                 if error.status is not None and error.status < 500:
@@ -97,11 +104,11 @@ class Submission:
                     raise self._timed_out(accept_s) from error
             await asyncio.sleep(self._settings.settle_s)
 
-    async def _known(self) -> Accepted | None:
+    async def _known(self) -> AcceptedPrompt | None:
         standing = await look_up(self._api, self._prompt_id)
-        return None if standing.state is State.UNKNOWN else Accepted(standing.number)
+        return None if standing.state is PromptState.UNKNOWN else AcceptedPrompt(standing.number)
 
-    async def _post(self, timeout_s: float, accept_s: float) -> Accepted:
+    async def _post(self, timeout_s: float, accept_s: float) -> AcceptedPrompt:
         self.may_arrive_late = True
         try:
             answer = await self._api.submit(self._graph, self._prompt_id, self._client_id, timeout_s)
@@ -119,11 +126,11 @@ class Submission:
         self.may_arrive_late = False
         return self._read(answer)
 
-    async def _find_out(self, otherwise: ServiceFailed) -> Accepted:
+    async def _find_out(self, otherwise: ServiceFailed) -> AcceptedPrompt:
         """The submit got no clear answer: did the prompt arrive?"""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.unreachable_s
-        refusals = Refusals(self._settings.refused_s)
+        refusals = HttpRefusals(self._settings.refused_s)
         misses = 0
         while True:
             try:
@@ -142,7 +149,7 @@ class Submission:
                     raise otherwise
             await asyncio.sleep(self._settings.settle_s)
 
-    def _read(self, answer: Answer) -> Accepted:
+    def _read(self, answer: ApiAnswer) -> AcceptedPrompt:
         body = answer.body
         if not answer.is_ok:
             raise ServiceFailed(failures.refused_prompt(answer.status, body))
@@ -152,7 +159,7 @@ class Submission:
                 "The answer to the submit is not ComfyUI's: check the server's address.",
             )
         if body["prompt_id"] != self._prompt_id:
-            raise Unwanted(
+            raise UnwantedPrompt(
                 body["prompt_id"],
                 fail(
                     FailureKind.DEAD_WORKER,
@@ -163,9 +170,9 @@ class Submission:
         if isinstance(errors, dict) and errors:
             # Accepted by half: outputs with errors are left out and the rest runs.
             message = "The server would run only a part of the workflow"
-            raise Unwanted(self._prompt_id, ServiceFailed(failures.invalid_nodes(errors, message)))
+            raise UnwantedPrompt(self._prompt_id, ServiceFailed(failures.invalid_nodes(errors, message)))
         number = body.get("number")
-        return Accepted(number if isinstance(number, int | float) else None, is_fresh=True)
+        return AcceptedPrompt(number if isinstance(number, int | float) else None, is_fresh=True)
 
     def _timed_out(self, accept_s: float) -> ServiceFailed:
         return fail(
@@ -177,7 +184,7 @@ _ANNOTATED = re.compile(r"^(?P<path>.*?)(?: \[(?P<folder>input|output|temp)\])?$
 
 
 async def place(
-    api: Api,
+    api: ComfyApi,
     settings: ComfyUISettings,
     attachments: Iterable[Attachment | FetchedFile],
     workflow: Workflow,
@@ -192,17 +199,17 @@ async def place(
         workflow = with_input(workflow, attachment.node, attachment.input, filename)
         original = _reference(current.get(attachment.input)) if attachment.kind == "mask" else None
         content = attachment.data if isinstance(attachment, Attachment) else attachment.path
-        upload = Upload(filename, content, folder, original)
+        upload = UploadedImage(filename, content, folder, original)
         answer = await upload_patiently(api, settings, upload)
         workflow = with_input(workflow, attachment.node, attachment.input, _name_in_graph(answer, filename))
     return workflow
 
 
-async def upload_patiently(api: Api, settings: ComfyUISettings, upload: Upload) -> Answer:
+async def upload_patiently(api: ComfyApi, settings: ComfyUISettings, upload: UploadedImage) -> ApiAnswer:
     """Through short absences of the server. Raises `ServiceFailed`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + settings.unreachable_s
-    refusals = Refusals(settings.refused_s)
+    refusals = HttpRefusals(settings.refused_s)
     while True:
         try:
             answer = await api.upload(upload)
@@ -230,7 +237,7 @@ def _own_name(filename: str, index: int, used: set[str]) -> str:
     return name
 
 
-def _name_in_graph(answer: Answer, filename: str) -> str:
+def _name_in_graph(answer: ApiAnswer, filename: str) -> str:
     """How a loading node names the file: folder and name, and where it lies unless that is the input folder."""
     body = answer.body
     if not isinstance(body, dict) or not isinstance(body.get("name"), str):

@@ -11,14 +11,14 @@ from enum import Enum
 
 import msgspec
 
-from comfyfleet.worker.connectors.comfyui.api import Api
+from comfyfleet.worker.connectors.comfyui.api import ComfyApi
 from comfyfleet.worker.connectors.comfyui.prompt_state import prompts_of
 from comfyfleet.worker.connectors.comfyui.settings import ComfyUISettings
 
 RESTART = "its execution thread is dead; restart it"
 
 
-class Ahead(msgspec.Struct, frozen=True):
+class PromptAhead(msgspec.Struct, frozen=True):
     """Somebody else's prompt that runs while ours waits."""
 
     prompt_id: str
@@ -51,8 +51,8 @@ class _Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     is_deadly: bool = False
 
 
-class Vitality:
-    def __init__(self, api: Api, settings: ComfyUISettings) -> None:
+class ThreadHealth:
+    def __init__(self, api: ComfyApi, settings: ComfyUISettings) -> None:
         self._api = api
         self._settings = settings
         self._diagnosis: _Diagnosis | None = None
@@ -102,7 +102,7 @@ class Vitality:
         """It runs a prompt that nobody wants any more: whatever came next would wait behind that."""
         self._find(_Diagnosis(finding=_Finding.UNSTOPPABLE, since=_now(), prompt_id=prompt_id, losses=losses))
 
-    def found_occupied(self, ahead: Ahead, losses: int) -> None:
+    def found_occupied(self, ahead: PromptAhead, losses: int) -> None:
         self._find(
             _Diagnosis(
                 finding=_Finding.OCCUPIED,

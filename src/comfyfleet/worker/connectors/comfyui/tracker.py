@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from comfyfleet.model.fact import NewsKind
+from comfyfleet.model.fact import ProgressKind
 from comfyfleet.model.failure import Failure, FailureKind
 from comfyfleet.model.job import JobResult, NodeTiming
 from comfyfleet.worker.connectors.comfyui import failures
@@ -25,17 +25,17 @@ from comfyfleet.worker.connectors.comfyui.outputs import (
     files_of,
     is_included,
 )
-from comfyfleet.worker.connectors.comfyui.progress_estimate import Forecast, Weights
+from comfyfleet.worker.connectors.comfyui.progress_estimate import Forecast, NodeWeights
 
 MAX_NODES_HEARD = 20_000
 MAX_TEXT = 4_000
 MAX_CLASS_NAME = 200
 
 
-class News(msgspec.Struct, frozen=True):
+class TrackedProgress(msgspec.Struct, frozen=True):
     """A report to be made, without the lease it is made under."""
 
-    kind: NewsKind
+    kind: ProgressKind
     data: dict[str, Any]
     image: bytes | None = None
 
@@ -52,7 +52,7 @@ class _Busy:
         self.total_s = 0.0
 
 
-class Tracker:
+class RunTracker:
     """Hears the messages of one prompt id, in their order."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Tracker:
         base: str,
         included: tuple[str, ...] = (),
         max_output_size: int = 1 << 27,
-        weights: Weights | None = None,
+        weights: NodeWeights | None = None,
     ) -> None:
         """`max_output_size`: of what is told of outputs, no more is kept. The history has it all, but for pictures that
         were sent. `weights`: what each node takes of the whole."""
@@ -69,7 +69,7 @@ class Tracker:
         self._output_room = max_output_size
         self._nodes = frozenset(graph)
         self._classes = {node_id: _class_of(node) for node_id, node in graph.items()}
-        self._forecast = Forecast(weights or Weights(dict.fromkeys(graph, 1.0)))
+        self._forecast = Forecast(weights or NodeWeights(dict.fromkeys(graph, 1.0)))
         self._base = base
         self._included = included
         self._busy: dict[str, _Busy] = {}
@@ -95,7 +95,7 @@ class Tracker:
         self.is_end_told = False
         self._failure: Failure | None = None
 
-    def hear(self, message: Message, at: float, wall: float) -> list[News]:
+    def hear(self, message: Message, at: float, wall: float) -> list[TrackedProgress]:
         """`at` measures durations, `wall` is the time of day."""
         data = message.data
         self.is_heard = True
@@ -134,19 +134,19 @@ class Tracker:
             case "preview":
                 node = message.node or self._node
                 if not self.sent.hear(node, str(data.get("format")), message.image):
-                    news.append(News(NewsKind.PREVIEW, {**data, "node": node}, message.image))
+                    news.append(TrackedProgress(ProgressKind.PREVIEW, {**data, "node": node}, message.image))
             case "text":
                 shown = self._shown(message.node) or self._node
                 self._text = shown, str(data.get("text", ""))[:MAX_TEXT]
                 news.append(self._progress(shown))
         return news
 
-    def begin(self) -> list[News]:
+    def begin(self) -> list[TrackedProgress]:
         """The run has started, whoever told: told on only once."""
         if self.is_started:
             return []
         self.is_started = True
-        return [News(NewsKind.STARTED, {})]
+        return [TrackedProgress(ProgressKind.STARTED, {})]
 
     @property
     def node(self) -> str | None:
@@ -243,7 +243,9 @@ class Tracker:
             self._node = node
             self._value = self._max = None
 
-    def _executed(self, node: str, display: str | None, data: Mapping[str, Any], at: float) -> list[News]:
+    def _executed(
+        self, node: str, display: str | None, data: Mapping[str, Any], at: float
+    ) -> list[TrackedProgress]:
         if display is not None:
             self._display[node] = display
         self._finish(node, at)
@@ -255,9 +257,9 @@ class Tracker:
             return []
         named = islice(files_of(node, output, self._base), MAX_FILES)
         files = [msgspec.to_builtins(file) for file in named]
-        return [News(NewsKind.OUTPUT, {"node": node, "output": dict(output), "files": files})]
+        return [TrackedProgress(ProgressKind.OUTPUT, {"node": node, "output": dict(output), "files": files})]
 
-    def _progress(self, node: str | None = None) -> News:
+    def _progress(self, node: str | None = None) -> TrackedProgress:
         # A watcher's bar does not go back when a finished node turns out to have more to do.
         self._percentage = max(self._percentage, 100.0 * self._forecast.share())
         data: dict[str, Any] = {
@@ -272,7 +274,7 @@ class Tracker:
             data["message"] = message
         if (remaining_s := self._forecast.remaining_s(self._at)) is not None:
             data["remaining_s"] = round(remaining_s, 2)
-        return News(NewsKind.PROGRESS, data)
+        return TrackedProgress(ProgressKind.PROGRESS, data)
 
     def _message(self, node: str | None) -> str | None:
         """In words, for people: what the node said, or its class and how far it is."""
